@@ -9,8 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.config.reading import yaml_in
-from cluster.config.settings import ConfigError
+from cluster.config.settings import ConfigError, yaml_in
 from cluster.ray.declaration import IMPORT_PATH
 from deploy.application_rules import application_faults
 from deploy.manifests import ManifestFinding, Manifests, Object, group_name, groups, ray_container, where

@@ -16,9 +16,16 @@ from typing import assert_never
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
 from router.limits import RetryTurns
 from router.sessions.choice import StandbyTargets, blocks_of
-from router.sessions.models import outside_vocabulary, why_unavailable
+from router.sessions.models import why_unavailable
 from router.sessions.pool import PoolEvents, WorkerPool
-from router.sessions.run import NullTracer, RunningSession, SessionObserver, SpeculationTrace, session_of
+from router.sessions.run import (
+    NullTracer,
+    RunningSession,
+    SessionObserver,
+    SpeculationTrace,
+    outside_vocabulary,
+    session_of,
+)
 from router.sessions.snapshot import Snapshot, Totals
 from router.sessions.tally import RouterCounters
 from router.telemetry.metrics import RouterMetrics
@@ -307,10 +314,8 @@ class Dispatcher:
                     run.observer.proposed(now, message)
             case Emit():
                 assert workers.target is not None
-                of_drafter = from_draft_models(effect.accepted, effect.offered, effect.metadata)
-                self._learn(run, workers.target, workers.draft, *of_drafter)
-                self.totals.commit(effect)
-                run.items.put_nowait(run.observer.committed(now, effect, of_drafter, workers))
+                self._learn(run, workers.target, workers.draft, effect)
+                run.items.put_nowait(run.observer.committed(now, effect, workers))
                 if run.items.qsize() == self._limits.unread:
                     why = f"the client is {self._limits.unread} commits behind; read faster, or ask for less"
                     asyncio.get_running_loop().call_soon(self._give_up, run, "slow_reader", why)
@@ -363,11 +368,12 @@ class Dispatcher:
             self.pool.closed(peer, message.session)
         self.pool.join(run.session.session, *run.session.openings)
 
-    def _learn(self, run: RunningSession, target: PeerId, draft: PeerId | None, accepted: int, offered: int) -> None:
+    def _learn(self, run: RunningSession, target: PeerId, draft: PeerId | None, emit: Emit) -> None:
         """What a step of a session says about its workers."""
         known = self.pool.peers.get(target)
         if run.revision is None and known is not None and known.welcome is not None:
             run.revision = known.welcome.revision
+        accepted, offered = from_draft_models(emit.accepted, emit.offered, emit.metadata)
         if offered and draft is not None:
             self.pool.drafted(target, draft, accepted, offered)
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from speculation.events import Origin, StepMetadata, origins, refused
+from speculation.events import StepMetadata
 from speculation.messages import FinishReason, Proposal, RequestOptions, Sampling, SourceName, Speculation, Token
 
 
@@ -78,16 +78,6 @@ class Committed:
     details: Details | None = None
     more: bool = field(default=False, compare=False)
     """Whether what comes next is there already: both may be told a client together."""
-
-    @property
-    def origins(self) -> tuple[Origin, ...]:
-        """Where each token came from."""
-        return origins(len(self.tokens), self.accepted, self.offered, self.metadata)
-
-    @property
-    def refused(self) -> tuple[SourceName, ...]:
-        """Where the drafts came from that were offered and not kept."""
-        return refused(self.accepted, self.offered, self.metadata)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from router.http.api import ApiSettings, build_app
 from router.http.asgi import BoundedHttp
 from router.http.exhaustion import ExhaustionLog
 from router.http.prompt_recorder import PromptRecorder, RecordingError, RecordSettings
-from router.text.tokenizer import TokenizerError
-from router.text.tokenizers import Tokenizers
+from router.text.tokenizer import TokenizerError, Tokenizers
 from speculation.events import Role
 from transport import address as addresses
 from transport.tls import Identity

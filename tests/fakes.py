@@ -11,8 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
-from router.text.tokenizer import Tokenizer
-from router.text.tokenizers import Tokenizers
+from router.text.tokenizer import Tokenizer, Tokenizers
 from speculation.events import StepMetadata
 from speculation.messages import FinishReason, Token, TokenLogprobs
 

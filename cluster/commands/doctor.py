@@ -16,8 +16,8 @@ from cluster.config.flags import BAD_INPUT, FAILED, Parser, add_file, add_settin
 from cluster.config.security import identity, own_api_key
 from cluster.config.settings import ConfigError
 from cluster.console import CommandError, say, stages
+from cluster.discovery import WorkerListError, read_list
 from cluster.doctor.finding import Finding, Level, ok, problem
-from cluster.worker_list import WorkerListError, read_list
 from speculation.events import Role
 from transport.address import parse
 
@@ -110,15 +110,15 @@ def _on_ray(config: Config) -> bool:
 
 def _checks(args: argparse.Namespace, config: Config, listed: dict[Role, list[str]]) -> Iterator[tuple[str, Check]]:
     """What there is to check, in order; ``listed`` gets the workers that Ray knows."""
-    from cluster.doctor import devices, endpoint, machine, models, ray_nodes
+    from cluster.doctor import endpoint, machine, models, ray_nodes
 
     elsewhere = _on_ray(config) and not models.are_here(config)
     if not elsewhere:
         yield "models", lambda: models.check(config)
     yield "certificates", lambda: _certificates(config)
     if not (_on_ray(config) or any(listed.values()) or args.url):
-        yield "devices", lambda: devices.check(config)
-        yield "this machine", lambda: machine.check(config)
+        yield "devices", lambda: machine.check_devices(config)
+        yield "this machine", lambda: machine.check_machine(config)
     if _on_ray(config):
         yield f"Ray at {config.ray.address}", lambda: ray_nodes.check(config, listed, models=elsewhere)
     yield "workers", lambda: _workers(args, config, listed)
@@ -135,13 +135,13 @@ def _certificates(config: Config) -> Iterator[Finding]:
 
 
 def _workers(args: argparse.Namespace, config: Config, listed: dict[Role, list[str]]) -> Iterator[Finding]:
-    from cluster.doctor import distance, workers
+    from cluster.doctor import workers
 
     met = asyncio.run(workers.meet_all(listed, identity(config, "router") if any(listed.values()) else None))
     yield from workers.judge(met)
     if args.target_step_ms is not None:
-        steps = distance.StepCosts(args.target_step_ms / 1000, args.draft_step_ms / 1000, args.acceptance)
-        yield from distance.judge(met, steps)
+        steps = workers.StepCosts(args.target_step_ms / 1000, args.draft_step_ms / 1000, args.acceptance)
+        yield from workers.judge_distance(met, steps)
 
 
 def _api_key(args: argparse.Namespace, config: Config) -> str:

@@ -27,10 +27,9 @@ from cluster.config.flags import (
 from cluster.config.security import check_http_exposure, check_security
 from cluster.config.serving import router_settings
 from cluster.console import CommandError, stages, tell
-from cluster.discovery import StaticDirectory
+from cluster.discovery import FileDirectory, StaticDirectory, WorkerListError
 from cluster.processes.logs import add_flags, set_up
 from cluster.processes.starting import READY, STOPPING, exit_with, notify
-from cluster.worker_list import FileDirectory, WorkerListError
 from speculation.events import Role
 from transport.address import check_free, join, parse
 

@@ -42,40 +42,29 @@ A GPU that pads its steps to classes of rows, and that target and drafter share:
 Flags of a sweep take several values, separated by commas or by repeating the flag; all combinations are run.
 """
 MADE_UP = {
-    "target_step_ms": 30.0,
-    "verify_slope": 0.01,
-    "draft_step_ms": 2.0,
-    "draft_slope": 0.04,
-    "relay_ms": 1.4,
-    "launch_ms": 0.0,
-    "session_ms": 0.0,
-    "branching": 1.0,
-    "acceptance": 0.8,
+    "target_step_ms": (30.0, 0.001, 60_000.0, "a step of the target that computes one token"),
+    "verify_slope": (0.01, 0.0, 10.0, "cost of each further token, as a share of that"),
+    "draft_step_ms": (2.0, 0.001, 60_000.0, "a step of the drafter that expands one place"),
+    "draft_slope": (0.04, 0.0, 10.0, "cost of each further place, as a share of that"),
+    "relay_ms": (1.4, 0.0, 60_000.0, "way of a message from worker to worker, without any distance"),
+    "launch_ms": (0.0, 0.0, 60_000.0, "what the host does between two steps of a worker"),
+    "session_ms": (0.0, 0.0, 60_000.0, "what each session adds to a step of the target"),
+    "branching": (1.0, 1.0, 100.0, "how many times as long a step of the target takes whose drafts branch"),
+    "acceptance": (0.8, 0.0, 1.0, "chance that the drafter's first choice is right"),
 }
-"""A made-up set-up, where the flags do not say otherwise."""
-BOUNDS = {
-    "target_step_ms": (0.001, 60_000.0),
-    "verify_slope": (0.0, 10.0),
-    "draft_step_ms": (0.001, 60_000.0),
-    "draft_slope": (0.0, 10.0),
-    "relay_ms": (0.0, 60_000.0),
-    "launch_ms": (0.0, 60_000.0),
-    "session_ms": (0.0, 60_000.0),
-    "branching": (1.0, 100.0),
-    "acceptance": (0.0, 1.0),
-}
+"""A made-up set-up: what holds where the flags do not say otherwise, the bounds of each, and what it is."""
 SHARED_CONTENTION, SHARED_DRAFT_CONTENTION = 1.25, 2.3
 """How many times as long steps of a target and of a drafter take beside each other, as measured on an H100 that they
 share by time: 4.5B parameters and 6.2 ms a step for the one, the bundled draft and 1.1 ms for the other."""
 SWEEP = {
-    "rtt": "0",
-    "sessions": "1",
-    "targets": "1",
-    "drafters": "1",
-    "schedule": "trie,sequential,parallel,plain",
-    "draft_length": "3,5,8",
+    "rtt": ("0", "added round trip between router and drafters, in ms"),
+    "sessions": ("1", "requests at a time"),
+    "targets": ("1", "target workers"),
+    "drafters": ("1", "draft workers"),
+    "schedule": ("trie,sequential,parallel,plain", "how drafting and verification take turns"),
+    "draft_length": ("3,5,8", "tokens of a draft under sequential and parallel; the best is shown"),
 }
-"""What is swept, where the flags do not say otherwise."""
+"""What is swept: the values where the flags do not say otherwise, and what they are."""
 MAX_COUNT = 4096
 """Sessions, workers, or tokens of a draft."""
 LENGTHS = {"max_draft": (0, 64), "tokens": (1, 10**6), "request_tokens": (2, 10**6)}
@@ -90,19 +79,8 @@ def add(parser: Parser) -> None:
     recorded = parser.add_argument_group("a recorded set-up")
     recorded.add_argument("--record", type=Path, action="append", metavar="FILE", help="records of a worker; repeat")
     made_up = parser.add_argument_group("a made-up set-up")
-    for name, about in (
-        ("target_step_ms", "a step of the target that computes one token"),
-        ("verify_slope", "cost of each further token, as a share of that"),
-        ("draft_step_ms", "a step of the drafter that expands one place"),
-        ("draft_slope", "cost of each further place, as a share of that"),
-        ("relay_ms", "way of a message from worker to worker, without any distance"),
-        ("launch_ms", "what the host does between two steps of a worker"),
-        ("session_ms", "what each session adds to a step of the target"),
-        ("branching", "how many times as long a step of the target takes whose drafts branch"),
-        ("acceptance", "chance that the drafter's first choice is right"),
-    ):
-        text = f"{about} (default: {MADE_UP[name]:g})"
-        made_up.add_argument(_flag(name), type=float, metavar="X", help=text)
+    for name, (default, _, _, about) in MADE_UP.items():
+        made_up.add_argument(_flag(name), type=float, metavar="X", help=f"{about} (default: {default:g})")
     about = "chance that a further choice is right where those before it are not (default: 0.6 of --acceptance)"
     made_up.add_argument("--coverage", type=float, metavar="X", help=about)
     about = "numbers of rows that the target's steps are padded to, and what they take, instead of --target-step-ms"
@@ -111,16 +89,8 @@ def add(parser: Parser) -> None:
     about = f"target and drafter share one GPU: beside each other they take {times} as long, as on an H100"
     made_up.add_argument("--shared-device", action="store_true", default=None, help=about)
     sweep = parser.add_argument_group("what is swept")
-    for name, about in (
-        ("rtt", "added round trip between router and drafters, in ms"),
-        ("sessions", "requests at a time"),
-        ("targets", "target workers"),
-        ("drafters", "draft workers"),
-        ("schedule", "how drafting and verification take turns"),
-        ("draft_length", "tokens of a draft under sequential and parallel; the best is shown"),
-    ):
-        text = f"{about} (default: {SWEEP[name]})"
-        sweep.add_argument(_flag(name), action="append", metavar="X,Y", help=text)
+    for name, (usual, about) in SWEEP.items():
+        sweep.add_argument(_flag(name), action="append", metavar="X,Y", help=f"{about} (default: {usual})")
     other = parser.add_argument_group("the run and its results")
     maximum = default_of("speculation.max_draft")
     about = f"most draft tokens verified for a session in a step (default: {maximum})"
@@ -182,7 +152,7 @@ def _sweep(args: argparse.Namespace) -> Sweep:
         return count(text, MAX_COUNT)
 
     def of(name: str, parse: Callable[[str], Value]) -> tuple[Value, ...]:
-        return values(args, name, SWEEP[name], parse)
+        return values(args, name, SWEEP[name][0], parse)
 
     return Sweep(
         schedules=of("schedule", schedule),
@@ -240,10 +210,10 @@ def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
     from simulation.agreement import made_up
     from simulation.costs import Costs, Curve
 
-    given = {name: default if getattr(args, name) is None else getattr(args, name) for name, default in MADE_UP.items()}
-    for name, value in given.items():
-        minimum, maximum = BOUNDS[name]
-        _within(name, value, minimum, maximum)
+    given = {}
+    for name, (default, minimum, maximum, _) in MADE_UP.items():
+        given[name] = default if getattr(args, name) is None else getattr(args, name)
+        _within(name, given[name], minimum, maximum)
     if args.coverage is not None:
         _within("coverage", args.coverage, 0, 1)
     relay, launch = given["relay_ms"] / 1000, given["launch_ms"] / 1000
@@ -270,7 +240,7 @@ def _steps(args: argparse.Namespace) -> dict[int, float]:
 
     def pair(text: str) -> tuple[int, float]:
         rows, _, step = text.partition(":")
-        minimum, maximum = BOUNDS["target_step_ms"]
+        _, minimum, maximum, _ = MADE_UP["target_step_ms"]
         try:
             seconds = number(step, maximum) / 1000
             if 1000 * seconds >= minimum:

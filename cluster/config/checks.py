@@ -14,9 +14,9 @@ from cluster.config.config import Config, max_replicas_of
 from cluster.config.environment import COMMIT, expanded, is_folder, pinned
 from cluster.config.pools import DraftConfig, Pool, TargetConfig
 from cluster.config.security import check_http_exposure, check_security, check_worker_exposure
+from cluster.config.serving import difference
 from cluster.config.settings import AUTO
 from cluster.config.settings import CheckError as CheckError
-from cluster.config.vocabularies import difference
 from speculation.events import Role
 from transport.address import check_free, join, parse
 

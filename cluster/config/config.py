@@ -17,7 +17,6 @@ from typing import Any, Literal
 import yaml
 
 from cluster.config.pools import (
-    CPU,
     OWN,
     SHARED,
     TARGET_POOL,
@@ -27,9 +26,20 @@ from cluster.config.pools import (
     TargetConfig,
     node_labels,
 )
-from cluster.config.reading import DEFAULT_POOL, MODELS, ConfigReader, Override, Values, document_in
-from cluster.config.settings import AUTO, ConfigError, SettingSpec, rule_in, settings_of
-from cluster.config.settings import setting as _setting
+from cluster.config.settings import (
+    AUTO,
+    DEFAULT_POOL,
+    MODELS,
+    ConfigError,
+    ConfigReader,
+    Override,
+    SettingSpec,
+    Values,
+    document_in,
+    rule_in,
+    setting,
+    settings_of,
+)
 from speculation.events import Role
 from speculation.messages import Rule as AcceptanceRule
 from speculation.messages import Schedule
@@ -39,26 +49,26 @@ from speculation.messages import Schedule
 class RouterConfig:
     """Routers: the HTTP address, and the life of every request."""
 
-    host: str = _setting("127.0.0.1", "interface to serve HTTP on")
-    port: int = _setting(8000, "port to serve HTTP on", at_least=1, at_most=65535)
-    replicas: int | Literal["auto"] = _setting(
+    host: str = setting("127.0.0.1", "interface to serve HTTP on")
+    port: int = setting(8000, "port to serve HTTP on", at_least=1, at_most=65535)
+    replicas: int | Literal["auto"] = setting(
         AUTO, "number of routers (auto: two where two nodes may hold one, else one)", at_least=1, at_most=256, auto=True
     )
-    min_replicas: int = _setting(1, "never fewer, where their number follows the load", at_least=1, at_most=256)
-    max_replicas: int = _setting(
+    min_replicas: int = setting(1, "never fewer, where their number follows the load", at_least=1, at_most=256)
+    max_replicas: int = setting(
         0, "never more; their number follows the load (0: it stays as it is)", at_least=0, at_most=256
     )
-    model_name: str = _setting("", "name of the model in the API (default: what its workers call it)")
-    tokenizer: str = _setting("", "folder or hub id of the tokenizer (default: the target's)")
-    max_sessions: int = _setting(1024, "generations at once per router; more get status 429", at_least=1)
-    allow_remote: bool = _setting(False, "listen beyond loopback even where there is no authentication")
-    drain_timeout: float = _setting(
+    model_name: str = setting("", "name of the model in the API (default: what its workers call it)")
+    tokenizer: str = setting("", "folder or hub id of the tokenizer (default: the target's)")
+    max_sessions: int = setting(1024, "generations at once per router; more get status 429", at_least=1)
+    allow_remote: bool = setting(False, "listen beyond loopback even where there is no authentication")
+    drain_timeout: float = setting(
         600.0, "seconds that running requests have when a router is told to stop", at_least=0, at_most=86400
     )
-    record_prompts: str = _setting(
+    record_prompts: str = setting(
         "", "folder that prompts are recorded in, for `paceline align`; a request may opt out by store (default: none)"
     )
-    record_megabytes: int = _setting(1024, "recorded prompts that are kept; the oldest go", at_least=1, at_most=1 << 20)
+    record_megabytes: int = setting(1024, "recorded prompts that are kept; the oldest go", at_least=1, at_most=1 << 20)
     labels: str = node_labels()
 
 
@@ -66,110 +76,110 @@ class RouterConfig:
 class SpeculationConfig:
     """How drafting goes, unless a request says otherwise. Only the rule bears on the text, and not on its law."""
 
-    enabled: bool = _setting(True, "start draft workers and use what they propose")
-    rule: str = _setting(
+    enabled: bool = setting(True, "start draft workers and use what they propose")
+    rule: str = setting(
         "coupled",
         "what keeps a draft token: coupled (one text for a seed, whatever is drafted) or rejection (the textbook rule)",
         choices=tuple(AcceptanceRule),
     )
-    schedule: str = _setting(
+    schedule: str = setting(
         "trie",
         "when to draft: trie (ahead, along likely outcomes); sequential and parallel are baselines for comparison",
         choices=tuple(Schedule),
     )
-    drafters: bool = _setting(True, "draft with a model, on draft workers; without, sources at the target draft alone")
-    lookup: bool = _setting(True, "also propose what followed the same words before (prompt lookup); needs no worker")
-    lookup_min: int = _setting(2, "equal tokens below which lookup follows no earlier place", at_least=1, at_most=64)
-    lookup_max: int = _setting(8, "equal tokens beyond which it follows the latest place", at_least=1, at_most=64)
-    max_depth: int = _setting(32, "longest path of drafts verified in one step", at_least=1, at_most=64)
-    max_draft: int = _setting(12, "most draft tokens verified for a session in one step", at_least=1, at_most=64)
-    lead: int = _setting(48, "how many tokens a drafter may run ahead", at_least=1, at_most=256)
-    push_bytes: float = _setting(
+    drafters: bool = setting(True, "draft with a model, on draft workers; without, sources at the target draft alone")
+    lookup: bool = setting(True, "also propose what followed the same words before (prompt lookup); needs no worker")
+    lookup_min: int = setting(2, "equal tokens below which lookup follows no earlier place", at_least=1, at_most=64)
+    lookup_max: int = setting(8, "equal tokens beyond which it follows the latest place", at_least=1, at_most=64)
+    max_depth: int = setting(32, "longest path of drafts verified in one step", at_least=1, at_most=64)
+    max_draft: int = setting(12, "most draft tokens verified for a session in one step", at_least=1, at_most=64)
+    lead: int = setting(48, "how many tokens a drafter may run ahead", at_least=1, at_most=256)
+    push_bytes: float = setting(
         58.0, "bytes of drafts pushed to a target for each committed token (coupled rule)", at_least=16, at_most=4096
     )
-    children: int = _setting(3, "alternatives drafted at one place", at_least=1, at_most=8)
-    width: int = _setting(4, "most places of a session that a drafter goes on from in one step", at_least=1, at_most=64)
+    children: int = setting(3, "alternatives drafted at one place", at_least=1, at_most=8)
+    width: int = setting(4, "most places of a session that a drafter goes on from in one step", at_least=1, at_most=64)
 
 
 @dataclass(frozen=True, slots=True)
 class RayConfig:
     """The Ray cluster that the ray backend uses."""
 
-    address: str = _setting("local", "local: start Ray on this machine; auto or HOST:PORT: a running cluster")
-    num_cpus: int = _setting(16, "logical CPUs of a local Ray; not a limit on computing", at_least=2, at_most=1024)
-    cpus_per_worker: float = _setting(0.1, "logical CPUs that Ray reserves for a worker", at_least=0, at_most=1024)
-    placement_timeout: float = _setting(20.0, "seconds in which Ray must find room for every worker", at_least=1)
-    object_store_mb: int = _setting(80, "object store of a local Ray, in MB (tokens never pass it)", at_least=76)
+    address: str = setting("local", "local: start Ray on this machine; auto or HOST:PORT: a running cluster")
+    num_cpus: int = setting(16, "logical CPUs of a local Ray; not a limit on computing", at_least=2, at_most=1024)
+    cpus_per_worker: float = setting(0.1, "logical CPUs that Ray reserves for a worker", at_least=0, at_most=1024)
+    placement_timeout: float = setting(20.0, "seconds in which Ray must find room for every worker", at_least=1)
+    object_store_mb: int = setting(80, "object store of a local Ray, in MB (tokens never pass it)", at_least=76)
 
 
 @dataclass(frozen=True, slots=True)
 class SecurityConfig:
     """Who may talk to whom. ``{role}`` in a certificate's path stands for router, target or draft."""
 
-    certificate: str = _setting(
+    certificate: str = setting(
         "", "certificate in PEM, for TLS between routers and workers; {role} stands for the role"
     )
-    key: str = _setting("", "its private key in PEM")
-    authority: str = _setting("", "certificates in PEM of who signs for routers and workers")
-    api_keys: str = _setting("", "file with an API key a line, bare or as NAME: KEY; without it everybody may ask")
+    key: str = setting("", "its private key in PEM")
+    authority: str = setting("", "certificates in PEM of who signs for routers and workers")
+    api_keys: str = setting("", "file with an API key a line, bare or as NAME: KEY; without it everybody may ask")
 
 
 @dataclass(frozen=True, slots=True)
 class AutoscalingConfig:
     """When pools with ``max_replicas`` grow and shrink. On Ray only; see :mod:`cluster.autoscaling`."""
 
-    queue_s: float = _setting(1.0, "seconds of prompts that may wait at the targets", at_least=0.001, at_most=3600)
-    clear_s: float = _setting(
+    queue_s: float = setting(1.0, "seconds of prompts that may wait at the targets", at_least=0.001, at_most=3600)
+    clear_s: float = setting(
         30.0, "seconds in which more targets shall work off what waits too long", at_least=0.1, at_most=86400
     )
-    load: float = _setting(
+    load: float = setting(
         0.7, "share of the targets' speed, places and cache that shall be in use at most", at_least=0.01, at_most=1
     )
-    delivery: float = _setting(
+    delivery: float = setting(
         0.5, "share of the lead that targets ask for which drafters shall deliver", at_least=0.01, at_most=1
     )
-    streams: int = _setting(256, "open streams that are enough for one router", at_least=1)
-    margin: float = _setting(
+    streams: int = setting(256, "open streams that are enough for one router", at_least=1)
+    margin: float = setting(
         0.2, "share of what remains that must be to spare before a pool shrinks", at_least=0, at_most=0.9
     )
-    up_s: float = _setting(3.0, "seconds a pool must be too small before it grows", at_least=0, at_most=86400)
-    down_s: float = _setting(120.0, "seconds a pool must be too large before it shrinks", at_least=0, at_most=86400)
-    pause_s: float = _setting(15.0, "seconds between two growths of a pool", at_least=0, at_most=86400)
-    rest_s: float = _setting(
+    up_s: float = setting(3.0, "seconds a pool must be too small before it grows", at_least=0, at_most=86400)
+    down_s: float = setting(120.0, "seconds a pool must be too large before it shrinks", at_least=0, at_most=86400)
+    pause_s: float = setting(15.0, "seconds between two growths of a pool", at_least=0, at_most=86400)
+    rest_s: float = setting(
         120.0,
         "seconds that drafters which were of no use stay away; doubles each time in a row",
         at_least=0,
         at_most=86400,
     )
-    interval_s: float = _setting(1.0, "seconds between two reports of a replica", at_least=0.1, at_most=60)
-    window_s: float = _setting(10.0, "seconds over which reports are averaged", at_least=0.5, at_most=600)
+    interval_s: float = setting(1.0, "seconds between two reports of a replica", at_least=0.1, at_most=60)
+    window_s: float = setting(10.0, "seconds over which reports are averaged", at_least=0.5, at_most=600)
 
 
 def _share(what: str, chosen: str) -> Any:
     about = f"{what} under way at once per router (0: no limit; auto: with API keys {chosen}, else no limit)"
-    return _setting(AUTO, about, at_least=0, auto=True)
+    return setting(AUTO, about, at_least=0, auto=True)
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
     """What a router lets in. Limits hold for every API key that has none of its own; without keys, for all together."""
 
-    requests_per_minute: int = _setting(0, "requests a minute per router (0: no limit)", at_least=0)
-    tokens_per_minute: int = _setting(0, "tokens a minute, prompts and generated, per router (0: none)", at_least=0)
-    concurrent_requests: int = _setting(0, "requests under way at once per router (0: no limit)", at_least=0)
+    requests_per_minute: int = setting(0, "requests a minute per router (0: no limit)", at_least=0)
+    tokens_per_minute: int = setting(0, "tokens a minute, prompts and generated, per router (0: none)", at_least=0)
+    concurrent_requests: int = setting(0, "requests under way at once per router (0: no limit)", at_least=0)
     concurrent_sessions: int | Literal["auto"] = _share("choices of requests", "half of router.max_sessions")
     concurrent_tokens: int | Literal["auto"] = _share("tokens of requests", "4,096 for each of these choices")
-    request_timeout: float = _setting(
+    request_timeout: float = setting(
         0.0, "seconds that a request has if it asks for none (0: as many as it takes)", at_least=0, at_most=86400
     )
-    max_request_timeout: float = _setting(0.0, "seconds that none goes beyond (0: no limit)", at_least=0, at_most=86400)
-    target_timeout: float = _setting(
+    max_request_timeout: float = setting(0.0, "seconds that none goes beyond (0: no limit)", at_least=0, at_most=86400)
+    target_timeout: float = setting(
         0.0,
         "seconds that a request waits while its model has no target (0: its own timeout; if none, 30, then 120)",
         at_least=0,
         at_most=86400,
     )
-    cors_origins: str = _setting(
+    cors_origins: str = setting(
         "",
         "web origins whose pages may use the API, separated by commas, or *",
         pattern=r"(\*|https?://[^\s,/]+(, *https?://[^\s,/]+)*)?",
@@ -181,31 +191,31 @@ class AdmissionConfig:
 class TracingConfig:
     """OpenTelemetry spans of requests, in routers and workers. Off by default."""
 
-    enabled: bool = _setting(False, "send spans to where OTEL_EXPORTER_OTLP_ENDPOINT says")
-    otlp_endpoint: str = _setting(
+    enabled: bool = setting(False, "send spans to where OTEL_EXPORTER_OTLP_ENDPOINT says")
+    otlp_endpoint: str = setting(
         "",
         "send spans there, by OTLP over gRPC, such as http://localhost:4317",
         pattern=r"(https?://[^\s/]+/?)?",
         form="an address such as http://localhost:4317",
     )
-    sample: float = _setting(1.0, "share of requests traced, of those that no caller traces", at_least=0, at_most=1)
+    sample: float = setting(1.0, "share of requests traced, of those that no caller traces", at_least=0, at_most=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """All settings."""
 
-    backend: str = _setting("ray", "what runs the workers: ray, or local processes", choices=("ray", "local"))
-    start_timeout: float = _setting(
+    backend: str = setting("ray", "what runs the workers: ray, or local processes", choices=("ray", "local"))
+    start_timeout: float = setting(
         600.0, "seconds in which every worker must have loaded its model", at_least=1, at_most=86400
     )
-    drain_timeout: float = _setting(
+    drain_timeout: float = setting(
         30.0,
         "seconds in which a worker that is told to stop lets its sessions move or end",
         at_least=0,
         at_most=86400,
     )
-    validate: bool = _setting(
+    validate: bool = setting(
         False, "have workers check their own books whenever they are idle, and end where they are wrong; for debugging"
     )
     target: TargetConfig = TargetConfig()
@@ -335,7 +345,7 @@ def from_mapping(
     """
     values, shape = _READER.read(where, document, base, overrides)
     sections = {name: kind(**_under(values, name)) for name, kind in SECTIONS.items()}
-    sections["draft"] = _placed(where, "draft", sections["draft"].beside(sections["target"]))
+    sections["draft"] = sections["draft"].beside(sections["target"]).placed(where, "draft")
     models = {name: _model(where, name, shape[name], sections, values) for name in shape}
     if models and sections["router"].model_name:
         given = sections["router"].model_name
@@ -373,27 +383,5 @@ def _model(where: object, name: str, drafts: Iterable[str], sections: Mapping[st
         )
     return ModelConfig(
         target,
-        {pool: _placed(where, f"models.{name}.drafts.{pool}", own.beside(target)) for pool, own in pools.items()},
+        {pool: own.beside(target).placed(where, f"models.{name}.drafts.{pool}") for pool, own in pools.items()},
     )
-
-
-def _placed(where: object, path: str, draft: DraftConfig) -> DraftConfig:
-    """The same with what follows from its placement. Raises :class:`ConfigError` where that contradicts the rest."""
-    at = f"{where or 'settings'}: {path}"
-    if draft.placement == CPU:
-        if draft.device not in ("auto", "cpu"):
-            raise ConfigError(f"{at}.placement is cpu, but its device is {draft.device}; leave one of them out")
-        return replace(draft, device="cpu")
-    if draft.placement == SHARED:
-        for name in ("target_tokenizer", "assistant", "eagle"):
-            if getattr(draft, name):
-                raise ConfigError(
-                    f"{at}.placement is shared, which {path}.{name} cannot be used with; leave it out, or set "
-                    f"{path}.placement to own"
-                )
-        if draft.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"{at}.placement is shared, so it computes on one rank, but {path}.tensor_parallel_size is "
-                f"{draft.tensor_parallel_size}; leave it out, or set {path}.placement to own"
-            )
-    return draft

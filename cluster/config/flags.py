@@ -12,8 +12,7 @@ from typing import NoReturn, TypeVar
 from cluster.config import speculative_config
 from cluster.config.config import SECTIONS, Config, default_of, load, rule_of
 from cluster.config.pools import SHARED
-from cluster.config.reading import Override
-from cluster.config.settings import ConfigError
+from cluster.config.settings import ConfigError, Override
 from cluster.console import CommandError, complain
 
 BAD_INPUT = 2

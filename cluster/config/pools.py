@@ -10,12 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from cluster.config.environment import BUNDLED
-from cluster.config.reading import DEFAULT_POOL, in_file_names
-from cluster.config.settings import AUTO
-from cluster.config.settings import setting as _setting
+from cluster.config.settings import AUTO, DEFAULT_POOL, ConfigError, in_file_names, setting
 from speculation.events import Role
 
-Threads = int | Literal["auto"]
 NO_QUANTIZATION = "none"
 QUANTIZATIONS = (NO_QUANTIZATION, "int8", "int8-dynamic", "fp8")
 OWN, SHARED, CPU = "own", "shared", "cpu"
@@ -25,44 +22,10 @@ AT_TARGET, AT_DRAFTER = "target", "drafter"
 DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32", "float64", "fp64")
 TARGET_POOL = "target"
 """Name of a model's target pool."""
+_ENTRY = r"\w[\w.]*(:\w+)?"
+"""Of a draft source."""
 KINDS = {Role.TARGET: "TargetWorker", Role.DRAFT: "DraftWorker"}
 """What names of deployments in Ray Serve begin with."""
-
-
-def _max_replicas() -> Any:
-    return _setting(0, "never more; their number follows the load (0: it stays as it is)", at_least=0, at_most=1024)
-
-
-def _dtype() -> Any:
-    return _setting("auto", "number format: bf16 where the hardware computes it, else fp32", choices=DTYPES)
-
-
-def _device() -> Any:
-    return _setting("auto", "where to compute: auto, cpu, cuda, cuda:1 ...")
-
-
-def _threads() -> Any:
-    about = "CPU threads of a step (default: auto: `paceline up` divides the cores of one machine, else 1)"
-    return _setting(AUTO, about, at_least=1, at_most=1024, auto=True)
-
-
-def _max_threads() -> Any:
-    about = (
-        "CPU threads of a step of many tokens, where that is measured to be faster (default: auto: all cores that "
-        "`paceline up` has for one target, else as many as of others)"
-    )
-    return _setting(AUTO, about, at_least=1, at_most=1024, auto=True)
-
-
-def _quantization() -> Any:
-    about = (
-        "smaller weights: none, int8, int8-dynamic (activations too: fastest on a CPU) or fp8 (on a GPU that has it)"
-    )
-    return _setting(NO_QUANTIZATION, about, choices=QUANTIZATIONS)
-
-
-def _plain_cuda() -> Any:
-    return _setting(False, "no kernels of our own and no CUDA graphs, on a CPU no C++: slower, to rule them out")
 
 
 def node_labels() -> Any:
@@ -70,171 +33,164 @@ def node_labels() -> Any:
     pair = r"[A-Za-z0-9][\w./-]*=[\w.-]*"
     about = "only on Ray nodes with these labels, besides that of gpu_class: KEY=VALUE, KEY=VALUE"
     form = "labels such as paceline.io/role=router, zone=a"
-    return _setting("", about, pattern=rf"({pair}(, *{pair})*)?", form=form)
-
-
-def _ranks() -> Any:
-    about = "ranks, each with its own GPU where there are GPUs, that compute every step together"
-    return _setting(1, about, at_least=1, at_most=64)
-
-
-def _join_timeout() -> Any:
-    return _setting(120.0, "seconds in which all ranks must have started", at_least=0.1, at_most=86400)
-
-
-def _load_timeout() -> Any:
-    about = "seconds in which the model must be loaded, once its ranks have started; else the worker ends itself"
-    return _setting(7200.0, about, at_least=1, at_most=604800)
-
-
-def _step_timeout() -> Any:
-    about = (
-        "seconds after which a step counts as stuck, and the worker ends itself to be replaced (0: never); a target's "
-        "also at twenty times what its steps take, ten seconds at least"
-    )
-    return _setting(60.0, about, at_least=0, at_most=86400)
-
-
-def _cache_tokens() -> Any:
-    return _setting(0, "room of the cache in tokens (0: what the free memory allows)", at_least=0)
-
-
-def _record() -> Any:
-    return _setting("", "file to record every step in, as JSON lines, for benchmarks and the simulator")
-
-
-def _sources() -> Any:
-    entry = r"\w[\w.]*(:\w+)?"
-    about = (
-        "draft sources of your own, as Python modules that register them: MODULE or MODULE:NAME, separated by commas"
-    )
-    return _setting("", about, pattern=rf"({entry}(, *{entry})*)?", form="modules such as my_drafts or my_drafts:Again")
-
-
-def _gpus() -> Any:
-    about = (
-        "GPUs of a rank of a worker: what Ray reserves, and below 1 what part of a GPU's memory it may fill; above 0, "
-        "device auto is cuda"
-    )
-    return _setting(0.0, about, at_least=0, at_most=64)
+    return setting("", about, pattern=rf"({pair}(, *{pair})*)?", form=form)
 
 
 @dataclass(frozen=True, slots=True)
-class TargetConfig:
+class WorkerConfig:
+    """What all workers have in common."""
+
+    model: str = setting("", "model folder, or a hub id such as Org/Name")
+    name: str = setting("", "name in logs (default: last part of the model path)")
+    replicas: int = setting(1, "number of workers", at_least=1, at_most=1024)
+    min_replicas: int = setting(1, "never fewer, where their number follows the load", at_least=1, at_most=1024)
+    max_replicas: int = setting(
+        0, "never more; their number follows the load (0: it stays as it is)", at_least=0, at_most=1024
+    )
+    dtype: str = setting("auto", "number format: bf16 where the hardware computes it, else fp32", choices=DTYPES)
+    device: str = setting("auto", "where to compute: auto, cpu, cuda, cuda:1 ...")
+    quantization: str = setting(
+        NO_QUANTIZATION,
+        "smaller weights: none, int8, int8-dynamic (activations too: fastest on a CPU) or fp8 (on a GPU that has it)",
+        choices=QUANTIZATIONS,
+    )
+    plain_cuda: bool = setting(
+        False, "no kernels of our own and no CUDA graphs, on a CPU no C++: slower, to rule them out"
+    )
+    tensor_parallel_size: int = setting(
+        1, "ranks, each with its own GPU where there are GPUs, that compute every step together", at_least=1, at_most=64
+    )
+    join_timeout: float = setting(120.0, "seconds in which all ranks must have started", at_least=0.1, at_most=86400)
+    load_timeout: float = setting(
+        7200.0,
+        "seconds in which the model must be loaded, once its ranks have started; else the worker ends itself",
+        at_least=1,
+        at_most=604800,
+    )
+    threads: int | Literal["auto"] = setting(
+        AUTO,
+        "CPU threads of a step (default: auto: `paceline up` divides the cores of one machine, else 1)",
+        at_least=1,
+        at_most=1024,
+        auto=True,
+    )
+    max_threads: int | Literal["auto"] = setting(
+        AUTO,
+        "CPU threads of a step of many tokens, where that is measured to be faster (default: auto: all cores that "
+        "`paceline up` has for one target, else as many as of others)",
+        at_least=1,
+        at_most=1024,
+        auto=True,
+    )
+    cache_tokens: int = setting(0, "room of the cache in tokens (0: what the free memory allows)", at_least=0)
+    step_timeout: float = setting(
+        60.0,
+        "seconds after which a step counts as stuck, and the worker ends itself to be replaced (0: never); a target's "
+        "also at twenty times what its steps take, ten seconds at least",
+        at_least=0,
+        at_most=86400,
+    )
+    record: str = setting("", "file to record every step in, as JSON lines, for benchmarks and the simulator")
+    gpus: float = setting(
+        0.0,
+        "GPUs of a rank of a worker: what Ray reserves, and below 1 what part of a GPU's memory it may fill; above 0, "
+        "device auto is cuda",
+        at_least=0,
+        at_most=64,
+    )
+    gpu_class: str = setting("", "only on Ray nodes with this label paceline.io/gpu-class")
+    labels: str = node_labels()
+
+
+@dataclass(frozen=True, slots=True)
+class TargetConfig(WorkerConfig):
     """Target workers: they run the served model and decide every token."""
 
-    model: str = _setting(str(BUNDLED / "target"), "model folder, or a hub id such as Org/Name")
-    name: str = _setting("", "name the model is served under (default: last part of the model path)")
-    replicas: int = _setting(1, "number of target workers", at_least=1, at_most=1024)
-    standby: int = _setting(
+    model: str = setting(str(BUNDLED / "target"), "model folder, or a hub id such as Org/Name")
+    name: str = setting("", "name the model is served under (default: last part of the model path)")
+    replicas: int = setting(1, "number of target workers", at_least=1, at_most=1024)
+    standby: int = setting(
         0, "targets besides, loaded and idle: they take sessions only while others are lost", at_least=0, at_most=64
     )
-    min_replicas: int = _setting(1, "never fewer, where their number follows the load", at_least=1, at_most=1024)
-    max_replicas: int = _max_replicas()
-    dtype: str = _dtype()
-    device: str = _device()
-    quantization: str = _quantization()
-    plain_cuda: bool = _plain_cuda()
-    medusa: str = _setting("", "folder of Medusa heads for this model: it then drafts by itself too, without a worker")
-    eagle: str = _setting(
+    medusa: str = setting("", "folder of Medusa heads for this model: it then drafts by itself too, without a worker")
+    eagle: str = setting(
         "", "folder of an EAGLE-3 head for this model, or mtp: its own layer; it then drafts by itself too"
     )
-    eagle_at: str = _setting(
+    eagle_at: str = setting(
         AT_TARGET,
         "where that head drafts: target (in its process) or drafter (on draft workers, to which the target sends what "
         "the head reads of it)",
         choices=(AT_TARGET, AT_DRAFTER),
     )
-    tensor_parallel_size: int = _ranks()
-    join_timeout: float = _join_timeout()
-    load_timeout: float = _load_timeout()
-    threads: Threads = _threads()
-    max_threads: Threads = _max_threads()
-    cache_tokens: int = _cache_tokens()
-    step_timeout: float = _step_timeout()
-    max_running: int = _setting(64, "sessions computed in one step", at_least=1, at_most=65536)
-    max_waiting: int = _setting(1024, "sessions queued behind them; more are refused", at_least=0, at_most=1 << 20)
-    step_tokens: int = _setting(320, "most tokens computed in a step of running text", at_least=2, at_most=1 << 20)
-    prompt_tokens: int = _setting(
+    max_running: int = setting(64, "sessions computed in one step", at_least=1, at_most=65536)
+    max_waiting: int = setting(1024, "sessions queued behind them; more are refused", at_least=0, at_most=1 << 20)
+    step_tokens: int = setting(320, "most tokens computed in a step of running text", at_least=2, at_most=1 << 20)
+    prompt_tokens: int = setting(
         1024,
         "most tokens of prompts in a step in which no text runs, if more than step_tokens",
         at_least=0,
         at_most=1 << 20,
     )
-    step_ms: float = _setting(
+    step_ms: float = setting(
         50.0,
         "milliseconds that prompts may stretch a step of running text to; twice its time is always allowed",
         at_least=0,
     )
-    sources: str = _sources()
-    suffix_tokens: int = _setting(
+    sources: str = setting(
+        "",
+        "draft sources of your own, as Python modules that register them: MODULE or MODULE:NAME, separated by commas",
+        pattern=rf"({_ENTRY}(, *{_ENTRY})*)?",
+        form="modules such as my_drafts or my_drafts:Again",
+    )
+    suffix_tokens: int = setting(
         65536,
         "tokens of earlier outputs kept to draft from, some 350 bytes each (0: none)",
         at_least=0,
         at_most=1 << 22,
     )
-    suffix_scope: str = _setting(
+    suffix_scope: str = setting(
         "key",
         "whose earlier outputs a request drafts from: those of its API key, those of all, or none (off)",
         choices=("key", "all", "off"),
     )
-    record: str = _record()
-    gpus: float = _gpus()
-    gpu_class: str = _setting("", "only on Ray nodes with this label paceline.io/gpu-class (production: large)")
-    labels: str = node_labels()
+    gpu_class: str = setting("", "only on Ray nodes with this label paceline.io/gpu-class (production: large)")
 
 
 @dataclass(frozen=True, slots=True)
-class DraftConfig:
+class DraftConfig(WorkerConfig):
     """Draft workers: they run a small model ahead of the target. Without any, decoding is plain."""
 
-    model: str = _setting(str(BUNDLED / "draft"), "model folder, or a hub id; best with the target's tokenizer")
-    placement: str = _setting(
+    model: str = setting(str(BUNDLED / "draft"), "model folder, or a hub id; best with the target's tokenizer")
+    placement: str = setting(
         AUTO,
         "where to draft: own (workers of their own, ahead of the target), shared (in each target's process, in turn "
         "with it), cpu (workers of their own, on the CPU) or auto (own, but shared where `paceline up` finds that "
         "faster on one machine)",
         choices=(AUTO, OWN, SHARED, CPU),
     )
-    target_tokenizer: str = _setting(
+    target_tokenizer: str = setting(
         "", "folder or hub id of the target's tokenizer, if it is another (default: found out where both are folders)"
     )
-    name: str = _setting("", "name in logs (default: last part of the model path)")
-    replicas: int = _setting(1, "number of draft workers", at_least=0, at_most=1024)
-    min_replicas: int = _setting(0, "never fewer, where their number follows the load", at_least=0, at_most=1024)
-    max_replicas: int = _max_replicas()
-    dtype: str = _dtype()
-    device: str = _device()
-    quantization: str = _quantization()
-    plain_cuda: bool = _plain_cuda()
-    tensor_parallel_size: int = _ranks()
-    join_timeout: float = _join_timeout()
-    load_timeout: float = _load_timeout()
-    threads: Threads = _threads()
-    max_threads: Threads = _max_threads()
-    cache_tokens: int = _cache_tokens()
-    step_timeout: float = _step_timeout()
-    second_level: str = _setting(
+    replicas: int = setting(1, "number of draft workers", at_least=0, at_most=1024)
+    min_replicas: int = setting(0, "never fewer, where their number follows the load", at_least=0, at_most=1024)
+    second_level: str = setting(
         "lookup",
         "guesses that a forward of the draft model verifies, to draft several levels at once: lookup, or none",
         choices=("lookup", "none"),
     )
-    assistant: str = _setting(
+    assistant: str = setting(
         "", "model folder, or a hub id, of a still smaller model that guesses so; same tokenizer as the draft model"
     )
-    eagle: str = _setting(
+    eagle: str = setting(
         "",
         "folder of an EAGLE-3 head to draft with instead of a model; `model` is then the target's, of which only "
         "tokenizer, config.json and embeddings are read",
     )
-    eagle_format: str = _setting(
+    eagle_format: str = setting(
         "bf16", "how the target sends what the head reads: bf16, or fp8 in half the bytes", choices=("bf16", "fp8")
     )
-    max_sessions: int = _setting(256, "sessions one worker drafts for; more are refused", at_least=1, at_most=65536)
-    record: str = _record()
-    gpus: float = _gpus()
-    gpu_class: str = _setting("", "only on Ray nodes with this label paceline.io/gpu-class (production: small)")
-    labels: str = node_labels()
+    max_sessions: int = setting(256, "sessions one worker drafts for; more are refused", at_least=1, at_most=65536)
+    gpu_class: str = setting("", "only on Ray nodes with this label paceline.io/gpu-class (production: small)")
 
     def beside(self, target: TargetConfig) -> DraftConfig:
         """The same for this target: with its EAGLE head instead of a model, where that is to draft away from it."""
@@ -243,6 +199,27 @@ class DraftConfig:
         return replace(
             self, model=target.model, eagle=target.eagle, placement=OWN if self.placement == AUTO else self.placement
         )
+
+    def placed(self, where: object, path: str) -> DraftConfig:
+        """The same with what follows from its placement. Raises ConfigError where that contradicts the rest."""
+        at = f"{where or 'settings'}: {path}"
+        if self.placement == CPU:
+            if self.device not in ("auto", "cpu"):
+                raise ConfigError(f"{at}.placement is cpu, but its device is {self.device}; leave one of them out")
+            return replace(self, device="cpu")
+        if self.placement == SHARED:
+            for name in ("target_tokenizer", "assistant", "eagle"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"{at}.placement is shared, which {path}.{name} cannot be used with; leave it out, or set "
+                        f"{path}.placement to own"
+                    )
+            if self.tensor_parallel_size > 1:
+                raise ConfigError(
+                    f"{at}.placement is shared, so it computes on one rank, but {path}.tensor_parallel_size is "
+                    f"{self.tensor_parallel_size}; leave it out, or set {path}.placement to own"
+                )
+        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 
 from cluster.config.config import SpeculationConfig
-from cluster.config.reading import Override
-from cluster.config.settings import ConfigError, described, nearest
+from cluster.config.settings import ConfigError, Override, described, nearest
 
 FLAG = "--speculative-config"
 NGRAM, SUFFIX, DRAFT_MODEL, MEDUSA, EAGLE = "ngram", "suffix", "draft_model", "medusa", "eagle3"

@@ -1,19 +1,185 @@
-"""What a machine has besides GPUs: cores, ports, disk and shared memory."""
+"""What a machine has: GPUs that PyTorch sees, memory that is large enough, cores, ports, disk and shared memory."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.config.config import Config
-from cluster.config.pools import chosen_threads
+from cluster.config.config import Config, max_replicas_of
+from cluster.config.environment import expanded
+from cluster.config.pools import NO_QUANTIZATION, DraftConfig, Pool, TargetConfig, chosen_threads
 from cluster.doctor.finding import Finding, ok, problem, warning
-from engine.host.memory import GIB
+from cluster.doctor.models import WeightsError, read_weights
+from cluster.local.gpus import divided
+from engine.host.memory import GIB, available_bytes
+from engine.loading.cache_size import CPU_SHARE, CUDA_SHARE, bytes_a_token
+from engine.loading.loader import DTYPES, ModelError, choose_dtype, read_config
 from transport.address import AddressError, check_free, join
+
+DRIVER = Path("/proc/driver/nvidia/version")
+SMALLEST_CONTEXT = 4096
+"""Tokens of a cache below which a worker is of little use, where the model allows more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU; memory in bytes."""
+
+    name: str
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What this machine computes with."""
+
+    driver: bool
+    """Whether an NVIDIA driver is loaded."""
+    cuda: str | None
+    """The CUDA version that PyTorch was built for."""
+    gpus: Sequence[Gpu]
+    """As PyTorch sees them."""
+    memory: int
+    """Main memory that is left, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNeed:
+    """Memory of one rank of a worker, in bytes."""
+
+    pool: str
+    """For people."""
+    path: str
+    """Where its settings stand in the configuration."""
+    ranks: int
+    """Of all workers of the pool together."""
+    weights: int
+    cache: int
+    """Of the shortest cache that makes sense."""
+    share: float = 1.0
+    """What part of a GPU a rank has."""
+
+
+def seen() -> Devices:
+    """What is here."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    properties = [torch.cuda.get_device_properties(i) for i in range(count)]
+    gpus = [Gpu(found.name, found.total_memory) for found in properties]
+    return Devices(DRIVER.exists(), torch.version.cuda, gpus, available_bytes())
+
+
+def check_driver(devices: Devices, config: Config) -> Iterator[Finding]:
+    """Whether driver, CUDA and PyTorch go together, and there is a GPU where one is asked for."""
+    if devices.gpus:
+        listed = ", ".join(f"{gpu.name} with {gpu.memory / GIB:.0f} GiB" for gpu in devices.gpus)
+        yield ok("gpu", f"{listed}; CUDA {devices.cuda}")
+    elif devices.driver and devices.cuda is None:
+        fix = "install the build of torch for your CUDA (pip install torch --index-url of your CUDA's index)"
+        yield problem("gpu", "there is an NVIDIA driver, but this PyTorch is built for the CPU", fix)
+    elif devices.driver:
+        text = f"there is an NVIDIA driver, but PyTorch, built for CUDA {devices.cuda}, sees no GPU"
+        yield problem("gpu", text, "update the driver for that CUDA, or give the container its GPUs; see nvidia-smi")
+    elif any(_wants_gpu(pool.settings) for pool in _pools(config)):
+        yield problem("gpu", "the configuration asks for GPUs and there is none", "set gpus to 0 and device to auto")
+    else:
+        yield ok("gpu", "none; the CPU computes")
+
+
+def check_memory(needs: Iterable[DeviceNeed], devices: Devices) -> Iterator[Finding]:
+    """Whether weights and a cache fit: each rank on a GPU, or all of them in main memory."""
+    needs = list(needs)
+    if not devices.gpus:
+        yield _check_main_memory(needs, devices.memory)
+        return
+    asked = sum(need.ranks * need.share for need in needs)
+    for need in needs:
+        each = need.weights + need.cache
+        large = [gpu for gpu in devices.gpus if CUDA_SHARE * need.share * gpu.memory >= each]
+        text = f"a rank of {need.pool} needs {each / GIB:.1f} GiB ({need.weights / GIB:.1f} of weights)"
+        if not large:
+            max_memory = max(need.share * gpu.memory for gpu in devices.gpus) / GIB
+            of = "the largest GPU has" if need.share == 1 else f"its share of the largest GPU ({need.share:.0%}) is"
+            larger = "" if need.share == 1 else f"{need.path}.gpus or "
+            fix = f"raise {larger}{need.path}.tensor_parallel_size, quantise, or lower {need.path}.cache_tokens"
+            yield problem("memory", f"{text}, {of} {max_memory:.1f}", fix)
+        elif len(large) < need.ranks * need.share:
+            fix = "lower replicas or tensor_parallel_size, or set gpus below 1 for them to share a GPU"
+            yield warning("memory", f"{text}, and {need.ranks} ranks have {len(large)} such GPUs", fix)
+        elif len(devices.gpus) < asked:
+            fix = "set gpus of all workers, so that those on a GPU add up to 1 at most"
+            text = f"{text}, and all workers together ask for {asked:.3g} GPUs of {len(devices.gpus)}"
+            yield warning("memory", text, fix)
+        else:
+            yield ok("memory", text)
+
+
+def _check_main_memory(needs: Sequence[DeviceNeed], left: int) -> Finding:
+    wanted = sum(need.ranks * (need.weights + need.cache) for need in needs)
+    text = f"weights and caches take {wanted / GIB:.1f} GiB, {left / GIB:.1f} GiB of main memory are left"
+    if wanted > left:
+        return problem("memory", text, "lower dtype, replicas or cache_tokens, or use a larger machine")
+    if sum(need.ranks * need.cache for need in needs) > CPU_SHARE * left:
+        return warning("memory", text, "lower cache_tokens: the cache gets a quarter of what is left")
+    return ok("memory", text)
+
+
+def needs(config: Config, devices: Devices) -> Iterator[DeviceNeed]:
+    """What the pools ask for, as far as their models are folders that can be read."""
+    for named in _pools(config):
+        pool, beside = named.settings, config.shared_draft(named)
+        own = _memory(pool, devices)
+        drafting = (0, 0) if beside is None else _memory(beside, devices)
+        if own is not None and drafting is not None:
+            weights, cache = own[0] + drafting[0], own[1] + drafting[1]
+            ranks = max_replicas_of(pool) * pool.tensor_parallel_size
+            yield DeviceNeed(str(named), named.path, ranks, weights, cache, min(pool.gpus or 1.0, 1.0))
+
+
+def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, int] | None:
+    """Weights and cache of one rank, in bytes; None if its model cannot be read, or not here."""
+    try:
+        text_config = read_config(pool.model).get_text_config(decoder=True)
+        weights = read_weights(expanded(pool.model))
+    except (ModelError, WeightsError):
+        return None  # told by the check of the model's files
+    if weights is None:
+        return None
+    itemsize = _itemsize(pool, bool(devices.gpus))
+    stored = 1 if pool.quantization != NO_QUANTIZATION else itemsize
+    context = min(getattr(text_config, "max_position_embeddings", None) or SMALLEST_CONTEXT, SMALLEST_CONTEXT)
+    cache = (pool.cache_tokens or context) * bytes_a_token(text_config, itemsize)
+    return weights.loaded_bytes(stored) // pool.tensor_parallel_size, cache // pool.tensor_parallel_size
+
+
+def check_devices(config: Config) -> Iterator[Finding]:
+    """What a Paceline that is to run here computes with, and whether it fits."""
+    devices = seen()
+    yield from check_driver(devices, config)
+    yield from check_memory(needs(divided(config, len(devices.gpus)), devices), devices)
+
+
+def _pools(config: Config) -> list[Pool]:
+    return [pool for pool in config.pools() if pool.settings.replicas]
+
+
+def _wants_gpu(pool: TargetConfig | DraftConfig) -> bool:
+    return bool(pool.gpus) or pool.device.startswith("cuda")
+
+
+def _itemsize(pool: TargetConfig | DraftConfig, on_gpu: bool) -> int:
+    """Bytes of a number once loaded."""
+    import torch
+
+    if pool.dtype in DTYPES:
+        return DTYPES[pool.dtype].itemsize
+    return choose_dtype(pool.dtype, torch.device("cuda" if on_gpu else "cpu")).itemsize
+
 
 SHARED_MEMORY = Path("/dev/shm")
 DISK_SHARE = 0.95
@@ -91,8 +257,8 @@ def check_shared_memory(room: Room | None, object_store_mb: int) -> Iterator[Fin
         yield ok(str(SHARED_MEMORY), f"{room.free // MIB} MB free")
 
 
-def check(config: Config) -> Iterator[Finding]:
-    """All of the above, for a Paceline that is to run on this machine."""
+def check_machine(config: Config) -> Iterator[Finding]:
+    """The rest: cores, port, disk and shared memory."""
     yield from check_threads(config, len(os.sched_getaffinity(0)))
     yield from check_port(config.router.host, config.router.port)
     folder = Path(tempfile.gettempdir())

@@ -14,7 +14,17 @@ from cluster.config.pools import role_of
 from cluster.console import CommandError
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.versions import TELLING, installed_version
-from cluster.placement import APPLICATION, GPU_CLASS, ClusterNode, lacking, may_hold, need, needs, router_need
+from cluster.placement import (
+    APPLICATION,
+    GPU_CLASS,
+    ClusterNode,
+    described_node,
+    lacking,
+    may_hold,
+    need,
+    needs,
+    router_need,
+)
 from cluster.ray.cluster import reason_in
 from cluster.ray.parts import all_settings
 from speculation.events import Role
@@ -131,7 +141,7 @@ def check(config: Config, addresses: dict[Role, list[str]], *, models: bool = Fa
 
     try:
         if models:
-            rooms = {node["NodeID"]: _room(node) for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+            rooms = {node["NodeID"]: described_node(node) for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
             yield from check_models(config, rooms, _on_node)
         nodes = list(_nodes(config))
         yield from check_room(config, nodes)
@@ -186,7 +196,7 @@ def _nodes(config: Config) -> Iterator[Seen]:
 
     ask = ray.remote(num_cpus=0, max_retries=0)(inspect)
     alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    there = {node["NodeID"]: _room(node) for node in alive}
+    there = {node["NodeID"]: described_node(node) for node in alive}
     asked = {}
     for name, room in there.items():
         strategy = NodeAffinitySchedulingStrategy(name, soft=False)
@@ -195,12 +205,6 @@ def _nodes(config: Config) -> Iterator[Seen]:
     for node in alive:
         name = node["NodeID"]
         yield _answered(Seen(node["NodeManagerAddress"], there[name]), asked[name])
-
-
-def _room(node: Mapping[str, Any]) -> ClusterNode:
-    """A node as Ray lists it."""
-    resources = node["Resources"]
-    return ClusterNode(resources.get("CPU", 0.0), resources.get("GPU", 0.0), node.get("Labels") or {})
 
 
 def _answered(node: Seen, answer: Any) -> Seen:

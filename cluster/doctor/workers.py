@@ -1,4 +1,4 @@
-"""Workers as a router meets them: reachable, who they say they are, and how far away.
+"""Workers as a router meets them: reachable, who they say they are, how far away, and whether drafting pays there.
 
 A round trip is what opening a TCP connection takes: the network's share of the way, whatever the worker computes.
 """
@@ -12,10 +12,15 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 from cluster.doctor.finding import Finding, ok, problem, warning
+from router.sessions.models import same_tokenizer
+from simulation.agreement import made_up
+from simulation.costs import Costs, Curve
+from simulation.simulate import Bounds, SimulationSettings, simulate
 from speculation.events import Role
-from speculation.messages import FromWorker, Loading, Welcome
+from speculation.messages import FromWorker, Loading, Schedule, Welcome
 from transport.address import parse
 from transport.client import WorkerConnection
 from transport.codec import MalformedMessage
@@ -118,7 +123,7 @@ def _judge_models(met: Sequence[Met]) -> Iterator[Finding]:
 
 
 def _judge_tokenizer(subject: str, welcome: Welcome, targets: Sequence[Welcome]) -> Iterator[Finding]:
-    if not any(_same_tokens(welcome, target) for target in targets):
+    if not any(same_tokenizer(welcome.tokenizer, target.tokenizer) for target in targets):
         text = f"the tokenizer of {welcome.model} is that of no target"
         fix = "start it with --target-tokenizer, or choose a draft model with that tokenizer"
         yield problem(subject, text, fix)
@@ -146,10 +151,6 @@ def _judge_one(worker: Met) -> Iterator[Finding]:
             yield ok(worker.subject, f"{welcome.model} in {said}, {trip}")
 
 
-def _same_tokens(one: Welcome, other: Welcome) -> bool:
-    return 0 in (one.tokenizer, other.tokenizer) or one.tokenizer == other.tokenizer
-
-
 async def _trip(host: str, port: int) -> float:
     """Seconds to open a connection."""
     started = time.perf_counter()
@@ -174,3 +175,51 @@ async def _welcome(role: Role, address: str, identity: Identity | None) -> Welco
     finally:
         connection.cancel()
         await asyncio.gather(connection, return_exceptions=True)
+
+
+PAYS = 1.05
+"""Below this speed-up drafters are not worth their machines."""
+TOKENS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """What steps take, in seconds, and how often a draft token is right."""
+
+    target: float
+    draft: float
+    acceptance: float
+
+
+def speedup(steps: StepCosts, rtt: float) -> float:
+    """Of one request over plain decoding, with ``rtt`` seconds from drafter to target and back."""
+    costs = Costs(
+        verify={1: Curve.straight(steps.target, 0.01)},
+        draft=Curve.straight(steps.draft, 0.04),
+        to_target=rtt / 2,
+        to_draft=rtt / 2,
+    )
+    outcomes = made_up(Random(0), steps.acceptance, None)
+    rates = [
+        simulate(SimulationSettings(schedule), costs, outcomes, Random(0), tokens=TOKENS, bounds=Bounds()).rate
+        for schedule in (Schedule.TRIE, None)
+    ]
+    return rates[0] / rates[1]
+
+
+def judge_distance(met: Sequence[Met], steps: StepCosts) -> Iterator[Finding]:
+    """For the farthest drafter and the farthest target; drafts take the way through the router, where this runs."""
+    far = {role: max((met_.trip for met_ in met if met_.role is role and met_.trips), default=None) for role in Role}
+    to_target, to_draft = far[Role.TARGET], far[Role.DRAFT]
+    if to_target is None or to_draft is None:
+        return
+    rtt = to_target + to_draft
+    gain = speedup(steps, rtt)
+    text = (
+        f"{1000 * rtt:.1f} ms from drafter to target and back make drafting {gain:.2f} times as fast as plain decoding "
+        f"(simulated: steps of {1000 * steps.target:g} and {1000 * steps.draft:g} ms, acceptance {steps.acceptance:g})"
+    )
+    if gain < PAYS:
+        yield warning("distance", text, "put drafters nearer, or do without them")
+    else:
+        yield ok("distance", text)

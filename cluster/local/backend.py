@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cluster.config.config import Config, max_replicas_of
 from cluster.config.flags import AFTER_INPUT, FAILED
-from cluster.config.vocabularies import worker_config
+from cluster.config.serving import worker_config
 from cluster.console import CommandError, Stages, complain
 from cluster.local.gpus import Turns, here
 from cluster.processes.child import Child, HeldPort, paceline

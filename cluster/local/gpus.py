@@ -16,7 +16,7 @@ from cluster.config.config import Config, max_replicas_of
 from cluster.config.environment import VISIBLE_GPUS as VISIBLE
 from cluster.config.environment import may_have_gpus, visible_gpus
 from cluster.config.pools import SHARED, DraftConfig, ModelConfig, Pool, TargetConfig
-from cluster.config.vocabularies import may_draft_in_turn
+from cluster.config.serving import may_draft_in_turn
 from cluster.console import complain
 from cluster.local.threads import Unmeasured, output_of
 from speculation.events import Role

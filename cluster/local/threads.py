@@ -21,8 +21,8 @@ from dataclasses import replace
 from cluster.config.config import Config
 from cluster.config.environment import on_cpu
 from cluster.config.pools import SHARED, DraftConfig, TargetConfig
+from cluster.config.serving import may_draft_in_turn
 from cluster.config.settings import AUTO
-from cluster.config.vocabularies import may_draft_in_turn
 from cluster.console import complain, stages, tell
 from cluster.local.core_cache import default_cache, key_of
 from cluster.local.cores import CoreDivision, Measured, decoded, divide, fastest, in_turn, thread_counts

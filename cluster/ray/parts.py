@@ -26,7 +26,7 @@ from cluster.config.config import (
 from cluster.config.environment import CHECKOUT, VISIBLE_GPUS, haproxy, replica_settings
 from cluster.config.environment import REPLICA_SETTINGS as SETTINGS
 from cluster.config.pools import TARGET_POOL, DraftConfig, Pool, TargetConfig, chosen_threads
-from cluster.config.reading import DEFAULT_POOL
+from cluster.config.settings import DEFAULT_POOL
 from cluster.placement import need, router_need
 from cluster.processes.starting import NICENESS, openmp_environment
 from speculation.events import Role

@@ -19,7 +19,7 @@ from cluster.ray.token import check_token
 from router.http.api import build_app
 from router.http.prompt_recorder import PromptRecorder
 from router.service import dispatcher, freeze_loaded
-from router.text.tokenizers import Tokenizers
+from router.text.tokenizer import Tokenizers
 from speculation.events import Role
 from transport.tracing import Tracing
 

@@ -20,8 +20,7 @@ from cluster.autoscaling.serve_policy import figures
 from cluster.config.config import Config
 from cluster.config.pools import Pool
 from cluster.config.security import check_worker_exposure, identity
-from cluster.config.serving import draft_settings, shared_drafter, target_settings
-from cluster.config.vocabularies import worker_config
+from cluster.config.serving import draft_settings, shared_drafter, target_settings, worker_config
 from cluster.discovery import ENDPOINT
 from cluster.placement import APPLICATION, ROUTER, need
 from cluster.processes.imports import worker_imports

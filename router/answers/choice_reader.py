@@ -19,7 +19,7 @@ from router.schema.requests import ApiRequest
 from router.text.text import Delta, Piece, TextRules, TextStream
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import Found, ToolCall, parser_of
-from speculation.events import Origin, StepMetadata
+from speculation.events import Origin, StepMetadata, origins, refused
 from speculation.messages import FinishReason, SourceName, Token, TokenLogprobs
 
 
@@ -130,9 +130,9 @@ class ChoiceReader:
                 if not self._begun and (self._form.echo or self._form.token_ids or self._form.of_prompt is not None):
                     yield replace(self.prompt(item.metadata), cached=item.cached if self._prompt_only else 0)
                 self._begun = True
-                origins = item.origins
-                delta, found = self._taken(item, origins)
-                yield self._parsed(self._of_commit(item, origins, delta), found)
+                come_from = origins(len(item.tokens), item.accepted, item.offered, item.metadata)
+                delta, found = self._taken(item, come_from)
+                yield self._parsed(self._of_commit(item, come_from, delta), found)
             case Ended():
                 rest = self._text.finish()
                 finish = FinishReason.STOP if rest.stopped else item.reason
@@ -160,7 +160,7 @@ class ChoiceReader:
         logprobs = (None, *metadata.prompt_logprobs)
         return tuple(self._names.shown(*place, top_logprobs) for place in zip(prompt, starts, logprobs, strict=True))
 
-    def _of_commit(self, commit: Committed, origins: tuple[Origin, ...], delta: Delta) -> TextChunk:
+    def _of_commit(self, commit: Committed, come_from: tuple[Origin, ...], delta: Delta) -> TextChunk:
         if self._shows:
             logprobs: tuple[TokenLogprobs | None, ...] = commit.metadata.logprobs
             if self._form.logprobs is None:
@@ -179,8 +179,8 @@ class ChoiceReader:
             cached=commit.cached,
             finish=FinishReason.STOP if delta.stopped else None,
             position=position,
-            origins=origins[: delta.tokens],
-            refused=commit.refused,
+            origins=come_from[: delta.tokens],
+            refused=refused(commit.accepted, commit.offered, commit.metadata),
             took=commit.metadata.took_us / 1e6,
             waited=commit.metadata.waited_us / 1e6,
             details=commit.details,
@@ -196,17 +196,17 @@ class ChoiceReader:
             self._names.shown(token, self._before + start, logprobs, top_logprobs) for token, logprobs, start in out
         )
 
-    def _taken(self, commit: Committed, origins: tuple[Origin, ...]) -> tuple[Delta, Found]:
+    def _taken(self, commit: Committed, come_from: tuple[Origin, ...]) -> tuple[Delta, Found]:
         """The text of a commit, and what it turned out to be.
 
         Where the first call is the end it is looked for after every token: what was committed behind it at the same
         time must not be read, or the answer would depend on the drafts.
         """
         if self._parser is None or self._tools.several:
-            delta = self._text.push(commit.tokens, origins)
+            delta = self._text.push(commit.tokens, come_from)
             return delta, self._found(delta)
         taken, found = Delta(()), Found()
-        for token, origin in zip(commit.tokens, origins, strict=True):
+        for token, origin in zip(commit.tokens, come_from, strict=True):
             delta = self._text.push((token,), (origin,))
             taken, found = taken.then(delta), found.then(self._found(delta))
             if found.calls:

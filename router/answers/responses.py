@@ -21,8 +21,7 @@ from router.answers.logprobs import ShownToken, of_chat, of_completion, of_promp
 from router.answers.speculation_answer import Statistics, commit_body
 from router.errors import CODES, ErrorCode, code_of
 from router.generation import GenerationError
-from router.schema.answer_fields import AnswerForm
-from router.schema.request_schema import Kind
+from router.schema.requests import ApiRequest
 from router.text.text import Piece
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolCall
@@ -147,27 +146,26 @@ def finish_name(chunk: TextChunk) -> str | None:
 class Envelope:
     """What all parts of one answer share."""
 
-    kind: Kind
+    request: ApiRequest
     id: str
     created: int
-    model: str
     tokenizer: Tokenizer
-    include_usage: bool = False
-    continuous_usage: bool = False
-    include_speculation: bool = False
-    details: bool = False
-    form: AnswerForm = AnswerForm()
     _called: dict[int, int] = field(default_factory=dict)
     """Tool calls that each choice of a stream has made."""
     _around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
     """What stands before and behind the text in the plain events of each choice."""
 
     @property
+    def chat(self) -> bool:
+        """Whether it is a chat's."""
+        return self.request.kind == "chat"
+
+    @property
     def plain(self) -> bool:
         """Whether nothing stands in the chunks of a stream but text."""
-        form = self.form
+        request, form = self.request, self.request.form
         beside = form.token_ids or form.logprobs is not None or form.prompt_logprobs is not None
-        return not (beside or self.include_speculation or self.continuous_usage)
+        return not (beside or request.include_speculation or request.continuous_usage)
 
     def plain_event(self, index: int, text: str) -> bytes:
         """The event of :meth:`text` for a chunk of text alone, where all are plain."""
@@ -181,12 +179,12 @@ class Envelope:
     def whole(self, choices: Sequence[Choice], usage: Usage, commits: Sequence[TextChunk] = ()) -> Json:
         """The answer that is not streamed; ``choices`` in their order, ``commits`` for the details."""
         bodies = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
-        name = "chat.completion" if self.kind == "chat" else "text_completion"
+        name = "chat.completion" if self.chat else "text_completion"
         body = self._outer(name, bodies) | {"usage": usage.body()}
-        if self.details:
+        if self.request.details:
             told = [{"index": chunk.index} | commit_body(chunk, self.tokenizer) for chunk in commits]
             body["speculation"] = {"commits": told, "summary": usage.statistics.summary()}
-        return body | self._of_prompt(choices[0].prompt) if self.kind == "chat" else body
+        return body | self._of_prompt(choices[0].prompt) if self.chat else body
 
     def opening(self, index: int, prompt: PromptShown | None) -> Json:
         """Chat only: the first chunk of a choice, which gives the role."""
@@ -203,16 +201,16 @@ class Envelope:
             calls = self._calls(chunk.index, chunk.calls, first)
             delta["tool_calls"] = [{"index": first + number, **call} for number, call in enumerate(calls)]
         choice = self._choice(chunk.index, delta, prompt.text + chunk.text, None)
-        choice |= self._beside(prompt, chunk.shown) | (self._of_prompt(prompt) if self.kind == "completion" else {})
+        choice |= self._beside(prompt, chunk.shown) | ({} if self.chat else self._of_prompt(prompt))
         body = self._chunk([choice])
-        if self.include_speculation and chunk.prompt is None:
+        if self.request.include_speculation and chunk.prompt is None:
             body["speculation"] = commit_body(chunk, self.tokenizer)
         return body
 
     def closing(self, chunk: TextChunk, usage: Usage) -> Json:
         """The last chunk of a choice; that of the last choice has the summary."""
         body = self._chunk([self._choice(chunk.index, {}, "", finish_name(chunk))])
-        if self.details and usage.ended == usage.choices:
+        if self.request.details and usage.ended == usage.choices:
             body["speculation"] = {"summary": usage.statistics.summary()}
         return body
 
@@ -223,23 +221,23 @@ class Envelope:
     def _whole_choice(self, index: int, choice: Choice) -> Json:
         text = choice.prompt.text + "".join(choice.texts)
         content: Json = {"text": text}
-        if self.kind == "chat":
+        if self.chat:
             said = None if choice.calls and not text else text
             content = {"message": {"role": "assistant", "content": said, "refusal": None}}
             if choice.calls:
                 content["message"]["tool_calls"] = self._calls(index, choice.calls)
         body = {"index": index, **content, "logprobs": None, "finish_reason": choice.finish}
         body |= self._beside(choice.prompt, choice.shown)
-        return body | self._of_prompt(choice.prompt) if self.kind == "completion" else body
+        return body if self.chat else body | self._of_prompt(choice.prompt)
 
     def _beside(self, prompt: PromptShown, shown: Sequence[ShownToken]) -> Json:
         """What stands in a choice beside its text."""
         body: Json = {}
-        if self.form.logprobs is not None:
-            echoed = prompt.tokens if self.form.echo else ()
+        if self.request.form.logprobs is not None:
+            echoed = prompt.tokens if self.request.form.echo else ()
             tokens = [*echoed, *shown]
-            body["logprobs"] = (of_chat if self.kind == "chat" else of_completion)(tokens)
-        if self.form.token_ids:
+            body["logprobs"] = (of_chat if self.chat else of_completion)(tokens)
+        if self.request.form.token_ids:
             body["token_ids"] = [token.token for token in shown]
         return body
 
@@ -248,8 +246,8 @@ class Envelope:
         body: Json = {}
         if prompt.ids:
             body["prompt_token_ids"] = list(prompt.ids)
-        if self.form.prompt_logprobs is not None:
-            body["prompt_logprobs"] = of_prompt(prompt.tokens, self.form.prompt_logprobs)
+        if self.request.form.prompt_logprobs is not None:
+            body["prompt_logprobs"] = of_prompt(prompt.tokens, self.request.form.prompt_logprobs)
         return body
 
     def _calls(self, index: int, calls: Sequence[ToolCall], first: int = 0) -> list[Json]:
@@ -264,19 +262,19 @@ class Envelope:
         ]
 
     def _choice(self, index: int, delta: Json, text: str, finish: str | None) -> Json:
-        content = {"delta": delta} if self.kind == "chat" else {"text": text}
+        content = {"delta": delta} if self.chat else {"text": text}
         return {"index": index, **content, "logprobs": None, "finish_reason": finish}
 
     def _chunk(self, choices: list[Json]) -> Json:
-        name = "chat.completion.chunk" if self.kind == "chat" else "text_completion"
-        return self._outer(name, choices) | ({"usage": None} if self.include_usage else {})
+        name = "chat.completion.chunk" if self.chat else "text_completion"
+        return self._outer(name, choices) | ({"usage": None} if self.request.include_usage else {})
 
     def _outer(self, name: str, choices: list[Json]) -> Json:
         return {
             "id": self.id,
             "object": name,
             "created": self.created,
-            "model": self.model,
+            "model": self.request.model,
             "choices": choices,
         }
 
@@ -293,7 +291,7 @@ async def whole(chunks: AsyncGenerator[TextChunk], envelope: Envelope, usage: Us
         async for chunk in chunks:
             usage.add(chunk)
             gathered[chunk.index].add(chunk)
-            if envelope.details and chunk.tokens:
+            if envelope.request.details and chunk.tokens:
                 commits.append(chunk)
     return envelope.whole(gathered, usage, commits)
 
@@ -330,7 +328,7 @@ async def events(
             failed(code_of("internal"), error)
             yield held + event(internal_error_body())
             return
-    yield held + (event(envelope.usage(usage)) if envelope.include_usage else b"") + DONE
+    yield held + (event(envelope.usage(usage)) if envelope.request.include_usage else b"") + DONE
 
 
 def _chunk_events(chunk: TextChunk, envelope: Envelope, usage: Usage, opened: set[int]) -> bytes:
@@ -338,16 +336,16 @@ def _chunk_events(chunk: TextChunk, envelope: Envelope, usage: Usage, opened: se
     usage.add(chunk)
     if envelope.plain and chunk.plain and chunk.index in opened:
         return envelope.plain_event(chunk.index, chunk.text)
-    more = {"usage": usage.body()} if envelope.continuous_usage else {}
+    more = {"usage": usage.body()} if envelope.request.continuous_usage else {}
     return b"".join(event(body | more) for body in _chunk_bodies(chunk, envelope, usage, opened))
 
 
 def _chunk_bodies(chunk: TextChunk, envelope: Envelope, usage: Usage, opened: set[int]) -> Iterator[Json]:
-    if chunk.index not in opened and envelope.kind == "chat":
+    if chunk.index not in opened and envelope.chat:
         yield envelope.opening(chunk.index, chunk.prompt)
     opened.add(chunk.index)
-    of_prompt = chunk.prompt is not None and envelope.kind == "completion"
-    if chunk.text or chunk.shown or chunk.calls or of_prompt or (envelope.include_speculation and chunk.tokens):
+    of_prompt = chunk.prompt is not None and not envelope.chat
+    if chunk.text or chunk.shown or chunk.calls or of_prompt or (envelope.request.include_speculation and chunk.tokens):
         yield envelope.text(chunk)
     if chunk.finish is not None:
         yield envelope.closing(chunk, usage)

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.answers import responses
 from router.errors import CODES, ApiError, ErrorCode
 from router.generation import GenerationError
+from router.http.asgi import refusal
 from router.limits import REQUESTS, TOKENS, Account, Allowance, LimitReached
 from router.schema.request_schema import MAX_TIMEOUT, MIN_TIMEOUT
 
@@ -57,6 +56,15 @@ class AdmissionSettings:
     """Pages of these origins may use the API from a browser; ``*``: any. None: CORS is off."""
 
 
+@contextmanager
+def _limits_told() -> Iterator[None]:
+    """A limit that is reached inside is an error for the client."""
+    try:
+        yield
+    except LimitReached as error:
+        raise ApiError(LIMIT_REACHED.name, error.message, retry_after=error.wait) from None
+
+
 class QuotaLease:
     """One request, from the door until it leaves."""
 
@@ -67,18 +75,14 @@ class QuotaLease:
 
     def take_sessions(self, sessions: int) -> None:
         """Take places for all choices. Raises :class:`ApiError`."""
-        try:
+        with _limits_told():
             self._account.take_sessions(sessions)
-        except LimitReached as error:
-            raise ApiError(LIMIT_REACHED.name, error.message, retry_after=error.wait) from None
         self._sessions = sessions
 
     def take_prompt(self, tokens: int) -> None:
         """Pay for all prompts. Raises :class:`ApiError`."""
-        try:
+        with _limits_told():
             self._account.take_prompt(tokens, self._clock())
-        except LimitReached as error:
-            raise ApiError(LIMIT_REACHED.name, error.message, retry_after=error.wait) from None
         self._tokens += tokens
 
     def take_completion(self, tokens: int) -> None:
@@ -143,7 +147,9 @@ class Admit:
             lease = state["lease"] = self._admission.enter(caller, state.get("api_key_limits", {}))
         except LimitReached as error:
             self._refused(LIMIT_REACHED)
-            await _refusal(error, self._admission.rates(caller))(scope, receive, send)
+            rates = self._admission.rates(caller)
+            answer = refusal(LIMIT_REACHED, error.message, headers=rates, wait=error.wait, closing=True)
+            await answer(scope, receive, send)
             return
 
         async def send_with_rates(message: Message) -> None:
@@ -220,18 +226,6 @@ async def in_time(work: Awaitable[T], seconds: float | None, end: float | None) 
 
 def _over(seconds: float | None) -> GenerationError:
     return GenerationError("timeout", f"the {seconds:g} seconds of this request are over")
-
-
-def _refusal(error: LimitReached, rates: Mapping[str, str]) -> Response:
-    headers = {
-        **rates,
-        "x-should-retry": "true",
-        "retry-after": str(math.ceil(error.wait)),
-        # The body was not read, so nothing else can come over this connection.
-        "connection": "close",
-    }
-    body = responses.encode(responses.error_body(LIMIT_REACHED, error.message))
-    return Response(body, LIMIT_REACHED.status, headers, media_type="application/json")
 
 
 def _rates(account: Account, now: float) -> dict[str, str]:

@@ -8,7 +8,6 @@ the fields in :mod:`router.schema.requests`.
 from __future__ import annotations
 
 import logging
-import math
 import time
 import uuid
 from contextlib import AsyncExitStack
@@ -32,9 +31,18 @@ from router.errors import ApiError, ErrorCode, code_of, code_of_status
 from router.generation import GenerationError, Generator, ServedModel
 from router.http import openapi
 from router.http.admission import RATE_HEADERS, Admission, AdmissionSettings, Admit, admitted, in_time, seconds_allowed
-from router.http.asgi import REQUEST_ID_HEADER, DrainRefused, EventStream, RequestIds, while_connected
+from router.http.asgi import (
+    REQUEST_ID_HEADER,
+    BodyBudget,
+    DrainRefused,
+    EventStream,
+    RequestIds,
+    json_response,
+    read_body,
+    refusal,
+    while_connected,
+)
 from router.http.auth import PICKER_PATH, ApiKeys, RequireKey
-from router.http.bodies import BodyBudget, read_body
 from router.http.exhaustion import ExhaustionLog, is_exhausted
 from router.http.prompt_recorder import PromptRecorder, RecordedPrompt
 from router.http.request_reader import RequestReader
@@ -44,7 +52,7 @@ from router.sessions.snapshot import Snapshot
 from router.sessions.tally import RouterCounters
 from router.telemetry.cluster_view import ClusterView
 from router.telemetry.metrics import RouterMetrics, own_version
-from router.text.tokenizers import Tokenizers
+from router.text.tokenizer import Tokenizers
 from speculation.messages import Speculation
 from transport.tracing import Tracing
 
@@ -176,7 +184,9 @@ class _Api:
 
     async def models(self, _request: Request) -> Response:
         """What is served now: none while no target worker was connected."""
-        return _json({"object": "list", "data": [self._model_body(*named) for named in self._reader.models().items()]})
+        return json_response(
+            {"object": "list", "data": [self._model_body(*named) for named in self._reader.models().items()]}
+        )
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -184,16 +194,16 @@ class _Api:
         models = self._reader.models()
         if name not in models:
             raise no_such_model(name, models)
-        return _json(self._model_body(name, models[name]))
+        return json_response(self._model_body(name, models[name]))
 
     async def health(self, _request: Request) -> Response:
         """200 as long as the process serves, whatever the workers do."""
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def ready(self, _request: Request) -> Response:
         """200 while requests can be served, 503 with the reason while not; and what workers do that are not up yet."""
         readiness = self._metrics.snapshot().readiness
-        return _json(readiness, status=200 if readiness["status"] == "ready" else 503)
+        return json_response(readiness, status=200 if readiness["status"] == "ready" else 503)
 
     async def exposition(self, request: Request) -> Response:
         """The metrics of this router, for Prometheus."""
@@ -203,11 +213,11 @@ class _Api:
 
     async def description(self, _request: Request) -> Response:
         """What this API takes and gives, in OpenAPI's terms."""
-        return _json(self._description)
+        return json_response(self._description)
 
     async def cluster(self, _request: Request) -> Response:
         """What this router knows of the cluster; see :mod:`router.telemetry.cluster_view`."""
-        return _json(dict(self._cluster()), headers={"cache-control": "no-store"})
+        return json_response(dict(self._cluster()), headers={"cache-control": "no-store"})
 
     def _model_body(self, name: str, model: ServedModel) -> Json:
         return responses.model_body(name, self._started, model.context)
@@ -250,18 +260,7 @@ class _Api:
         lease.take_sessions(len(parsed.generations))
         lease.take_prompt(parsed.prompt_tokens)
         prefix = "chatcmpl" if parsed.kind == "chat" else "cmpl"
-        envelope = Envelope(
-            parsed.kind,
-            id=f"{prefix}-{uuid.uuid4().hex}",
-            created=int(time.time()),
-            model=parsed.model,
-            tokenizer=served.tokenizer,
-            include_usage=parsed.include_usage,
-            continuous_usage=parsed.continuous_usage,
-            include_speculation=parsed.include_speculation,
-            details=parsed.details,
-            form=parsed.form,
-        )
+        envelope = Envelope(parsed, f"{prefix}-{uuid.uuid4().hex}", int(time.time()), served.tokenizer)
         chunks = self._tally.observed(
             run_choices(parsed, self._generator, served.tokenizer), served.model.name, len(parsed.generations), arrived
         )
@@ -273,7 +272,7 @@ class _Api:
             unless_answered.push_async_callback(chunks.aclose)
             first = await anext(chunks)
             return EventStream(events(first, chunks, envelope, usage, failed), chunks, lease.end(seconds))
-        return _json(await whole(chunks, envelope, usage))
+        return json_response(await whole(chunks, envelope, usage))
 
     def _failed_midway(self, request: Request, code: ErrorCode, error: Exception) -> None:
         """A stream that had begun ends with an error."""
@@ -313,7 +312,7 @@ class _Api:
         # The handler of last resort stands outside the middleware that adds the id.
         headers = {REQUEST_ID_HEADER: str(getattr(request.state, "request_id", ""))}
         self._tally.answered(code_of("internal"))
-        return _json(responses.internal_error_body(), code_of("internal").status, headers)
+        return json_response(responses.internal_error_body(), code_of("internal").status, headers)
 
     def _refusal(
         self,
@@ -324,13 +323,5 @@ class _Api:
         retry_after: float | None = None,
     ) -> Response:
         self._tally.answered(code)
-        headers = {**(headers or {}), "x-should-retry": "true" if code.retryable else "false"}
-        if code.retryable:
-            headers["retry-after"] = str(math.ceil(retry_after or self._settings.retry_after_s))
-        if code.name in CLOSING:
-            headers["connection"] = "close"
-        return _json(responses.error_body(code, message, param), code.status, headers)
-
-
-def _json(body: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(responses.encode(body), status, headers, media_type="application/json")
+        wait = (retry_after or self._settings.retry_after_s) if code.retryable else None
+        return refusal(code, message, param, headers, wait, closing=code.name in CLOSING)

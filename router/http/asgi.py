@@ -1,22 +1,26 @@
-"""What the framework leaves to us: bounded heads, refused bodies, clients that vanish, event streams, request ids.
+"""What the framework leaves to us: bounded heads and bodies, clients that vanish, errors, event streams, request ids.
 
-Decides that work stops when its client has gone. Knows nothing of the API's requests.
+Decides that work stops when its client has gone. Knows nothing of what requests say.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any, TypeVar
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from router.answers import responses
+from router.errors import ApiError, ErrorCode
 
 T = TypeVar("T")
 
@@ -60,6 +64,32 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def json_response(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer in compact JSON."""
+    return Response(responses.encode(body), status, headers, media_type="application/json")
+
+
+def refusal(
+    code: ErrorCode,
+    message: str,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    wait: float | None = None,
+    *,
+    closing: bool = False,
+) -> Response:
+    """An answer that is an error. ``wait``: seconds after which to try again.
+
+    ``closing``: the body was not read to its end, so nothing else can come over this connection.
+    """
+    told = {**(headers or {}), "x-should-retry": "true" if code.retryable else "false"}
+    if wait is not None:
+        told["retry-after"] = str(math.ceil(wait))
+    if closing:
+        told["connection"] = "close"
+    return json_response(responses.error_body(code, message, param), code.status, told)
 
 
 class EventStream(StreamingResponse):
@@ -299,3 +329,59 @@ class DrainRefused:
             await send(message)
 
         await self._app(scope, listen, answer)
+
+
+BODY_SECONDS = 60.0
+"""In which a body must have come."""
+
+
+class BodyBudget:
+    """Room for the bodies that are being read or parsed, of all requests together."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """All of it is free."""
+        self._max_bytes, self.held = max_bytes, 0
+
+    @contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """What takes so many bytes more; they are given back at the end of the block.
+
+        Raises :class:`ApiError` at once where nothing is left, and later in place of what goes beyond.
+        """
+        taken = 0
+
+        def take(more: int) -> None:
+            nonlocal taken
+            if self.held + more > self._max_bytes:
+                raise ApiError("overloaded", f"{self._max_bytes} bytes of requests are being read; try again later")
+            self.held += more
+            taken += more
+
+        try:
+            take(1)
+            yield take
+        finally:
+            self.held -= taken
+
+
+async def read_body(request: Request, max_bytes: int, take: Callable[[int], None]) -> bytes:
+    """The body, if it has at most ``max_bytes`` bytes and comes in time; a longer one is not read to its end.
+
+    ``take``: see :class:`BodyBudget`. Raises :class:`ApiError`, or ``ClientDisconnect`` when the client leaves
+    meanwhile.
+    """
+    refusal = ApiError("body_too_large", f"the body is larger than {max_bytes} bytes")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > max_bytes:
+        raise refusal
+    parts = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                if len(parts) + len(part) > max_bytes:
+                    raise refusal
+                take(len(part))
+                parts += part
+    except TimeoutError:
+        raise ApiError("request_timeout", f"the body did not come within {BODY_SECONDS:g} s") from None
+    return bytes(parts)

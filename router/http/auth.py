@@ -22,12 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router import page
-from router.answers import responses
 from router.errors import CODES, ErrorCode
+from router.http.asgi import refusal
 from router.limits import LIMIT_NAMES
 from transport.files import stamp
 
@@ -51,6 +50,7 @@ NOT_OPERATOR = CODES["permission_denied"]
 SCOPE_CHARACTERS = 32
 SHORTEST_KEY = 16
 """Characters; less can be guessed."""
+_WANTED = "give an API key in a header: 'Authorization: Bearer KEY'"
 
 _SECRET = secrets.token_bytes(32)
 _LINE = re.compile(r"(?:(?P<name>[\w.@ -]{1,64}):\s*)?(?P<key>[A-Za-z0-9._~+/=-]+)(?P<limits>(?:\s+\w+=\S*)*)")
@@ -90,11 +90,6 @@ class ApiKeys:
     def may_operate(self, holder: Holder) -> bool:
         """Whether it is for this holder what the router tells of itself."""
         return holder.operator or not any(known.operator for known in self._keys.values())
-
-    def name_of(self, key: str) -> str | None:
-        """The name of a key's holder; None if there is none."""
-        holder = self.holder_of(key)
-        return None if holder is None else holder.name
 
     def holder_of(self, key: str) -> Holder | None:
         """Whose key this is; None if nobody's. Takes the same time for every key of a length."""
@@ -143,29 +138,19 @@ class RequireKey:
             return
         if holder is None:
             self._refused(REFUSAL)
-            await _refusal(given=bool(given))(scope, receive, send)
+            message = "this API key is not known here" if given else _WANTED
+            challenge = {"www-authenticate": 'Bearer error="invalid_token"' if given else "Bearer"}
+            await refusal(REFUSAL, message, headers=challenge, closing=True)(scope, receive, send)
             return
         if scope["path"] in OPERATORS_PATHS and not self._keys.may_operate(holder):
             self._refused(NOT_OPERATOR)
-            body = responses.error_body(NOT_OPERATOR, f"{scope['path']} is for operators' keys; this is another one")
-            await _answer(NOT_OPERATOR, body, {})(scope, receive, send)
+            message = f"{scope['path']} is for operators' keys; this is another one"
+            await refusal(NOT_OPERATOR, message, closing=True)(scope, receive, send)
             return
         scope.setdefault("state", {}).update(
             api_key_name=holder.name, api_key_limits=holder.limits, api_key_scope=holder.scope
         )
         await self._app(scope, receive, send)
-
-
-def _refusal(*, given: bool) -> Response:
-    message = "this API key is not known here" if given else "give an API key in a header: 'Authorization: Bearer KEY'"
-    challenge = {"www-authenticate": 'Bearer error="invalid_token"' if given else "Bearer"}
-    return _answer(REFUSAL, responses.error_body(REFUSAL, message), challenge)
-
-
-def _answer(code: ErrorCode, body: responses.Json, headers: Mapping[str, str]) -> Response:
-    # The body was not read, so nothing else can come over this connection.
-    headers = {**headers, "x-should-retry": "false", "connection": "close"}
-    return Response(responses.encode(body), code.status, headers, media_type="application/json")
 
 
 def read_keys(path: Path) -> dict[str, str]:

@@ -13,8 +13,7 @@ from enum import StrEnum
 from typing import Literal
 
 from router.errors import CODES
-from router.schema.fields import REFUSED_MARK
-from router.schema.json_schema import Schema, in_words, json_schema
+from router.schema.fields import REFUSED_MARK, Schema, in_words, json_schema
 from router.schema.request_schema import BODIES, Kind
 
 LABEL_MARK = "No effect. "

@@ -11,7 +11,7 @@ from typing import Any
 
 from router.errors import CODES
 from router.http.auth import PICKER_PATH
-from router.schema.json_schema import Schema, json_schema
+from router.schema.fields import Schema, json_schema
 from router.schema.request_schema import BODIES
 
 _STRING: Schema = {"type": "string"}

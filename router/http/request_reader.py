@@ -29,8 +29,7 @@ from router.schema.request_schema import Kind
 from router.schema.requests import ApiRequest, ModelEntry, model_asked, read_body, request_of
 from router.schema.structured import demands_structure
 from router.text.grammar_checker import trial_seconds
-from router.text.tokenizer import Tokenizer, TokenizerError
-from router.text.tokenizers import Tokenizers
+from router.text.tokenizer import Tokenizer, TokenizerError, Tokenizers
 
 T = TypeVar("T")
 

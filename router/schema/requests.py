@@ -20,10 +20,14 @@ from router.schema.answer_fields import (
     answer_form_of,
     length_of,
     min_tokens_of,
+    prediction_of,
+    sampling_of,
+    speculation_of,
     stop_strings_of,
     stop_tokens_of,
+    wants_details,
+    with_own_seed,
 )
-from router.schema.decoding_fields import prediction_of, sampling_of, speculation_of, wants_details, with_own_seed
 from router.schema.fields import missing, nearest, show, wrong_value
 from router.schema.prompts import Prompt, chat_prompt, check_sizes, completion_prompts, truncated
 from router.schema.request_objects import StreamOptions

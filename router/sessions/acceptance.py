@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from speculation.events import PeerId
@@ -78,9 +78,9 @@ class AcceptanceWatch:
         """All that are watched."""
         return ((target, draft, pair) for (target, draft), pair in self._pairs.items())
 
-    def keep(self, listed: Container[PeerId]) -> None:
-        """Forget pairs with a worker that is not ``listed``: nobody has to answer for them any more."""
-        for pair in [pair for pair in self._pairs if not all(worker in listed for worker in pair)]:
+    def forget(self, worker: PeerId) -> None:
+        """It has left: nobody has to answer for its pairs any more."""
+        for pair in [pair for pair in self._pairs if worker in pair]:
             del self._pairs[pair]
 
     def _add(self, target: PeerId, draft: PeerId) -> WatchedPair:
@@ -130,8 +130,9 @@ class _Share:
 class AcceptanceRecord:
     """The share of drafts that targets kept, by pair of models and by drafter, the recent counting most."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: AcceptanceWatch | None = None) -> None:
         """Nothing was drafted yet."""
+        self.watch = watch or AcceptanceWatch()
         self._pairs: defaultdict[tuple[str, str], _Share] = defaultdict(_Share)
         self._drafters: defaultdict[tuple[str, PeerId], _Share] = defaultdict(_Share)
         self._targets: defaultdict[PeerId, _Share] = defaultdict(_Share)
@@ -143,6 +144,7 @@ class AcceptanceRecord:
         self._pairs[target_model, draft_model].add(kept, offered)
         self._drafters[target_model, drafter].add(kept, offered)
         self._targets[target].add(kept, offered)
+        self.watch.offered(target, drafter, offered, kept)
 
     def expected(self, target_model: str, draft_model: str, drafter: PeerId) -> float:
         """The share of this drafter's drafts that will be kept: from its own, and for lack of them from its pair's."""
@@ -162,6 +164,7 @@ class AcceptanceRecord:
 
     def forget(self, worker: PeerId) -> None:
         """It has left."""
+        self.watch.forget(worker)
         self._targets.pop(worker, None)
         for key in [key for key in self._drafters if key[1] == worker]:
             del self._drafters[key]

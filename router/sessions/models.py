@@ -6,12 +6,10 @@ target may come back, and until then its requests wait instead of being refused.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Sequence
 
 from router.generation import ServedModel
-from speculation.messages import FromWorker, Proposal, Welcome
-from transport.codec import MalformedMessage
+from speculation.messages import Welcome
 
 FORGET_SECONDS = 300.0
 """How long a model is served on whose last target has left the list of workers: it may come back."""
@@ -36,17 +34,6 @@ def revision_ages(welcomes: Iterable[Welcome]) -> dict[int, float]:
     for welcome in welcomes:
         since[welcome.revision] = min(welcome.started, since.get(welcome.revision, welcome.started))
     return since
-
-
-def outside_vocabulary(message: FromWorker, vocabulary: int) -> MalformedMessage | None:
-    """What is wrong with a proposal of tokens that the model of its session does not have."""
-    if not isinstance(message, Proposal):
-        return None
-    worst = max(itertools.chain(message.tokens, *(support.tokens for support in message.q)), default=-1)
-    if worst < vocabulary:
-        return None
-    why = f"token {worst} is outside the vocabulary of {vocabulary}"
-    return MalformedMessage(why, message.session, message.epoch)
 
 
 def why_useless(drafter: Welcome, tokenizers: Sequence[int], heads: Collection[int]) -> str:
@@ -95,10 +82,6 @@ class ServedModels:
             if now - seen > FORGET_SECONDS:
                 del self._newest[name]
         return {name: _served(welcome, listed) for name, (welcome, _) in sorted(self._newest.items())}
-
-    def clear(self) -> None:
-        """Forget all models."""
-        self._newest.clear()
 
 
 def _served(newest: Welcome, listed: Iterable[Welcome]) -> ServedModel:

@@ -7,6 +7,7 @@ in it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -17,9 +18,10 @@ from router.sessions.event_log import EventKind, EventLog
 from router.sessions.tally import SessionTally
 from speculation import digest as digests
 from speculation.events import Emit, PeerId, Role
-from speculation.messages import ANCHOR, FinishReason, Limits, Open, Proposal, SessionId, Subscribe, Welcome
+from speculation.messages import ANCHOR, FinishReason, FromWorker, Limits, Open, Proposal, SessionId, Subscribe, Welcome
 from speculation.request.session import Session, SessionLimits, Workers
 from transport.client import WorkerConnection
+from transport.codec import MalformedMessage
 from transport.incoming import Route
 from transport.tracing import SessionLog
 from transport.wire import AskedLogprobs
@@ -169,8 +171,6 @@ class SessionObserver:
         self.log.info("opened at %s with %d tokens, epoch %d", peer, len(opening.tokens), opening.epoch)
         if role is None:
             return
-        if peer in self.session.workers:
-            self.tally.opened(peer, role)
         self.trace.opened(peer, role, opening)
         if role is not Role.TARGET:
             return
@@ -195,14 +195,10 @@ class SessionObserver:
         if self.details is not None:
             self.details.proposed(now, proposal)
 
-    def committed(self, now: float, emit: Emit, of_drafter: tuple[int, int], workers: Workers) -> Committed:
-        """What its client is told of a commit at ``now``.
-
-        ``of_drafter``: how many drafts of draft models were accepted, of how many offered. ``workers``: where the
-        session was.
-        """
+    def committed(self, now: float, emit: Emit, workers: Workers) -> Committed:
+        """What its client is told of a commit at ``now``. ``workers``: where the session was."""
         tokens, accepted, offered = emit.tokens, emit.accepted, emit.offered
-        self.tally.committed(now, len(tokens), accepted, offered, emit.cached, of_drafter)
+        self.tally.committed(now, len(tokens), accepted, offered, emit.cached)
         self.trace.committed(len(tokens), accepted, offered)
         details = None
         if self.details is not None:
@@ -278,6 +274,17 @@ def session_of(number: SessionId, generation: Generation, limits: SessionLimits,
         generation.priority,
         replace(generation.request_options, request=generation.request_id, trace=traceparent),
     )
+
+
+def outside_vocabulary(message: FromWorker, vocabulary: int) -> MalformedMessage | None:
+    """What is wrong with a proposal of tokens that the model of its session does not have."""
+    if not isinstance(message, Proposal):
+        return None
+    worst = max(itertools.chain(message.tokens, *(support.tokens for support in message.q)), default=-1)
+    if worst < vocabulary:
+        return None
+    why = f"token {worst} is outside the vocabulary of {vocabulary}"
+    return MalformedMessage(why, message.session, message.epoch)
 
 
 class JoinedEnd(NamedTuple):

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from router.generation import ServedModel
+from router.sessions.acceptance import AcceptanceWatch
 from router.sessions.event_log import LoggedEvent
 from router.sessions.pool import Peer, WorkerPool
-from speculation.events import Emit, PeerId, Role
+from speculation.events import PeerId, Role
 from speculation.messages import Load, Loading, Welcome
 from speculation.request.session import Phase, Session
 from transport.client import Traffic
@@ -90,15 +91,14 @@ class Totals:
     """Monotone totals since the start. What sessions count themselves is added when they end."""
 
     sessions: int = 0
-    committed: int = 0
-    accepted: int = 0
-    offered: int = 0
+    """Ever begun."""
     reopened: int = 0
     moved: int = 0
     """Sessions that went to another target without a fault, each time."""
     condemned: int = 0
     """Sessions failed because targets died of them."""
     failed: int = 0
+    """Sessions without a whole text."""
     malformed: int = 0
     """Messages of workers that break the protocol; all were dropped."""
     stale: int = 0
@@ -107,12 +107,6 @@ class Totals:
     """Malformed messages held against a drafter by its session."""
     quarantined: int = 0
     """Drafters that a session was done with; each counts once for every such session."""
-
-    def commit(self, emit: Emit) -> None:
-        """Add what a session commits."""
-        self.committed += len(emit.tokens)
-        self.accepted += emit.accepted
-        self.offered += emit.offered
 
     def take(self, session: Session) -> None:
         """Add what a session counts itself."""
@@ -131,21 +125,12 @@ class Snapshot:
     models: tuple[ServedModel, ...] = ()
     logged_events: tuple[LoggedEvent, ...] = ()
     """What lately happened, oldest first."""
-    sessions: int = 0
-    """Ever begun."""
-    failed: int = 0
-    """Of these, without a whole text."""
+    totals: Totals = field(default_factory=Totals)
+    watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)
     placing: int = 0
     """Sessions that wait for a target worker."""
     running: int = 0
     """Sessions that are open at one."""
-    reopened: int = 0
-    moved: int = 0
-    condemned: int = 0
-    malformed: int = 0
-    stale: int = 0
-    strikes: int = 0
-    quarantined: int = 0
     traffic: dict[Role, Traffic] = field(default_factory=dict)
     draining: bool = False
 
@@ -156,24 +141,17 @@ class Snapshot:
         for session in sessions:
             totals.take(session)
         kept, idle = pool.record.measured(), pool.idle()
-        unrouted = pool.unrouted + sum(peer.connection.unrouted for peer in pool.peers.values() if peer.connection)
+        totals.stale += pool.unrouted + sum(peer.connection.unrouted for peer in pool.peers.values() if peer.connection)
         return cls(
             workers=tuple(
                 WorkerView.of(peer, kept.get(name), standby=name in idle) for name, peer in pool.peers.items()
             ),
             models=tuple(pool.models().values()),
             logged_events=pool.event_log.lines,
-            sessions=totals.sessions,
-            failed=totals.failed,
+            totals=totals,
+            watch=pool.record.watch,
             placing=sum(session.phase is Phase.PLACING for session in sessions),
             running=sum(session.phase is Phase.RUNNING for session in sessions),
-            reopened=totals.reopened,
-            moved=totals.moved,
-            condemned=totals.condemned,
-            malformed=totals.malformed,
-            stale=totals.stale + unrouted,
-            strikes=totals.strikes,
-            quarantined=totals.quarantined,
             traffic={role: pool.traffic(role) for role in Role},
             draining=draining,
         )

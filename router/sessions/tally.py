@@ -21,8 +21,6 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from router.errors import CODES, ErrorCode
-from router.sessions.acceptance import AcceptanceWatch
-from speculation.events import PeerId, Role
 from speculation.messages import FinishReason
 
 WINDOW_SECONDS = 5.0
@@ -163,35 +161,15 @@ class ModelCounts:
 class SessionTally:
     """What is counted of one session as it commits."""
 
-    __slots__ = ("_counts", "_draft", "_last", "_recent", "_target", "_watch")
+    __slots__ = ("_counts", "_last", "_recent")
 
-    def __init__(self, counts: ModelCounts, watch: AcceptanceWatch, recent: Recent) -> None:
+    def __init__(self, counts: ModelCounts, recent: Recent) -> None:
         """Nothing is committed yet."""
-        self._counts, self._watch, self._recent = counts, watch, recent
+        self._counts, self._recent = counts, recent
         self._last: float | None = None
-        self._target = self._draft = PeerId("")
 
-    def opened(self, peer: PeerId, role: Role) -> None:
-        """The session is opened at a worker; drafts count for the two where it was opened last."""
-        if role is Role.DRAFT:
-            self._draft = peer
-        else:
-            self._target = peer
-
-    def committed(
-        self,
-        now: float,
-        tokens: int,
-        accepted: int,
-        offered: int,
-        cached: int,
-        of_drafter: tuple[int, int] | None = None,
-    ) -> None:
-        """``tokens`` were committed at ``now`` (seconds), ``accepted`` of them drafted.
-
-        ``of_drafter``: how many of those accepted and of those offered came from a draft worker; None: all.
-        """
-        kept, drafted = (accepted, offered) if of_drafter is None else of_drafter
+    def committed(self, now: float, tokens: int, accepted: int, offered: int, cached: int) -> None:
+        """``tokens`` were committed at ``now`` (seconds), ``accepted`` of them drafted."""
         counts = self._counts
         counts.generated_tokens += tokens
         self._recent.add(now, 0, tokens, accepted, offered)
@@ -199,8 +177,6 @@ class SessionTally:
             counts.drafts += 1
             counts.draft_tokens += offered
             counts.kept[min(accepted, LONGEST_PATH)] += 1
-        if drafted and self._draft:
-            self._watch.offered(self._target, self._draft, drafted, kept)
         if self._last is None:
             counts.cached_prompt_tokens += cached
         else:
@@ -225,9 +201,13 @@ class RouterCounters:
         """Requests refused before anything was started, by the code of the error."""
         self.failed = Counter({row.name: 0 for row in CODES.values() if row.status >= FAILURE})
         """Requests that failed on our side, likewise."""
-        self.watch = AcceptanceWatch()
         self.recent = Recent(-inf, 0, 0, 0, 0)
         """Of all models: requests begun, tokens committed, draft tokens accepted and offered."""
+
+    @property
+    def committed(self) -> int:
+        """Tokens, of all models."""
+        return self.recent.totals[1]
 
     def model(self, name: str) -> ModelCounts:
         """The counts of a model. Only names of models that are served may be given."""
@@ -237,7 +217,7 @@ class RouterCounters:
         """A session begins, with a prompt of so many tokens."""
         counts = self.model(model)
         counts.prompt_tokens += prompt
-        return SessionTally(counts, self.watch, self.recent)
+        return SessionTally(counts, self.recent)
 
     def answered(self, code: ErrorCode) -> None:
         """A client was told an error."""

@@ -76,30 +76,29 @@ class ClusterView:
         }
 
     def _totals(self, snapshot: Snapshot) -> TotalsPart:
-        counts = list(self._tally.models.values())
-        accepted, verifications = sum(c.accepted_tokens for c in counts), sum(c.drafts for c in counts)
-        offered = sum(c.draft_tokens for c in counts)
-        requests, *_ = self._tally.recent.totals
+        counts, totals = list(self._tally.models.values()), snapshot.totals
+        requests, committed, accepted, offered = self._tally.recent.totals
+        verifications = sum(c.drafts for c in counts)
         return {
             "requests": requests,
-            "sessions": snapshot.sessions,
+            "sessions": totals.sessions,
             "prompt_tokens": sum(c.prompt_tokens for c in counts),
             "cached_prompt_tokens": sum(c.cached_prompt_tokens for c in counts),
-            "generated_tokens": sum(c.generated_tokens for c in counts),
+            "generated_tokens": committed,
             "verifications": verifications,
             "draft_tokens": offered,
             "accepted_tokens": accepted,
             "acceptance": _share(accepted, offered),
             "mean_acceptance_length": _length(accepted, verifications),
-            "reopened": snapshot.reopened,
-            "moved": snapshot.moved,
-            "condemned": snapshot.condemned,
-            "quarantined": snapshot.quarantined,
-            "failed": snapshot.failed,
+            "reopened": totals.reopened,
+            "moved": totals.moved,
+            "condemned": totals.condemned,
+            "quarantined": totals.quarantined,
+            "failed": totals.failed,
             "refused": self._tally.refused.total(),
-            "malformed_messages": snapshot.malformed,
-            "stale_messages": snapshot.stale,
-            "acceptance_collapses": self._tally.watch.collapses,
+            "malformed_messages": totals.malformed,
+            "stale_messages": totals.stale,
+            "acceptance_collapses": snapshot.watch.collapses,
         }
 
     def _model(self, model: ServedModel, targets: list[WorkerView]) -> ModelPart:

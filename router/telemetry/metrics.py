@@ -122,9 +122,7 @@ class RouterMetrics:
             yield counter(name, f"{about}, by the code of the error.{PER_ROUTER}", ("code",), values)
 
     def _of_acceptance(self, snapshot: Snapshot) -> Iterator[Metric]:
-        watch = self.tally.watch
-        watch.keep({worker.worker for worker in snapshot.workers})
-        pairs = list(watch.pairs())
+        watch, pairs = snapshot.watch, list(snapshot.watch.pairs())
         yield counter(
             "acceptance_collapses",
             "Times that the acceptance of a pair of workers fell far below its usual value." + PER_ROUTER,
@@ -189,6 +187,7 @@ def _of_accounts(accounts: Mapping[str, Account]) -> Iterator[Metric]:
 
 
 def _of_sessions(snapshot: Snapshot) -> Iterator[Metric]:
+    totals = snapshot.totals
     yield gauge(
         "router_sessions",
         "Sessions under way: open at a target worker, or waiting for one." + PER_ROUTER,
@@ -196,13 +195,13 @@ def _of_sessions(snapshot: Snapshot) -> Iterator[Metric]:
         {("running",): snapshot.running, ("placing",): snapshot.placing},
     )
     for name, about, value in (
-        ("failovers", "Times that a session was opened again at another target worker.", snapshot.reopened),
-        ("moves", "Times that a session left a target worker that drains.", snapshot.moved),
-        ("condemned_sessions", "Sessions failed because target workers died of them.", snapshot.condemned),
-        ("malformed_messages", "Messages of workers that break the protocol; all were dropped.", snapshot.malformed),
-        ("stale_messages", "Messages of workers that came too late to matter.", snapshot.stale),
-        ("draft_strikes", "Malformed messages held against a drafter by its session.", snapshot.strikes),
-        ("drafters_quarantined", "Drafters that a session was done with, per session.", snapshot.quarantined),
+        ("failovers", "Times that a session was opened again at another target worker.", totals.reopened),
+        ("moves", "Times that a session left a target worker that drains.", totals.moved),
+        ("condemned_sessions", "Sessions failed because target workers died of them.", totals.condemned),
+        ("malformed_messages", "Messages of workers that break the protocol; all were dropped.", totals.malformed),
+        ("stale_messages", "Messages of workers that came too late to matter.", totals.stale),
+        ("draft_strikes", "Malformed messages held against a drafter by its session.", totals.strikes),
+        ("drafters_quarantined", "Drafters that a session was done with, per session.", totals.quarantined),
     ):
         yield counter(name, about + PER_ROUTER, (), {(): value})
     ready = snapshot.unready is None

@@ -17,8 +17,7 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.config.checks import CheckError, check_ranks
 from cluster.config.config import Override, from_mapping, load
 from cluster.config.security import SecurityError
-from cluster.config.serving import router_settings
-from cluster.config.vocabularies import target_of
+from cluster.config.serving import router_settings, target_of
 from cluster.console import CommandError
 from cluster.discovery import ServeDirectory, StaticDirectory
 from cluster.placement import GPU_CLASS, ClusterNode, Need, lacking, needs

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from router.http import auth, bodies
+from router.http import asgi, auth
 from router.http.admission import AdmissionSettings
 from router.http.api import ApiSettings
 from router.http.asgi import MAX_HEAD_BYTES, BoundedHttp
@@ -293,7 +293,7 @@ async def test_what_may_fit_is_tokenised() -> None:
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(asgi, "BODY_SECONDS", 0.05)
 
     async def never():
         yield b'{"prompt": '

@@ -14,8 +14,7 @@ from router.errors import ApiError
 from router.http import asgi
 from router.http.admission import AdmissionSettings
 from router.http.api import ApiSettings
-from router.http.asgi import DrainRefused
-from router.http.bodies import BodyBudget
+from router.http.asgi import BodyBudget, DrainRefused
 from router.limits import Allowance
 from tests.fakes import FakeGenerator
 from tests.http_server import serve

@@ -95,20 +95,20 @@ async def stack(slow_target: Path) -> AsyncIterator[Stack]:
 
 async def test_during_its_prompt(stack: Stack) -> None:
     for stream, n in WAYS:
-        committed = stack.dispatcher.totals.committed
+        committed = stack.dispatcher.metrics.tally.committed
         async with stack.asking(**LONG, stream=stream, n=n):
             await stack.until(lambda: stack.taken()[0] > 0)
-            assert stack.dispatcher.totals.committed == committed
+            assert stack.dispatcher.metrics.tally.committed == committed
         await stack.all_free(n)
 
 
 async def test_in_the_middle_of_its_text(stack: Stack) -> None:
     for stream, n in WAYS:
-        committed = stack.dispatcher.totals.committed
+        committed = stack.dispatcher.metrics.tally.committed
         async with stack.asking(stream=stream, n=n):
             await stack.until(
                 lambda committed_before=committed + 8 * n: (
-                    stack.dispatcher.totals.committed > committed_before and all(stack.taken())
+                    stack.dispatcher.metrics.tally.committed > committed_before and all(stack.taken())
                 )
             )
         await stack.all_free(n)
@@ -116,7 +116,7 @@ async def test_in_the_middle_of_its_text(stack: Stack) -> None:
 
 async def test_while_it_waits_for_a_place(stack: Stack) -> None:
     async with stack.asking(n=4):
-        await stack.until(lambda: stack.dispatcher.totals.committed > 0)
+        await stack.until(lambda: stack.dispatcher.metrics.tally.committed > 0)
         for stream, n in WAYS:
             async with stack.asking(**LONG, stream=stream, n=n):
                 await stack.until(lambda n=n: stack.target.machine.load().waiting == n)
@@ -128,6 +128,6 @@ async def test_while_it_waits_for_a_place(stack: Stack) -> None:
 async def test_while_it_does_not_read(stack: Stack) -> None:
     async with stack.asking(stream=True, n=4, stream_options={"include_speculation": True}) as reader:
         await reader.read(100)
-        await stack.until(lambda: stack.dispatcher.totals.committed > 200)
+        await stack.until(lambda: stack.dispatcher.metrics.tally.committed > 200)
         assert stack.dispatcher.running == 4
     await stack.all_free(4)

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from cluster.config.config import load
-from cluster.config.reading import Override
-from cluster.config.vocabularies import worker_config
+from cluster.config.serving import worker_config
+from cluster.config.settings import Override
 from speculation.events import Role
 from tests.bundled import with_other_vocabulary
 from tests.cluster.processes import CHECKOUT, PATIENCE, Paceline, run

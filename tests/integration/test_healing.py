@@ -128,13 +128,13 @@ async def test_a_target_and_a_drafter_drain_under_streams_that_do_not_notice():
         async with dispatcher([one.address], list(drafts)) as serving:
             streams = [asyncio.create_task(generate(serving, (i, 2, 3), i, 400)) for i in range(4)]
             async with asyncio.timeout(60):
-                while serving.totals.committed < 100:
+                while serving.metrics.tally.committed < 100:
                     await asyncio.sleep(0.01)
                 serving.pool.set_workers(Role.TARGET, list(targets))
                 while any(peer.welcome is None for peer in serving.pool.peers.values()):
                     await asyncio.sleep(0.01)
                 streams += [asyncio.create_task(generate(serving, (i, 2, 3), i, 400)) for i in range(4, 8)]
-                while serving.totals.committed < 200:
+                while serving.metrics.tally.committed < 200:
                     await asyncio.sleep(0.01)
             started = time.monotonic()
             await asyncio.gather(one.drain(120), first.drain(120))
@@ -151,11 +151,11 @@ async def test_sessions_stay_where_there_is_no_other_and_move_when_there_is():
         async with dispatcher([one.address]) as serving:
             stream = asyncio.create_task(generate(serving, (1, 2), 5, 400))
             async with asyncio.timeout(60):
-                while not serving.totals.committed:
+                while not serving.metrics.tally.committed:
                     await asyncio.sleep(0.01)
                 draining = asyncio.create_task(one.drain(30))
-                before = serving.totals.committed
-                while serving.totals.committed < before + 20:
+                before = serving.metrics.tally.committed
+                while serving.metrics.tally.committed < before + 20:
                     await asyncio.sleep(0.01)
                 assert not draining.done()
                 serving.pool.set_workers(Role.TARGET, [one.address, two.address])
@@ -168,7 +168,7 @@ async def test_a_target_that_left_the_list_is_let_go_of_when_its_sessions_have_l
     async with toy_worker() as one, toy_worker() as two, dispatcher([one.address, two.address]) as serving:
         streams = [asyncio.create_task(generate(serving, (i, 2), i, 200)) for i in range(4)]
         async with asyncio.timeout(60):
-            while serving.totals.committed < 40:
+            while serving.metrics.tally.committed < 40:
                 await asyncio.sleep(0.01)
             serving.pool.set_workers(Role.TARGET, [two.address])
             ends = [ended for _, ended in await asyncio.gather(*streams)]
@@ -230,7 +230,7 @@ async def test_a_poison_request_in_a_crowd_is_failed_alone():
         serving = await stack.enter_async_context(dispatcher([w.address for w in workers], limits=limits))
         crowd = [asyncio.create_task(generate(serving, (i % 20, 2), i, 120)) for i in range(24)]
         async with asyncio.timeout(60):
-            while serving.totals.committed < 100:
+            while serving.metrics.tally.committed < 100:
                 await asyncio.sleep(0.01)
             with pytest.raises(GenerationError) as failure:
                 await generate(serving, (POISON, 1), 1, 20)

@@ -16,6 +16,7 @@ from engine.loading.checkpoint import revision_of
 from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Generation, GenerationError
 from router.service import Router, RouterSettings
+from router.sessions.models import ServedModels
 from speculation.events import PeerId, Role
 from speculation.messages import Sampling, Schedule, Source, Speculation
 from speculation.request.session import SessionLimits
@@ -100,7 +101,7 @@ async def test_each_model_says_its_own_and_one_drafter_serves_both(cluster, monk
 async def test_a_model_that_loses_its_workers_changes_nothing_for_another(cluster):
     async with serving_both(cluster, IMPATIENT) as serving:
         running = asyncio.create_task(generated(serving, "large", 100))
-        while not serving.totals.committed:
+        while not serving.metrics.tally.committed:
             await asyncio.sleep(0.005)
         serving.pool.set_workers(Role.TARGET, [cluster.large.worker.address])
         with pytest.raises(GenerationError, match="no target worker is available for model org/small") as caught:
@@ -117,7 +118,7 @@ async def test_a_model_is_forgotten_some_time_after_its_last_target_left(cluster
     async with serving_both(cluster) as serving:
         now = [0.0]
         serving.pool.clock = lambda: now[0]
-        serving.pool._models.clear()
+        serving.pool._models = ServedModels()
         assert list(serving.models) == ["large", "org/small"]
         serving.pool.set_workers(Role.TARGET, [cluster.large.worker.address])
         now[0] = 299.0
@@ -168,10 +169,10 @@ async def test_a_text_is_not_continued_by_another_revision(cluster):
                 await known(serving, address)
 
             async def begun(tokens: int) -> asyncio.Task[Result]:
-                before = serving.totals.committed
+                before = serving.metrics.tally.committed
                 task = asyncio.create_task(generated(serving, "large", tokens))
                 async with asyncio.timeout(60):
-                    while serving.totals.committed == before:
+                    while serving.metrics.tally.committed == before:
                         await asyncio.sleep(0.001)
                 return task
 

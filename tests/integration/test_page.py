@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from router import page as pages
 from router.http.api import ApiSettings, build_app
 from router.http.auth import ApiKeys
-from router.text.tokenizers import Tokenizers
+from router.text.tokenizer import Tokenizers
 from tests.browser import browser, needs_chromium, opened, served
 from tests.fakes import FakeGenerator, FakeTokenizers, tiny_tokenizer
 from tests.page_router import TEXT, FakeRouter, speculate, words

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.paceline.v1 import worker_pb2 as pb
-from router.sessions.models import outside_vocabulary
 from router.sessions.pool import Peer, PoolEvents, WorkerPool
+from router.sessions.run import outside_vocabulary
 from speculation import digest as digests
 from speculation.events import (
     Available,

@@ -17,7 +17,7 @@ from cluster.console import CommandError
 from cluster.top_screen import number, screen, span
 from router.generation import ServedModel
 from router.sessions.event_log import EventKind, LoggedEvent
-from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
+from router.sessions.snapshot import Snapshot, Totals, WorkerState, WorkerView
 from router.sessions.tally import RouterCounters
 from router.telemetry.cluster_shape import Cluster
 from router.telemetry.cluster_view import ClusterView
@@ -48,7 +48,7 @@ def view(targets: int = 2, events: int = 3) -> Cluster:
         LoggedEvent(i, 1000.0, EventKind.WORKER_LOST, f"worker {i} \x1b[2J gone", PeerId("x")) for i in range(events)
     ]
     models = (ServedModel("bundled/target", 290, 256, 1),)
-    snapshot = Snapshot(tuple(workers), models, tuple(lines), running=24, reopened=7)
+    snapshot = Snapshot(tuple(workers), models, tuple(lines), Totals(reopened=7), running=24)
     return ClusterView(RouterMetrics(RouterCounters(lambda: 50.0), lambda: snapshot), lambda: 1050.0)()
 
 

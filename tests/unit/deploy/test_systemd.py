@@ -13,8 +13,8 @@ import pytest
 from cluster.cli import COMMANDS, _parsers
 from cluster.config.environment import CHECKOUT
 from cluster.config.flags import configuration
+from cluster.discovery import read_list
 from cluster.processes.starting import READY, STOPPING, notify
-from cluster.worker_list import read_list
 from speculation.events import Role
 from transport.address import parse
 

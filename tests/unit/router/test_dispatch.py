@@ -311,10 +311,10 @@ async def test_who_is_condemned_where_it_still_runs_does_not_count_as_failed(mon
     await asyncio.sleep(0)
     monkeypatch.setattr(served.dispatcher._poison_detector, "place", lambda *_: PoisonRequest(2))
     served.drain("a")
-    assert served.dispatcher.snapshot().condemned == 0
+    assert served.dispatcher.snapshot().totals.condemned == 0
     served.verify("a", 11, finish=FinishReason.LENGTH)
     await serving
-    assert served.dispatcher.snapshot().failed == 0
+    assert served.dispatcher.snapshot().totals.failed == 0
     await served.dispatcher.pool.close()
 
 
@@ -352,7 +352,7 @@ async def test_a_text_that_nobody_reads_waits_for_no_target():
     assert served.dispatcher._poison_detector.on_probation == 0
     assert not served.dispatcher._poison_detector._opened
     served.dispatcher.give_up("this router ends")
-    assert served.dispatcher.snapshot().failed == 0
+    assert served.dispatcher.snapshot().totals.failed == 0
     await reading.aclose()
     await served.dispatcher.pool.close()
 
@@ -370,12 +370,12 @@ async def test_a_text_that_has_ended_takes_no_place_however_slowly_it_is_read():
         digest = digests.of((*PROMPT, *range(11, token + 1)))
         served.hear("a", Verification(opened.session, opened.epoch, at, (token,), digest, finish=finish))
     dispatcher = served.dispatcher
-    assert (dispatcher.running, dispatcher.demand("m").streams, dispatcher.snapshot().sessions) == (0, 0, 1)
+    assert (dispatcher.running, dispatcher.demand("m").streams, dispatcher.snapshot().totals.sessions) == (0, 0, 1)
     assert dispatcher.reading == 1  # a router that drains waits for it
-    assert dispatcher.totals.committed == 3
+    assert dispatcher.metrics.tally.committed == 3
     items = [item async for item in reading]
     assert [getattr(item, "tokens", item) for item in items] == [(12,), (13,), Ended(FinishReason.LENGTH)]
-    assert (dispatcher.running, dispatcher.snapshot().sessions, dispatcher.snapshot().failed) == (0, 1, 0)
+    assert (dispatcher.running, dispatcher.snapshot().totals.sessions, dispatcher.snapshot().totals.failed) == (0, 1, 0)
     assert dispatcher.reading == 0
     await dispatcher.pool.close()
 
@@ -393,7 +393,7 @@ async def test_a_router_that_ends_lets_go_of_texts_that_nobody_reads():
     assert isinstance(served.wires["a"].sent[-1], Close)
     with pytest.raises(GenerationError, match="had to stop"):
         await anext(reading)
-    assert served.dispatcher.snapshot().failed == 1
+    assert served.dispatcher.snapshot().totals.failed == 1
     await served.dispatcher.pool.close()
 
 
@@ -444,7 +444,7 @@ async def test_a_session_goes_on_elsewhere_after_all_that_its_worker_said():
     await asyncio.sleep(0)
     served.verify("a", 11)
     served.die("a")
-    assert served.dispatcher.totals.committed == 1
+    assert served.dispatcher.metrics.tally.committed == 1
     served.up("b")
     assert served.wires["b"].last.tokens == (*PROMPT, 11)
     await served.read(1)

@@ -9,7 +9,6 @@ import pytest
 
 from cluster.config.checks import check_listen
 from cluster.config.config import Config, load
-from cluster.config.reading import Override
 from cluster.config.security import (
     SecurityError,
     api_keys,
@@ -19,6 +18,7 @@ from cluster.config.security import (
     identity,
     own_api_key,
 )
+from cluster.config.settings import Override
 from cluster.console import CommandError
 from cluster.ray.token import answers_anyone, check_token
 from tests.certificates import Authority

@@ -19,9 +19,9 @@ from cluster.cli import main
 from cluster.completion import CompletionTally
 from cluster.config.config import Config, RouterConfig
 from cluster.config.pools import DraftConfig, ModelConfig, TargetConfig
-from cluster.doctor import certificates, devices, distance, endpoint, machine, models, ray_nodes, versions, workers
+from cluster.doctor import certificates, endpoint, machine, models, ray_nodes, versions, workers
 from cluster.doctor.finding import Level
-from cluster.doctor.weights import WeightsError, read_weights
+from cluster.doctor.models import WeightsError, read_weights
 from cluster.placement import GPU_CLASS, ClusterNode
 from cluster.ray import status
 from cluster.ray.declaration import declaration
@@ -220,22 +220,22 @@ def test_disk_and_shared_memory():
     assert levels(machine.check_shared_memory(machine.room_of(Path("/nowhere")), 80)) == ["warning"]
 
 
-LARGE, SMALL = devices.Gpu("H100", 80 * GIB), devices.Gpu("L4", 24 * GIB)
+LARGE, SMALL = machine.Gpu("H100", 80 * GIB), machine.Gpu("L4", 24 * GIB)
 
 
 @pytest.mark.parametrize(
     ("seen", "config", "words"),
     [
-        (devices.Devices(True, "12.8", [LARGE], GIB), Config(), "H100 with 80 GiB; CUDA 12.8"),
-        (devices.Devices(True, None, [], GIB), Config(), "this PyTorch is built for the CPU"),
-        (devices.Devices(True, "13.0", [], GIB), Config(), "sees no GPU"),
-        (devices.Devices(False, None, [], GIB), Config(target=TargetConfig(gpus=1.0)), "asks for GPUs"),
-        (devices.Devices(False, None, [], GIB), Config(draft=DraftConfig(device="cuda:1")), "asks for GPUs"),
-        (devices.Devices(False, None, [], GIB), Config(), "the CPU computes"),
+        (machine.Devices(True, "12.8", [LARGE], GIB), Config(), "H100 with 80 GiB; CUDA 12.8"),
+        (machine.Devices(True, None, [], GIB), Config(), "this PyTorch is built for the CPU"),
+        (machine.Devices(True, "13.0", [], GIB), Config(), "sees no GPU"),
+        (machine.Devices(False, None, [], GIB), Config(target=TargetConfig(gpus=1.0)), "asks for GPUs"),
+        (machine.Devices(False, None, [], GIB), Config(draft=DraftConfig(device="cuda:1")), "asks for GPUs"),
+        (machine.Devices(False, None, [], GIB), Config(), "the CPU computes"),
     ],
 )
 def test_driver_and_gpus(seen, config, words):
-    assert words in only(devices.check_driver(seen, config))
+    assert words in only(machine.check_driver(seen, config))
 
 
 @pytest.mark.parametrize(
@@ -250,14 +250,14 @@ def test_driver_and_gpus(seen, config, words):
     ],
 )
 def test_memory(ranks, gpus, memory, level):
-    need = devices.DeviceNeed("target", "target", ranks, weights=20 * GIB, cache=15 * GIB)
-    assert levels(devices.check_memory([need], devices.Devices(bool(gpus), None, gpus, memory))) == [level]
+    need = machine.DeviceNeed("target", "target", ranks, weights=20 * GIB, cache=15 * GIB)
+    assert levels(machine.check_memory([need], machine.Devices(bool(gpus), None, gpus, memory))) == [level]
 
 
 def test_workers_that_share_a_gpu_are_added_up():
     def found(*shares):
-        needs = [devices.DeviceNeed("target", "target", 1, 20 * GIB, 10 * GIB, share) for share in shares]
-        return list(devices.check_memory(needs, devices.Devices(True, None, [LARGE], 0)))
+        needs = [machine.DeviceNeed("target", "target", 1, 20 * GIB, 10 * GIB, share) for share in shares]
+        return list(machine.check_memory(needs, machine.Devices(True, None, [LARGE], 0)))
 
     assert [finding.level for finding in found(0.5, 0.5)] == ["ok", "ok"]
     assert [finding.level for finding in found(0.8, 0.5)] == ["warning", "warning"]
@@ -266,16 +266,16 @@ def test_workers_that_share_a_gpu_are_added_up():
 
 
 def test_one_gpu_is_shared_as_at_the_start(monkeypatch):
-    monkeypatch.setattr(devices, "seen", lambda: devices.Devices(True, "13.0", [LARGE], GIB))
-    judged: list[devices.DeviceNeed] = []
-    monkeypatch.setattr(devices, "check_memory", lambda needs, _: judged.extend(needs) or ())
-    assert levels(devices.check(Config())) == ["ok"]
+    monkeypatch.setattr(machine, "seen", lambda: machine.Devices(True, "13.0", [LARGE], GIB))
+    judged: list[machine.DeviceNeed] = []
+    monkeypatch.setattr(machine, "check_memory", lambda needs, _: judged.extend(needs) or ())
+    assert levels(machine.check_devices(Config())) == ["ok"]
     assert [need.share for need in judged] == [0.8, 0.2]
 
 
 def test_what_a_model_needs():
     config = Config(target=TargetConfig(dtype="fp32", tensor_parallel_size=2, replicas=3, cache_tokens=1000))
-    target, draft = devices.needs(config, devices.Devices(False, None, [], GIB))
+    target, draft = machine.needs(config, machine.Devices(False, None, [], GIB))
     assert (target.pool, target.ranks, draft.ranks) == ("target", 6, 1)
     weights = read_weights(MODELS / "target")
     assert target.weights == weights.numbers * 4 // 2
@@ -283,10 +283,10 @@ def test_what_a_model_needs():
 
 
 def test_a_target_needs_what_the_draft_model_in_its_process_does():
-    seen = devices.Devices(False, None, [], GIB)
+    seen = machine.Devices(False, None, [], GIB)
     shared = Config(draft=DraftConfig(placement="shared"))
-    target, draft = devices.needs(Config(), seen)
-    (both,) = devices.needs(shared, seen)
+    target, draft = machine.needs(Config(), seen)
+    (both,) = machine.needs(shared, seen)
     assert (both.pool, both.weights, both.cache) == (
         "target",
         target.weights + draft.weights,
@@ -624,11 +624,12 @@ def test_nobody_listed_is_no_fault():
 
 def test_distance_pays_or_not():
     near = [met(Role.TARGET), met(Role.DRAFT)]
-    steps = distance.StepCosts(target=0.03, draft=0.002, acceptance=0.8)
-    assert only(distance.judge(near, steps)).startswith("ok       distance: 2.0 ms from drafter to target")
+    steps = workers.StepCosts(target=0.03, draft=0.002, acceptance=0.8)
+    assert only(workers.judge_distance(near, steps)).startswith("ok       distance: 2.0 ms from drafter to target")
     far = [met(Role.TARGET), met(Role.DRAFT, trips=(2.0,))]
-    assert only(distance.judge(far, distance.StepCosts(0.005, 0.004, 0.3))).startswith("warning  distance: 2001.0 ms")
-    assert not list(distance.judge([met(Role.TARGET)], steps))
+    slow = workers.StepCosts(0.005, 0.004, 0.3)
+    assert only(workers.judge_distance(far, slow)).startswith("warning  distance: 2001.0 ms")
+    assert not list(workers.judge_distance([met(Role.TARGET)], steps))
 
 
 def test_the_same_text_with_and_without_drafts():
@@ -652,4 +653,4 @@ def test_a_router_on_a_taken_port_is_told():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         config = Config(router=RouterConfig(port=taken.getsockname()[1]))
-        assert "problem" in levels(machine.check(config))
+        assert "problem" in levels(machine.check_machine(config))

@@ -14,6 +14,7 @@ from router.answers.choice_reader import TextChunk
 from router.answers.responses import MAX_HELD_BYTES, Envelope, Usage, events
 from router.generation import GenerationError
 from router.schema.request_schema import Kind
+from router.schema.requests import ApiRequest
 from router.text.text import Piece
 from speculation.events import Own
 from speculation.messages import FinishReason
@@ -21,7 +22,8 @@ from tests.fakes import tiny_tokenizer
 
 
 def envelope(kind: Kind = "completion", model: str = "m", *, include_usage: bool = False) -> Envelope:
-    return Envelope(kind, "cmpl-1", 2, model, tiny_tokenizer(), include_usage)
+    request = ApiRequest(kind, model, (), (), (), 1, include_usage=include_usage)
+    return Envelope(request, "cmpl-1", 2, tiny_tokenizer())
 
 
 def said(text: str, index: int = 0, *, more: bool = False, finish: FinishReason | None = None) -> TextChunk:

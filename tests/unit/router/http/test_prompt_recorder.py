@@ -15,8 +15,8 @@ import pytest
 
 from alignment.data import Conversation, find_data
 from cluster.config.config import load
-from cluster.config.reading import Override
 from cluster.config.serving import router_settings
+from cluster.config.settings import Override
 from router.generation import ServedModel
 from router.http import prompt_recorder
 from router.http.api import build_app

@@ -9,7 +9,7 @@ import pytest
 
 from router.errors import ApiError
 from router.generation import ServedModel
-from router.schema.decoding_fields import prediction_of, speculation_of, wants_details
+from router.schema.answer_fields import prediction_of, speculation_of, wants_details
 from router.schema.request_schema import Body
 from router.text.tokenizer import Tokenizer
 from speculation.messages import Rule, Schedule, Source, Speculation

@@ -15,7 +15,7 @@ from router.generation import ServedModel
 from router.sessions.event_log import LOOK_BACK, MAX_EVENTS, EventKind, EventLog, LoggedEvent
 from router.sessions.pool import Peer, PoolEvents, WorkerPool
 from router.sessions.run import NullTracer, SessionObserver
-from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
+from router.sessions.snapshot import Snapshot, Totals, WorkerState, WorkerView
 from router.sessions.tally import WINDOW_SECONDS, Buckets, Recent, RouterCounters
 from router.telemetry.cluster_view import ClusterView
 from router.telemetry.metrics import RouterMetrics
@@ -207,10 +207,9 @@ def test_everything_known_is_in_the_view() -> None:
         ),
         models=(ServedModel("m", 290, 256, 1),),
         logged_events=(LoggedEvent(7, 1049.0, EventKind.WORKER_UP, "up", TARGET),),
-        sessions=4,
+        totals=Totals(sessions=4, reopened=2),
         running=3,
         placing=1,
-        reopened=2,
     )
     tally = RouterCounters(lambda: 50.0)
     record = tally.session("m", prompt=7)

@@ -19,7 +19,7 @@ from draft_service.sequence import DraftCounters
 from router.answers.choice_reader import TextChunk
 from router.errors import code_of
 from router.generation import GenerationError
-from router.sessions.acceptance import AcceptanceWatch, WatchLimits
+from router.sessions.acceptance import AcceptanceRecord, AcceptanceWatch, WatchLimits
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
 from router.sessions.tally import Buckets, RouterCounters
 from router.telemetry.metrics import UNREADABLE, RouterMetrics
@@ -303,24 +303,16 @@ def test_pairs_are_apart_and_bounded() -> None:
 
 
 def test_a_collapse_is_over_once_its_drafter_is_no_longer_listed() -> None:
-    tally = RouterCounters()
-    tally.watch = AcceptanceWatch(LIMITS)
+    record = AcceptanceRecord(AcceptanceWatch(LIMITS))
     other = PeerId("draft@10.0.0.3:7002")
-    drafters = [DRAFT, other]
-    target = WorkerView(TARGET, Role.TARGET, WorkerState.UP)
-
-    def snapshot() -> Snapshot:
-        return Snapshot(workers=(target, *(WorkerView(one, Role.DRAFT, WorkerState.DOWN) for one in drafters)))
-
-    metrics = RouterMetrics(tally, snapshot)
-    blocks(tally.watch, [0.0])
-    blocks(tally.watch, [0.5], other)
+    metrics = RouterMetrics(RouterCounters(), lambda: Snapshot(watch=record.watch))
+    blocks(record.watch, [0.0])
+    blocks(record.watch, [0.5], other)
     assert value(metrics, "acceptance_collapsed", target=TARGET, draft=DRAFT) == 1
-    drafters.remove(DRAFT)
+    record.forget(DRAFT)
     told = scraped(metrics)
     for name, expected in (("acceptance_collapsed", 0), ("acceptance_ratio", 0.5)):
         assert told[f"paceline_{name}"] == {(("draft", other), ("target", TARGET)): expected}
     assert value(metrics, "acceptance_collapses_total") == 1
-    drafters.append(DRAFT)
-    blocks(tally.watch, [0.5])
+    blocks(record.watch, [0.5])
     assert value(metrics, "acceptance_collapsed", target=TARGET, draft=DRAFT) == 0, "it comes back as another"

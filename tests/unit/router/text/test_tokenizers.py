@@ -12,8 +12,7 @@ import pytest
 
 from router.generation import ServedModel
 from router.http.api import build_app
-from router.text.tokenizer import Tokenizer, TokenizerError
-from router.text.tokenizers import Tokenizers
+from router.text.tokenizer import Tokenizer, TokenizerError, Tokenizers
 from tests.fakes import EOS, FakeGenerator, commits, tiny_tokenizer
 
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from cluster.worker_list import FileDirectory, WorkerListError, read_list
+from cluster.discovery import FileDirectory, WorkerListError, read_list
 from speculation.events import Role
 
 LIST = """\
