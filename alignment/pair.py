@@ -40,11 +40,7 @@ class ModelPair:
 
 def load_pair(target: str, draft: str, dtype: str, device: str, threads: int) -> ModelPair:
     """Folders or hub ids; ``dtype`` is the target's. Raises ModelError, :class:`alignment.errors.SettingsError`."""
-    models = [_load(target, dtype, device, threads), _load(draft, "float32", device, threads)]
-    pair = ModelPair(*models)
-    for model in models:
-        if not model.tokenizer_digest:
-            raise SettingsError(f"{model.name}: has no tokenizer; alignment needs it to read the data")
+    pair = ModelPair(load_stock(target, dtype, device, threads), load_stock(draft, "float32", device, threads))
     if pair.target.tokenizer_digest != pair.draft.tokenizer_digest:
         raise SettingsError(
             f"{draft}: has another tokenizer than {target} (digest {pair.draft.tokenizer_digest:016x}, not "
@@ -54,9 +50,11 @@ def load_pair(target: str, draft: str, dtype: str, device: str, threads: int) ->
     return pair
 
 
-def _load(path: str, dtype: str, device: str, threads: int) -> Model:
-    """With attention as transformers computes it, which has gradients."""
+def load_stock(path: str, dtype: str, device: str, threads: int) -> Model:
+    """A model as transformers computes it, which has gradients. Raises as :func:`load_pair`."""
     model = load(path, dtype=dtype, device=device, threads=threads, pack=False, self_test=False, by_rows=False)
+    if not model.tokenizer_digest:
+        raise SettingsError(f"{path}: has no tokenizer; training needs it to read the data")
     module: Any = model.module
     module.set_attn_implementation("sdpa" if module._supports_sdpa else STOCK)
     return model

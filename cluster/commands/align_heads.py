@@ -77,11 +77,12 @@ class HeadCommand:
             )
         from alignment.data import find_data
         from alignment.encoding import Encoder, tokenizer_of
-        from alignment.heads.training import load_target, settings_of
+        from alignment.heads.training import settings_of
+        from alignment.pair import load_stock
         from alignment.workplace import Workplace
 
         data = find_data(args.data)
-        target = load_target(args.target, args.dtype, args.device, args.threads)
+        target = load_stock(args.target, args.dtype, args.device, args.threads)
         options, training = self.training(args)
         if not options.reach < args.sequence <= target.context:
             wanted = f"more than the {options.reach} tokens that are guessed, at most the context ({target.context})"
