@@ -1,13 +1,14 @@
-"""Loads a target and a draft for training, and refuses pairs that cannot be aligned."""
+"""Loads models for training, refuses pairs that cannot be aligned, and says what a training depends on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from alignment.errors import SettingsError
+from engine.loading.checkpoint import revision_of
 from engine.loading.loader import load
 from engine.loading.self_test import STOCK
 from engine.model import Model
@@ -58,3 +59,11 @@ def load_stock(path: str, dtype: str, device: str, threads: int) -> Model:
     module: Any = model.module
     module.set_attn_implementation("sdpa" if module._supports_sdpa else STOCK)
     return model
+
+
+def settings_of(options: Any, data: object, **models: Model) -> dict[str, Any]:
+    """All that a training with ``options`` depends on, as plain values; ``models``: by role, a target among them."""
+    target = models["target"]
+    named = {role: f"{model.name} ({revision_of(model.name, str(model.dtype)):016x})" for role, model in models.items()}
+    machine = {"device": target.device.type, "dtype": str(target.dtype).removeprefix("torch.")}
+    return asdict(options) | named | machine | {"data": str(data)}

@@ -25,9 +25,9 @@ from alignment.batches import Batches, BatchesInTurn, TokenIds, joined
 from alignment.encoding import Encoder
 from alignment.heads.eagle import EagleOptions, EagleTraining
 from alignment.heads.medusa import MedusaOptions, MedusaTraining
-from alignment.heads.training import HELD_OUT, settings_of
+from alignment.heads.training import HELD_OUT
 from alignment.losses import distillation_loss, next_token_loss
-from alignment.pair import load_stock
+from alignment.pair import load_stock, settings_of
 from alignment.training import Trainer, TrainingPlan
 from alignment.workplace import Workplace
 from alignment.writing import BATCH, TEMPERATURES, Writer
@@ -145,7 +145,7 @@ class Pipeline:
         limits = {unit: getattr(arguments, f"{name}_{unit}") for unit in ("steps", "minutes")}
         medusa = MedusaOptions(shared_output=True, seed=arguments.seed, **limits)
         options = medusa if name == "medusa" else EagleOptions(seed=arguments.seed, **limits)
-        place = Workplace(self._out / name, settings_of(options, target, HEADS_TEXT), resume=True)
+        place = Workplace(self._out / name, settings_of(options, HEADS_TEXT, target=target), resume=True)
         if place.finished is not None:
             return
         batches = BatchesInTurn((Batches(text, arguments.seed), 1), (Batches(written, arguments.seed), 1))

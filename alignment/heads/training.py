@@ -27,7 +27,6 @@ from alignment.errors import DataError, Interrupted
 from alignment.training import Optimizers, rate_share, set_rates, train_in_steps
 from alignment.workplace import Workplace, read_checkpoint, write_checkpoint
 from engine.hidden import HiddenTap
-from engine.loading.checkpoint import revision_of
 from engine.model import Model
 
 FARTHER = 0.8
@@ -98,13 +97,6 @@ class HeadProgress:
         """Share of the budget used, 0 to 1."""
         spent = self.seconds / (60 * options.minutes) if options.minutes else 0.0
         return min(1.0, max(self.step / options.steps, spent))
-
-
-def settings_of(options: Any, target: Model, data: object) -> dict[str, Any]:
-    """All that the heads depend on, as plain values; ``data`` in words."""
-    fingerprint = revision_of(target.name, str(target.dtype))
-    machine = {"device": target.device.type, "dtype": str(target.dtype).removeprefix("torch.")}
-    return asdict(options) | machine | {"target": f"{target.name} ({fingerprint:016x})", "data": str(data)}
 
 
 def run_of(hits_HN: Tensor) -> Accuracy:

@@ -77,8 +77,7 @@ class HeadCommand:
             )
         from alignment.data import find_data
         from alignment.encoding import Encoder, tokenizer_of
-        from alignment.heads.training import settings_of
-        from alignment.pair import load_stock
+        from alignment.pair import load_stock, settings_of
         from alignment.workplace import Workplace
 
         data = find_data(args.data)
@@ -87,7 +86,7 @@ class HeadCommand:
         if not options.reach < args.sequence <= target.context:
             wanted = f"more than the {options.reach} tokens that are guessed, at most the context ({target.context})"
             raise CommandError(f"--sequence must be {wanted}, got {args.sequence}", BAD_INPUT)
-        place = Workplace(args.out, settings_of(options, target, data), resume=args.resume)
+        place = Workplace(args.out, settings_of(options, data, target=target), resume=args.resume)
         if place.finished is not None:
             complain(f"paceline: --out {args.out}: done before with the same settings; --no-resume starts over")
             return self._tell(place.finished, args.out)
