@@ -29,7 +29,6 @@ from alignment.pair import ModelPair
 from alignment.training import Trainer, TrainingPlan
 from alignment.workplace import Workplace, write_whole
 from alignment.writing import BATCH, Writer, Written, WrittenRow
-from engine.loading.checkpoint import revision_of
 from engine.loading.loader import read_config
 
 HELD_OUT_ROWS = 16
@@ -89,16 +88,6 @@ def score(figures: Figures) -> float:
     """Acceptance of the target's own text, the mean of greedy agreement and 1 - TV at temperature 1."""
     own = [told for kind, told in figures.items() if kind != DATA]
     return sum(told["greedy"] + told["overlap"] for told in own) / (2 * len(own))
-
-
-def settings_of(options: DistillationOptions, pair: ModelPair, data: Data) -> dict[str, Any]:
-    """All that an alignment depends on, as plain values."""
-    models = {
-        role: f"{model.name} ({revision_of(model.name, str(model.dtype)):016x})"
-        for role, model in (("target", pair.target), ("draft", pair.draft))
-    }
-    machine = {"device": pair.target.device.type, "dtype": str(pair.target.dtype).removeprefix("torch.")}
-    return asdict(options) | models | machine | {"data": str(data)}
 
 
 class Distillation:

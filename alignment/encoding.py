@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from alignment.data import Conversation, Data, Passage
 from alignment.errors import DataError
+from engine.model import first_line
 
 SHORTEST_PROMPT, LONGEST_PROMPT = 8, 64
 """Tokens of a prompt that is cut from plain text."""
@@ -69,8 +70,8 @@ class Encoder:
             given = {"tools": list(tools)} if tools else {}
             return tuple(render(list(messages), add_generation_prompt=True, return_dict=False, **given))
         except Exception as error:  # a template is a program, and may refuse what it likes
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise DataError(f"messages of role {messages[-1]['role']!r} cannot be rendered: {reason}") from error
+            role = messages[-1]["role"]
+            raise DataError(f"messages of role {role!r} cannot be rendered: {first_line(error)}") from error
 
 
 def tokenizer_of(model: str) -> PreTrainedTokenizerBase:

@@ -1,13 +1,14 @@
-"""Loads a target and a draft for training, and refuses pairs that cannot be aligned."""
+"""Loads models for training, refuses pairs that cannot be aligned, and says what a training depends on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from alignment.errors import SettingsError
+from engine.loading.checkpoint import revision_of
 from engine.loading.loader import load
 from engine.loading.self_test import STOCK
 from engine.model import Model
@@ -40,11 +41,7 @@ class ModelPair:
 
 def load_pair(target: str, draft: str, dtype: str, device: str, threads: int) -> ModelPair:
     """Folders or hub ids; ``dtype`` is the target's. Raises ModelError, :class:`alignment.errors.SettingsError`."""
-    models = [_load(target, dtype, device, threads), _load(draft, "float32", device, threads)]
-    pair = ModelPair(*models)
-    for model in models:
-        if not model.tokenizer_digest:
-            raise SettingsError(f"{model.name}: has no tokenizer; alignment needs it to read the data")
+    pair = ModelPair(load_stock(target, dtype, device, threads), load_stock(draft, "float32", device, threads))
     if pair.target.tokenizer_digest != pair.draft.tokenizer_digest:
         raise SettingsError(
             f"{draft}: has another tokenizer than {target} (digest {pair.draft.tokenizer_digest:016x}, not "
@@ -54,9 +51,19 @@ def load_pair(target: str, draft: str, dtype: str, device: str, threads: int) ->
     return pair
 
 
-def _load(path: str, dtype: str, device: str, threads: int) -> Model:
-    """With attention as transformers computes it, which has gradients."""
+def load_stock(path: str, dtype: str, device: str, threads: int) -> Model:
+    """A model as transformers computes it, which has gradients. Raises as :func:`load_pair`."""
     model = load(path, dtype=dtype, device=device, threads=threads, pack=False, self_test=False, by_rows=False)
+    if not model.tokenizer_digest:
+        raise SettingsError(f"{path}: has no tokenizer; training needs it to read the data")
     module: Any = model.module
     module.set_attn_implementation("sdpa" if module._supports_sdpa else STOCK)
     return model
+
+
+def settings_of(options: Any, data: object, **models: Model) -> dict[str, Any]:
+    """All that a training with ``options`` depends on, as plain values; ``models``: by role, a target among them."""
+    target = models["target"]
+    named = {role: f"{model.name} ({revision_of(model.name, str(model.dtype)):016x})" for role, model in models.items()}
+    machine = {"device": target.device.type, "dtype": str(target.dtype).removeprefix("torch.")}
+    return asdict(options) | named | machine | {"data": str(data)}

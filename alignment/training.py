@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -23,6 +23,8 @@ from alignment.losses import Loss
 from alignment.workplace import read_checkpoint, write_checkpoint
 
 Kind = TypeVar("Kind", bound=PreTrainedModel)
+Optimizers = Sequence[tuple[torch.optim.Optimizer, float]]
+"""Each with its peak learning rate."""
 
 CHECKPOINT_SECONDS = 60.0
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
@@ -130,7 +132,7 @@ class Trainer(Generic[Kind]):
         inner = _inner_matrices(model)
         matrices = [m for m, i in zip(self.weights.masters, inner, strict=True) if i]
         others = [m for m, i in zip(self.weights.masters, inner, strict=True) if not i]
-        self._optimizers: list[tuple[torch.optim.Optimizer, float]] = [
+        self._optimizers: Optimizers = [
             (
                 torch.optim.Muon(matrices, lr=plan.muon_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
                 plan.muon_rate,
@@ -153,19 +155,18 @@ class Trainer(Generic[Kind]):
         :class:`alignment.errors.DiskError` when a checkpoint cannot be written; the one before is still there.
         """
         self.resume()
-        saved = time.monotonic()
-        done = self.progress.fraction(self.plan)
-        with tqdm(total=1.0, initial=done, desc=title, mininterval=5.0, bar_format=BAR) as bar:
-            while (fraction := self.progress.fraction(self.plan)) < 1.0:
-                self._step(batches, loss_of)
-                bar.set_postfix_str(f"step {self.progress.step}, loss {self.progress.recent_loss:.3f}", refresh=False)
-                bar.update(self.progress.fraction(self.plan) - fraction)
-                if watch is not None and not watch(self):
-                    break
-                if time.monotonic() - saved > CHECKPOINT_SECONDS:
-                    self.save()
-                    saved = time.monotonic()
-        self.save()
+
+        def step() -> bool:
+            self._step(batches, loss_of)
+            return watch is None or watch(self)
+
+        train_in_steps(
+            title,
+            lambda: self.progress.fraction(self.plan),
+            step,
+            lambda: f"step {self.progress.step}, loss {self.progress.recent_loss:.3f}",
+            self.save,
+        )
 
     def save(self) -> None:
         """Write the checkpoint. Raises :class:`alignment.errors.DiskError`."""
@@ -194,7 +195,8 @@ class Trainer(Generic[Kind]):
     def _step(self, batches: BatchSource, loss_of: Loss) -> None:
         began = time.monotonic()
         fraction = self.progress.fraction(self.plan)
-        self._set_rates(fraction)
+        share = rate_share(self.progress.step, self.plan.warmup_steps, fraction, self.plan.decay_from)
+        set_rates(self._optimizers, share)
         length = self.plan.long_sequence if fraction >= self.plan.long_from else self.plan.sequence
         tokens_BT1 = batches.at(self.progress.step, max(1, self.plan.batch_tokens // length), length)
         tokens_BT1 = tokens_BT1.to(self.plan.device)
@@ -215,12 +217,6 @@ class Trainer(Generic[Kind]):
         old = loss if math.isnan(progress.recent_loss) else progress.recent_loss
         progress.recent_loss = 0.98 * old + 0.02 * loss
 
-    def _set_rates(self, fraction: float) -> None:
-        share = rate_share(self.progress.step, self.plan.warmup_steps, fraction, self.plan.decay_from)
-        for optimizer, rate in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate * share
-
 
 Watch = Callable[[Trainer[Kind]], bool]
 """Whether the training goes on."""
@@ -234,6 +230,37 @@ def rate_share(step: int, warm_up: int, fraction: float, decay_from: float) -> f
     warm = min(1.0, (step + 1) / warm_up)
     cool = min(1.0, (1.0 - fraction) / (1.0 - decay_from))
     return warm * max(0.01, cool)
+
+
+def set_rates(optimizers: Optimizers, share: float) -> None:
+    """Have every optimizer go on at this share of its peak rate."""
+    for optimizer, rate in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * share
+
+
+def train_in_steps(
+    title: str,
+    fraction: Callable[[], float],
+    step: Callable[[], bool],
+    shown: Callable[[], str],
+    save: Callable[[], None],
+) -> None:
+    """Call ``step`` until ``fraction`` of the budget used, 0 to 1, is 1, or it says False: nothing more is to be done.
+
+    Draws a bar with what is ``shown``, and saves every :data:`CHECKPOINT_SECONDS` and at the end.
+    """
+    saved = time.monotonic()
+    with tqdm(total=1.0, initial=fraction(), desc=title, mininterval=5.0, bar_format=BAR) as bar:
+        goes_on = True
+        while goes_on and (before := fraction()) < 1.0:
+            goes_on = step()
+            bar.set_postfix_str(shown(), refresh=False)
+            bar.update(fraction() - before)
+            if goes_on and time.monotonic() - saved > CHECKPOINT_SECONDS:
+                save()
+                saved = time.monotonic()
+    save()
 
 
 def _inner_matrices(model: PreTrainedModel) -> list[bool]:

@@ -238,7 +238,7 @@ def serve_rank(task: RankTask) -> None:
     model = load_model(settings, group=group)
     forward = ForwardPass(model, cache_for(settings, model, group).store, recorder_for(model), agreed=group.all_agree)
     group.meet()
-    forward.warm_up()
+    forward.record_steps()
     while message := group.hear():
         forward.compute(StepInput.decoded(message))
     group.leave()

@@ -16,9 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.cache.kv_cache import KVCache
-from engine.interface import Chunk
-from engine.model import Model
+from engine.interface import Chunk, StepEngine
 from speculation.messages import EXACT
 
 PREFIX, COMPARED = 41, 8
@@ -31,21 +29,11 @@ PIECE = 16
 """Tokens of a piece in which the text is computed again."""
 
 
-class Probed(Protocol):
+class Probed(StepEngine, Protocol):
     """What is measured: an :class:`engine.step.Engine`."""
-
-    model: Model
-    cache: KVCache
-
-    @property
-    def row_classes(self) -> Sequence[int]:
-        """Numbers of rows that steps are padded to."""
 
     def avoid_rows(self, rows: int) -> None:
         """Use no steps of so many rows any longer."""
-
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute; see :meth:`engine.step.Engine.run`."""
 
 
 def measure(engine: Probed) -> str:

@@ -102,19 +102,23 @@ class ForwardPass:
         ``keep_hidden``: keep what the output layer reads; ``aux_layers``: see :class:`engine.hidden.LayerTap`. Raises
         ModelError if the model does not show these. ``draws``: plain draws are a part of what is recorded.
         """
-        self.calls: list[int] = []
+        self.model = model
+        self.last_calls: list[int] = []
         """How often each layer's attention was called in the last step that was not replayed."""
-        self.seconds = 0.0
+        self.forward_seconds = 0.0
         """How long the model itself took in the last step; on CUDA, how long the host took to ask for it."""
-        self.moved = False
-        """Whether the moves of the last step were made; it may have failed since."""
         self.dtype = torch.promote_types(model.dtype, torch.float32)
         """Of the logits."""
-        self.hidden_RD: Tensor | None = None
-        """What the output layer read for each row of the last step, if that is kept."""
-        self.aux_TA: Tensor | None = None
-        """The states behind ``aux_layers`` of every token of the last step, one layer's behind the other's."""
-        self._model = model
+        self.hidden: Tensor | None = None
+        """What the output layer read for each row of the last step, ``[R, D]`` in the model's own format, if that is
+        kept."""
+        self.aux: Tensor | None = None
+        """Auxiliary hidden states of every token of the last step, in the order of its chunks; kept if asked for.
+
+        ``[T, L * D]`` in the model's own format, a tensor of its own: for each of the ``aux_layers``, in their order,
+        the residual stream behind so many decoder layers.
+        """
+        self._moved = False  # whether the moves of the last step were made; it may have failed since
         self._store = store
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.module.forward).parameters
         self._tap = HiddenTap(model) if keep_hidden else None
@@ -136,9 +140,9 @@ class ForwardPass:
         ``draws``: plain ones, of these rows, if they may be drawn in the step. If they are (:attr:`drawn`), the result
         is in the model's own format and good until the next step only.
         """
-        self.moved = False
+        self._moved = False
         self._store.move(inputs.moves)
-        self.moved = True
+        self._moved = True
         started = time.perf_counter()
         if self._layer_tap is not None:
             self._layer_tap.start()
@@ -151,34 +155,41 @@ class ForwardPass:
             logits_RV = self._computed(inputs)
             self._note(len(inputs.tokens))
         if self._layer_tap is not None:
-            self.aux_TA = self._layer_tap.take()
+            self.aux = self._layer_tap.take()
         if self._tap is not None:
             hidden_RD = logits_RV[: len(inputs.rows), -self._hidden_size :]
-            self.hidden_RD = hidden_RD.to(self._model.dtype, copy=self.drawn is not None)
-        self.seconds = time.perf_counter() - started
-        logits_RV = logits_RV[: len(inputs.rows), : self._model.vocabulary]
+            self.hidden = hidden_RD.to(self.model.dtype, copy=self.drawn is not None)
+        self.forward_seconds = time.perf_counter() - started
+        logits_RV = logits_RV[: len(inputs.rows), : self.model.vocabulary]
         return logits_RV if self.drawn is not None else logits_RV.to(self.dtype)
 
     @property
     def drawn(self) -> Tensor | None:
-        """See :attr:`engine.step.Engine.drawn`."""
+        """What the last step drew itself: the token of each wanted row, and 1 if all its logits are numbers, else 0.
+
+        int32 ``[R, 2]``, good until the next step. None: it drew nothing, because not every chunk brought its draws
+        or it was none of those that can.
+        """
         return None if self._rows is None else self._rows.drawn_R2
 
     @property
     def row_classes(self) -> Sequence[int]:
-        """See :attr:`engine.step.Engine.row_classes`."""
+        """Numbers of rows that steps are padded to, ascending; none: they are as large as what they compute."""
         return () if self._rows is None else self._rows.classes
 
     def avoid_rows(self, rows: int) -> None:
-        """See :meth:`engine.step.Engine.avoid_rows`."""
+        """Compute no more steps of this class of rows, if there are smaller or larger ones left."""
         if self._rows is not None:
             self._rows.avoid(rows)
 
     def levels(self, width: int, children: int) -> Levels | None:
-        """See :meth:`engine.step.Engine.levels`."""
+        """What expands several levels of draft trees in one launch, recorded; None where steps are not replayed.
+
+        ``width``: places that a level expands of a sequence at most; ``children``: drafts that hang from each.
+        """
         if not isinstance(self._rows, RowSteps) or (basis := self._rows.basis).record is None or self._tap is not None:
             return None
-        levels = Levels(basis, self._model.vocabulary, self.dtype, width=width, children=children)
+        levels = Levels(basis, self.model.vocabulary, self.dtype, width=width, children=children)
         return levels if levels.max_sessions and levels.record() else None
 
     def _note(self, rows: int) -> None:
@@ -186,18 +197,18 @@ class ForwardPass:
         if self._layer_tap is not None:
             self._layer_tap.computed(rows)
 
-    def warm_up(self) -> bool:
+    def record_steps(self) -> bool:
         """Prepare for steps of every size, where that can be done without one; False: it cannot."""
         return self._rows is not None and self._rows.warm_up()
 
     def _computed(self, inputs: StepInput) -> Tensor:
         """The wanted rows, or one if none are, laid out sequence by sequence."""
-        store, device, slots = self._store, self._model.device, inputs.slots
+        store, device, slots = self._store, self.model.device, inputs.slots
         count = len(slots)
         tokens_T, positions_T, slots_T = upload([*inputs.tokens, *inputs.positions, *slots], device).view(3, count)
         rows_R = upload(inputs.rows or [count - 1], device)
         first = slots[0] if slots == list(range(slots[0], slots[0] + count)) else None
-        step = Step(store, inputs.chunks, slots_T, self._model.layers, first=first, invariant=inputs.invariant)
+        step = Step(store, inputs.chunks, slots_T, self.model.layers, first=first, invariant=inputs.invariant)
         return self._logits(step, tokens_T, positions_T, rows_R)
 
     @torch.inference_mode()
@@ -208,18 +219,18 @@ class ForwardPass:
         """
         step.tap = self._layer_tap
         with forward_context(step), products(invariant=step.invariant):
-            logits_RV = fused_logits(self._model.module, tokens_T, positions_T, rows_R)
+            logits_RV = fused_logits(self.model.module, tokens_T, positions_T, rows_R)
             all_rows = logits_RV is None and not self._keeps_rows
             if logits_RV is None:
                 logits_RV = self._stock_logits(tokens_T, positions_T, rows_R)
         if self._tap is not None:
             logits_RV = torch.cat((logits_RV, self._tap.take()[0]), -1)
-        self.calls = step.calls
+        self.last_calls = step.calls
         return logits_RV.index_select(0, rows_R) if all_rows else logits_RV
 
     def _stock_logits(self, tokens_T: Tensor, positions_T: Tensor, rows_R: Tensor) -> Tensor:
         """By transformers' own forward: of the wanted rows if it can leave out others, else of all."""
         wanted = {"logits_to_keep": rows_R} if self._keeps_rows else {}
-        output = self._model.module(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, **wanted)
+        output = self.model.module(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, **wanted)
         logits_RV: Tensor = output.logits[0]
         return logits_RV

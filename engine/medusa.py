@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from engine.layers.linear import pack_linears
-from engine.model import Model, ModelError
+from engine.model import Model, ModelError, first_line
 
 CONFIG = "config.json"
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -171,7 +171,7 @@ def _counts(file: Path) -> tuple[int, int]:
     except FileNotFoundError:
         raise ModelError(f"{file.parent}: not a folder of Medusa heads, it has no {CONFIG}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file}: cannot be read: {_line(error)}") from error
+        raise ModelError(f"{file}: cannot be read: {first_line(error)}") from error
     found = []
     for key, minimum, maximum in (("medusa_num_heads", 1, MAX_HEADS), ("medusa_num_layers", 0, MAX_LAYERS)):
         value = config.get(key) if isinstance(config, dict) else None
@@ -191,7 +191,7 @@ def _read_tensors(folder: Path) -> tuple[Path, Tensors]:
     try:
         loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     except Exception as error:  # whatever the two libraries raise for what is not theirs
-        raise ModelError(f"{file}: cannot be read: {_line(error)}") from error
+        raise ModelError(f"{file}: cannot be read: {first_line(error)}") from error
     if not isinstance(loaded, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in loaded.items()
     ):
@@ -222,7 +222,3 @@ def _check_numbers(file: Path, name: str, tensor: Tensor, expected: Tensor) -> N
         raise ModelError(f"{file}: tensor {name!r} holds {tensor.dtype}; it must hold floating-point numbers")
     if not bool(tensor.isfinite().all()):
         raise ModelError(f"{file}: tensor {name!r} holds NaN or infinite values")
-
-
-def _line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -26,6 +26,11 @@ class CannotSpeculate(ModelError):
         super().__init__(f"model type {model.kind!r} cannot speculate: {reason}")
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 @dataclass(frozen=True)
 class Model:
     """A causal language model whose attention goes through :mod:`engine.attention.attention`, if it can speculate."""

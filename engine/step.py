@@ -4,7 +4,7 @@ Decides how chunks of different sequences are packed into one row, and keeps a s
 worth computing is the caller's decision; how they are computed is :mod:`engine.forward`'s; what the logits mean is
 :mod:`engine.sampling.sampling`'s.
 
-Tensor legend: R rows asked for, V vocabulary, D hidden size.
+Tensor legend: R rows asked for, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 from engine.cache.kv_cache import CachedSequence, CacheFull, KVCache
 from engine.cache.kv_store import Move
 from engine.cuda.graphs import Record
-from engine.cuda.levels import Levels
 from engine.eagle.head import EagleHead
 from engine.exactness import measure
 from engine.forward import ForwardPass, StepInput
@@ -31,8 +30,8 @@ from engine.sampling.sampling import Draw
 log = logging.getLogger(__name__)
 
 
-class Engine:
-    """A model over a cache. Implements :class:`engine.interface.StepEngine`."""
+class Engine(ForwardPass):
+    """A model over a cache, with its books. Implements :class:`engine.interface.StepEngine`."""
 
     speculates = True
 
@@ -58,59 +57,23 @@ class Engine:
         0: before the first. With ``eagle``, which drafts from such states, they are those that it reads. Raises
         ModelError if the model does not show these.
         """
-        self.model = model
-        self.cache = cache
-        self.exactness = ""
-        """Whether a token has the same bits however it is computed, for people; empty: it was not measured."""
-        self._wants_exact = invariant
-        self.invariant = invariant and model.dtype == torch.bfloat16 and model.device.type == "cpu"
-        self.heads, self.eagle = heads, eagle
         agreed = bool if leader is None else leader.all_agree
-        # Other ranks draw nothing, and have to record the same steps.
-        draws = invariant and leader is None
-        self._forward = ForwardPass(
+        super().__init__(
             model,
             cache.store,
             record,
             agreed=agreed,
             keep_hidden=heads is not None,
             aux_layers=aux_layers if eagle is None else eagle.config.aux_layers_of(model.layers),
-            draws=draws,
+            draws=invariant and leader is None,  # other ranks draw nothing, and have to record the same steps
         )
+        self.cache = cache
+        self.exactness = ""
+        """Whether a token has the same bits however it is computed, for people; empty: it was not measured."""
+        self._wants_exact = invariant
+        self.invariant = invariant and model.dtype == torch.bfloat16 and model.device.type == "cpu"
+        self.heads, self.eagle = heads, eagle
         self._leader = leader
-
-    @property
-    def forward_seconds(self) -> float:
-        """How long the model itself took in the last step."""
-        return self._forward.seconds
-
-    @property
-    def hidden(self) -> Tensor | None:
-        """What the output layer read for each row of the last step, in the model's own format; kept for heads only."""
-        return self._forward.hidden_RD
-
-    @property
-    def aux(self) -> Tensor | None:
-        """Auxiliary hidden states of every token of the last step, in the order of its chunks; kept if asked for.
-
-        ``[T, L * D]`` in the model's own format, a tensor of its own: for each of the ``aux_layers``, in their order,
-        the residual stream behind so many decoder layers.
-        """
-        return self._forward.aux_TA
-
-    @property
-    def drawn(self) -> Tensor | None:
-        """What the last step drew itself: the token of each wanted row, and 1 if all its logits are numbers, else 0.
-
-        int32 ``[R, 2]``, good until the next step. None: it drew nothing, because not every chunk brought its draws
-        or it was none of those that can.
-        """
-        return self._forward.drawn
-
-    @property
-    def last_calls(self) -> list[int]:
-        """How often each layer's attention was called in the last step."""
-        return self._forward.calls
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute ``chunks``; return the wanted rows in chunk order, ``[R, V]`` in float32 (float64 if the model is).
@@ -121,7 +84,7 @@ class Engine:
         """
         tokens, rows, draws = self._checked(chunks)
         if not tokens:
-            return torch.empty(0, self.model.vocabulary, dtype=self._forward.dtype, device=self.model.device)
+            return torch.empty(0, self.model.vocabulary, dtype=self.dtype, device=self.model.device)
         states: list[tuple[CachedSequence, int]] = []  # of what was appended
         moves: list[Move] = []
         try:
@@ -130,32 +93,16 @@ class Engine:
                 states.append((chunk.sequence, len(chunk.tokens)))
             self._check_context(states)
             moves = self.cache.take_moves()
-            return self._computed(
+            return self._on_all_ranks(
                 StepInput(tokens, rows, states, moves, self.invariant, self.row_classes),
                 draws if len(draws) == len(rows) else (),
             )
         except BaseException:
-            if not self._forward.moved:
+            if not self._moved:
                 self.cache.moves.note(moves)
             for sequence, count in states:
                 sequence.retract(count)
             raise
-
-    @property
-    def row_classes(self) -> Sequence[int]:
-        """Numbers of rows that steps are padded to, ascending; none: they are as large as what they compute."""
-        return self._forward.row_classes
-
-    def avoid_rows(self, rows: int) -> None:
-        """Compute no more steps of this class of rows, if there are smaller or larger ones left."""
-        self._forward.avoid_rows(rows)
-
-    def levels(self, width: int, children: int) -> Levels | None:
-        """What expands several levels of draft trees in one launch, recorded; None where steps are not replayed.
-
-        ``width``: places that a level expands of a sequence at most; ``children``: drafts that hang from each.
-        """
-        return self._forward.levels(width, children)
 
     def warm_up(self) -> None:
         """Record steps of every size that is replayed, so that no request has to wait for that.
@@ -164,7 +111,7 @@ class Engine:
         little.
         """
         try:
-            if not self._forward.warm_up() and self.model.device.type == "cuda":
+            if not self.record_steps() and self.model.device.type == "cuda":
                 sequence = self.cache.sequence()
                 self.run([Chunk(sequence, [0], rows=[0])])
                 sequence.free()
@@ -182,11 +129,11 @@ class Engine:
         if self._leader is not None:
             self._leader.stop()
 
-    def _computed(self, inputs: StepInput, draws: Sequence[Draw]) -> Tensor:
+    def _on_all_ranks(self, inputs: StepInput, draws: Sequence[Draw]) -> Tensor:
         if self._leader is None:
-            return self._forward.compute(inputs, draws)
+            return self.compute(inputs, draws)
         with self._leader.step(inputs):
-            return self._forward.compute(inputs, draws)
+            return self.compute(inputs, draws)
 
     def _checked(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int], list[Draw]]:
         """All tokens, the wanted rows as indices into them, and how these are drawn."""

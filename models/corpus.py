@@ -104,28 +104,41 @@ def split_sources(files: Iterable[SourceFile]) -> Split:
 
 
 def train_tokenizer(files: Sequence[SourceFile], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
-    """Learn a byte-level BPE of `vocab_size` ids, special tokens included. It never adds a token by itself."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[AddedToken(token, special=True) for token in SPECIAL_TOKENS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((file.text for file in files), trainer, length=len(files))
-    wrap: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
-    return wrap(
-        tokenizer_object=tokenizer,
+    """The tokenizer of the bundled pair, of `vocab_size` ids. It never adds a token by itself."""
+    return learn_tokenizer(
+        files,
+        vocab_size,
+        SPECIAL_TOKENS,
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
         additional_special_tokens=list(SPECIAL_TOKENS[1:]),
         chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
         model_max_length=max_length,
     )
+
+
+def learn_tokenizer(
+    files: Sequence[SourceFile],
+    vocab_size: int,
+    special_tokens: Sequence[str],
+    pre_tokenizer: pre_tokenizers.PreTokenizer,
+    **named: object,
+) -> PreTrainedTokenizerFast:
+    """Learn a byte-level BPE of `vocab_size` ids, special tokens included; `named` is for transformers."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, special=True) for token in special_tokens],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((file.text for file in files), trainer, length=len(files))
+    wrap: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
+    return wrap(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **named)
 
 
 def encode_files(tokenizer: PreTrainedTokenizerFast, files: Sequence[SourceFile]) -> TokenIds:

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from alignment.batches import Batches, TokenIds
 from alignment.losses import next_token_loss
 from alignment.training import Trainer, TrainingPlan
-from models.corpus import END_OF_TEXT, SourceFile, encode_files, read_sources, split_sources
+from models.corpus import END_OF_TEXT, SourceFile, encode_files, learn_tokenizer, read_sources, split_sources
 from models.pair import load, load_tokenizer, parameter_count, placed, publish
 from models.train import write_text
 
@@ -40,29 +40,13 @@ WRITTEN_TOKENS = 350_000
 WRITTEN_WEIGHT = 8
 
 
-def learn_tokenizer(files: Sequence[SourceFile], context: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of :data:`VOCABULARY` ids over :data:`SPLIT`, its special tokens named otherwise, too."""
-    tokenizer = Tokenizer(models.BPE())
+def other_tokenizer(files: Sequence[SourceFile], context: int) -> PreTrainedTokenizerFast:
+    """One of :data:`VOCABULARY` ids over :data:`SPLIT`, its special tokens named otherwise, too."""
     bytes_of_parts = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), bytes_of_parts])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[AddedToken(token, special=True) for token in SPECIAL_TOKENS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((file.text for file in files), trainer, length=len(files))
-    wrap: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
+    parts = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), bytes_of_parts])
     beginning, end = SPECIAL_TOKENS
-    return wrap(
-        tokenizer_object=tokenizer,
-        bos_token=beginning,
-        eos_token=end,
-        pad_token=end,
-        clean_up_tokenization_spaces=False,
-        model_max_length=context,
-    )
+    names = {"bos_token": beginning, "eos_token": end, "pad_token": end}
+    return learn_tokenizer(files, VOCABULARY, SPECIAL_TOKENS, parts, **names, model_max_length=context)
 
 
 @torch.no_grad()
@@ -136,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments.work.mkdir(parents=True, exist_ok=True)
     files = split_sources(read_sources()).train
     draft = load(HERE / "draft", torch.float32)
-    tokenizer = learn_tokenizer(files, draft.config.max_position_embeddings)
+    tokenizer = other_tokenizer(files, draft.config.max_position_embeddings)
     model = transplant(draft, load_tokenizer(HERE / "draft"), tokenizer)
     trainer = Trainer(model, _plan(arguments), arguments.work / "draft_other.pt")
     trained = trainer.run(_batches(tokenizer, files, arguments.work, arguments.seed), next_token_loss, "other draft")

@@ -25,8 +25,9 @@ from alignment.batches import Batches, BatchesInTurn, TokenIds, joined
 from alignment.encoding import Encoder
 from alignment.heads.eagle import EagleOptions, EagleTraining
 from alignment.heads.medusa import MedusaOptions, MedusaTraining
-from alignment.heads.training import HELD_OUT, load_target, settings_of
+from alignment.heads.training import HELD_OUT
 from alignment.losses import distillation_loss, next_token_loss
+from alignment.pair import load_stock, settings_of
 from alignment.training import Trainer, TrainingPlan
 from alignment.workplace import Workplace
 from alignment.writing import BATCH, TEMPERATURES, Writer
@@ -138,15 +139,13 @@ class Pipeline:
 
     def _heads_phase(self, name: str) -> None:
         arguments, tokenizer = self._arguments, self._tokenizer()
-        target = load_target(
-            os.path.relpath(self._out / "target"), arguments.dtype, arguments.device, arguments.threads
-        )
+        target = load_stock(os.path.relpath(self._out / "target"), arguments.dtype, arguments.device, arguments.threads)
         text, held_out = (encode_files(tokenizer, files) for files in (self._sources().train, self._sources().held_out))
         written = self._written(load(self._out / "target", target.dtype, target.device), text)
         limits = {unit: getattr(arguments, f"{name}_{unit}") for unit in ("steps", "minutes")}
         medusa = MedusaOptions(shared_output=True, seed=arguments.seed, **limits)
         options = medusa if name == "medusa" else EagleOptions(seed=arguments.seed, **limits)
-        place = Workplace(self._out / name, settings_of(options, target, HEADS_TEXT), resume=True)
+        place = Workplace(self._out / name, settings_of(options, HEADS_TEXT, target=target), resume=True)
         if place.finished is not None:
             return
         batches = BatchesInTurn((Batches(text, arguments.seed), 1), (Batches(written, arguments.seed), 1))

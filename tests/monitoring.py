@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.monitoring.dashboard import OUTPUT as DASHBOARD
-
-MONITORING = DASHBOARD.parent
+MONITORING = Path(__file__).resolve().parents[1] / "deploy" / "monitoring"
+DASHBOARD = MONITORING / "dashboard.json"
 ALERTS = MONITORING / "alerts.yaml"
 SCRAPING = MONITORING / "prometheus.yml"
 
@@ -31,9 +30,15 @@ def alerts() -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
+def dashboard() -> dict[str, Any]:
+    """The dashboard as it is shipped."""
+    found: dict[str, Any] = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    return found
+
+
 def panels() -> list[dict[str, Any]]:
-    """All graphs of the dashboard as it is shipped."""
-    return [panel for panel in json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"] if panel["type"] != "row"]
+    """All its graphs."""
+    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
 
 
 def expressions() -> dict[str, str]:

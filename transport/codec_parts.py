@@ -59,6 +59,13 @@ MAX_WIDTH = 1 << 16
 MAX_FEATURE_BYTES = 1 << 20
 """Most bytes of values in one message; a target sends more of a prompt in several."""
 
+LOAD = ("sessions", "waiting", "free_tokens", "capacity_tokens", "draining")
+WELCOME = ("vocabulary", "context", "tokenizer", "revision", "head")
+WELCOME_TEXTS = ("role", "model", "instance", "dtype", "source", "exactness")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty")
+OPTION_TEXTS = ("request", "trace", "scope", "cache_salt")
+"""Fields of messages that are rare, as they stand on the wire and here; of texts up to :data:`MAX_TEXT` characters."""
+
 _RULE = {pb.RULE_COUPLED: Rule.COUPLED, pb.RULE_REJECTION: Rule.REJECTION}
 _SCHEDULE = {
     pb.SCHEDULE_TRIE: Schedule.TRIE,
@@ -69,19 +76,24 @@ _RULE_OUT = {value: number for number, value in _RULE.items()}
 _SCHEDULE_OUT = {value: number for number, value in _SCHEDULE.items()}
 
 
+def _same(message: object, names: Sequence[str]) -> dict[str, Any]:
+    """Fields of a message, ours or the wire's, as the other has them."""
+    return {name: getattr(message, name) for name in names}
+
+
+def _texts(message: object, names: Sequence[str]) -> dict[str, Any]:
+    """The same of texts."""
+    return {name: getattr(message, name)[:MAX_TEXT] for name in names}
+
+
 def encode_open(message: Open) -> pb.Open:
     """As it is sent."""
-    sampling, limits, speculation, request_options = (
-        message.sampling,
-        message.limits,
-        message.speculation,
-        message.request_options,
-    )
+    limits, speculation, request_options = message.limits, message.speculation, message.request_options
     return pb.Open(
         session=message.session,
         epoch=message.epoch,
         tokens=message.tokens,
-        sampling=_sampling(sampling),
+        sampling=_sampling(message.sampling),
         limits=pb.Limits(end=limits.end, stop_tokens=sorted(limits.stop_tokens), min_end=limits.min_end),
         speculation=pb.Speculation(
             enabled=speculation.enabled,
@@ -97,10 +109,7 @@ def encode_open(message: Open) -> pb.Open:
         prediction=request_options.prediction,
         logprobs=request_options.logprobs,
         prompt_logprobs=request_options.prompt_logprobs,
-        request=request_options.request[:MAX_TEXT],
-        trace=request_options.trace[:MAX_TEXT],
-        scope=request_options.scope[:MAX_TEXT],
-        cache_salt=request_options.cache_salt[:MAX_TEXT],
+        **_texts(request_options, OPTION_TEXTS),
         not_remembered=not speculation.remember,
     )
 
@@ -155,13 +164,7 @@ def _read_sources(message: pb.Speculation) -> Sources:
 
 def _sampling(sampling: Sampling) -> pb.Sampling:
     return pb.Sampling(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
+        **_same(sampling, SAMPLING),
         repetition_penalty=sampling.repetition_penalty,
         bias_tokens=[token for token, _ in sampling.bias],
         bias_values=[value for _, value in sampling.bias],
@@ -176,17 +179,11 @@ def _read_sampling(sampling: pb.Sampling) -> Sampling:
     if len(sampling.bias_tokens) != len(sampling.bias_values):
         raise ValueError(f"bias has {len(sampling.bias_values)} values for {len(sampling.bias_tokens)} tokens")
     return Sampling(
-        sampling.temperature,
-        sampling.top_k,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.seed,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        sampling.repetition_penalty or 1.0,
-        tuple(zip(sampling.bias_tokens, sampling.bias_values, strict=True)),
-        tuple(sampling.allowed),
-        tuple(tuple(each.tokens) for each in sampling.banned),
+        **_same(sampling, SAMPLING),
+        repetition_penalty=sampling.repetition_penalty or 1.0,
+        bias=tuple(zip(sampling.bias_tokens, sampling.bias_values, strict=True)),
+        allowed=tuple(sampling.allowed),
+        banned=tuple(tuple(each.tokens) for each in sampling.banned),
     )
 
 
@@ -199,10 +196,7 @@ def _read_request_options(message: pb.Open) -> RequestOptions:
         prediction=tuple(message.prediction),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        request=message.request[:MAX_TEXT],
-        trace=message.trace[:MAX_TEXT],
-        scope=message.scope[:MAX_TEXT],
-        cache_salt=message.cache_salt[:MAX_TEXT],
+        **_texts(message, OPTION_TEXTS),
     )
 
 
@@ -232,11 +226,7 @@ def encode_load(message: Load, known: Sequence[str]) -> pb.Load:
     """As it is sent; the names of counters that are ``known`` on this stream are left out."""
     names = tuple(message.counters)
     return pb.Load(
-        sessions=message.sessions,
-        waiting=message.waiting,
-        free_tokens=message.free_tokens,
-        capacity_tokens=message.capacity_tokens,
-        draining=message.draining,
+        **_same(message, LOAD),
         counters=message.counters.values(),
         counter_names=() if names == tuple(known) else names,
     )
@@ -250,11 +240,7 @@ def decode_load(message: pb.Load, known: Sequence[str]) -> Load:
     if not len(message.counters) == len(names) == len(set(names)):
         raise ValueError(f"counters has {len(message.counters)} entries for {len(set(names))} names")
     return Load(
-        sessions=message.sessions,
-        waiting=message.waiting,
-        free_tokens=message.free_tokens,
-        capacity_tokens=message.capacity_tokens,
-        draining=message.draining,
+        **_same(message, LOAD),
         counters=dict(zip(names, message.counters, strict=True)),
     )
 
@@ -262,20 +248,9 @@ def decode_load(message: pb.Load, known: Sequence[str]) -> Load:
 def encode_welcome(message: Welcome) -> pb.Welcome:
     """As it is sent."""
     return pb.Welcome(
-        role=message.role,
-        model=message.model[:MAX_TEXT],
-        vocabulary=message.vocabulary,
-        context=message.context,
-        tokenizer=message.tokenizer,
-        instance=message.instance,
-        dtype=message.dtype,
-        source=message.source[:MAX_TEXT],
+        **_same(message, (*WELCOME, "started", "sources")),
+        **_texts(message, WELCOME_TEXTS),
         no_speculation=not message.speculates,
-        revision=message.revision,
-        started=message.started,
-        sources=message.sources,
-        exactness=message.exactness[:MAX_TEXT],
-        head=message.head,
         features=FEATURE_FORMAT_OUT[message.features] if message.head else None,
     )
 
@@ -283,20 +258,11 @@ def encode_welcome(message: Welcome) -> pb.Welcome:
 def decode_welcome(message: pb.Welcome) -> Welcome:
     """As it was sent, as far as it makes sense."""
     return Welcome(
-        role=message.role[:MAX_TEXT],
-        model=message.model[:MAX_TEXT],
-        vocabulary=message.vocabulary,
-        context=message.context,
-        tokenizer=message.tokenizer,
-        instance=message.instance[:MAX_TEXT],
-        dtype=message.dtype[:MAX_TEXT],
-        source=message.source[:MAX_TEXT],
+        **_same(message, WELCOME),
+        **_texts(message, WELCOME_TEXTS),
         speculates=not message.no_speculation,
-        revision=message.revision,
         started=message.started if math.isfinite(message.started) else 0.0,
         sources=tuple(name for name in message.sources[:MAX_SOURCES] if NAME.fullmatch(name)),
-        exactness=message.exactness[:MAX_TEXT],
-        head=message.head,
         features=read_format(message.features),
     )
 
@@ -307,10 +273,7 @@ def decode_welcome(message: pb.Welcome) -> Welcome:
 def encode_subscribe(message: Subscribe) -> pb.Subscribe:
     """As it is sent."""
     return pb.Subscribe(
-        session=message.session,
-        epoch=message.epoch,
-        head=message.head,
-        format=FEATURE_FORMAT_OUT[message.format],
+        session=message.session, epoch=message.epoch, head=message.head, format=FEATURE_FORMAT_OUT[message.format]
     )
 
 

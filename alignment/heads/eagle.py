@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from alignment.batches import BatchSource
-from alignment.heads.training import FARTHER, Accuracy, HeadTraining, run_of
+from alignment.heads.training import FARTHER, Accuracy, HeadOptions, HeadTraining, run_of
+from alignment.training import Optimizers
 from alignment.writing import Writer
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import EagleHead
@@ -44,26 +45,19 @@ PROMPT = 48
 """Tokens of a passage held out that the target goes on from."""
 
 
-@dataclass(frozen=True, slots=True)
-class EagleOptions:
-    """How a head is made. Any of it that differs makes it another."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleOptions(HeadOptions):
+    """How a head is made."""
 
     depth: int = 5
     """Steps of training-time test: guesses in a row."""
     layers: int = 1
     vocabulary: int = 0
     """Tokens that the head knows, those that come most often; 0: all."""
-    data_tokens: int = 1_000_000
-    steps: int = 400
-    minutes: float = 0.0
-    batch_tokens: int = 2048
-    sequence: int = 256
-    rate: float = 3e-3
     farther: float = FARTHER
     """What the loss of a guess counts, relative to the one before it."""
     start: str = ""
     """Folder of a head to begin with, whose layers and vocabulary it keeps; empty: from the target."""
-    seed: int = 0
 
     @property
     def reach(self) -> int:
@@ -157,7 +151,7 @@ class EagleTraining(HeadTraining[EagleOptions]):
             _start_from(head, dict(module.named_parameters()), self._target.layers)
         return head.to(self._target.device)
 
-    def _make_optimizers(self) -> list[tuple[torch.optim.Optimizer, float]]:
+    def _make_optimizers(self) -> Optimizers:
         head, rate = self._heads, self._options.rate
         trained = [(name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad]
         inner = [parameter for name, parameter in trained if parameter.ndim == 2 and name != "lm_head.weight"]

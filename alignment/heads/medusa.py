@@ -19,26 +19,20 @@ import torch
 from torch import Tensor, nn
 
 from alignment.batches import BatchSource
-from alignment.heads.training import FARTHER, Accuracy, HeadTraining, run_of
+from alignment.heads.training import FARTHER, Accuracy, HeadOptions, HeadTraining, run_of
+from alignment.training import Optimizers
 from engine.medusa import MedusaHeads, save
 
 
-@dataclass(frozen=True, slots=True)
-class MedusaOptions:
-    """How heads are made. Any of it that differs makes them others."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaOptions(HeadOptions):
+    """How Medusa heads are made."""
 
     heads: int = 4
     layers: int = 1
     """Residual blocks of a head."""
     shared_output: bool = False
     """Whether all heads have one output layer."""
-    data_tokens: int = 1_000_000
-    steps: int = 400
-    minutes: float = 0.0
-    batch_tokens: int = 2048
-    sequence: int = 256
-    rate: float = 3e-3
-    seed: int = 0
 
     @property
     def reach(self) -> int:
@@ -62,7 +56,7 @@ class MedusaTraining(HeadTraining[MedusaOptions]):
                 layer.weight.copy_(output.weight)
         return heads.to(self._target.device)
 
-    def _make_optimizers(self) -> list[tuple[torch.optim.Optimizer, float]]:
+    def _make_optimizers(self) -> Optimizers:
         rate = self._options.rate
         return [(torch.optim.AdamW(self._heads.parameters(), rate, (0.9, 0.95), weight_decay=0.0), rate)]
 

@@ -15,22 +15,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from alignment.batches import Batches, BatchSource, joined
 from alignment.data import Data
 from alignment.encoding import Encoder, gather
-from alignment.errors import DataError, Interrupted, SettingsError
-from alignment.training import BAR, CHECKPOINT_SECONDS, rate_share
+from alignment.errors import DataError, Interrupted
+from alignment.training import Optimizers, rate_share, set_rates, train_in_steps
 from alignment.workplace import Workplace, read_checkpoint, write_checkpoint
 from engine.hidden import HiddenTap
-from engine.loading.checkpoint import revision_of
-from engine.loading.loader import load
-from engine.loading.self_test import STOCK
 from engine.model import Model
 
 FARTHER = 0.8
@@ -47,38 +43,27 @@ PATIENCE = 4
 """Measurements in a row without anything better, after which training ends."""
 
 
-class HeadOptions(Protocol):
-    """What the making of any heads is asked for."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadOptions(ABC):
+    """What the making of any heads is asked for. Any of it that differs makes them others."""
+
+    data_tokens: int = 1_000_000
+    """Most tokens that are taken from the data."""
+    steps: int = 400
+    """At most."""
+    minutes: float = 0.0
+    """Most minutes in steps; 0: as many as it takes."""
+    batch_tokens: int = 2048
+    """Of a step."""
+    sequence: int = 256
+    """Tokens of a sequence."""
+    rate: float = 3e-3
+    """Peak learning rate."""
+    seed: int = 0
+    """Same seed, same heads."""
 
     @property
-    def data_tokens(self) -> int:
-        """Most tokens that are taken from the data."""
-
-    @property
-    def steps(self) -> int:
-        """At most."""
-
-    @property
-    def minutes(self) -> float:
-        """Most minutes in steps; 0: as many as it takes."""
-
-    @property
-    def batch_tokens(self) -> int:
-        """Of a step."""
-
-    @property
-    def sequence(self) -> int:
-        """Tokens of a sequence."""
-
-    @property
-    def rate(self) -> float:
-        """Peak learning rate."""
-
-    @property
-    def seed(self) -> int:
-        """Same seed, same heads."""
-
-    @property
+    @abstractmethod
     def reach(self) -> int:
         """How many tokens ahead of a text's last one is guessed."""
 
@@ -114,23 +99,6 @@ class HeadProgress:
         return min(1.0, max(self.step / options.steps, spent))
 
 
-def settings_of(options: Any, target: Model, data: object) -> dict[str, Any]:
-    """All that the heads depend on, as plain values; ``data`` in words."""
-    fingerprint = revision_of(target.name, str(target.dtype))
-    machine = {"device": target.device.type, "dtype": str(target.dtype).removeprefix("torch.")}
-    return asdict(options) | machine | {"target": f"{target.name} ({fingerprint:016x})", "data": str(data)}
-
-
-def load_target(path: str, dtype: str, device: str, threads: int) -> Model:
-    """A target to train heads for, as transformers computes it. Raises ModelError, SettingsError."""
-    model = load(path, dtype=dtype, device=device, threads=threads, pack=False, self_test=False)
-    if not model.tokenizer_digest:
-        raise SettingsError(f"{path}: has no tokenizer; training needs it to read the data")
-    module: Any = model.module
-    module.set_attn_implementation("sdpa" if module._supports_sdpa else STOCK)
-    return model
-
-
 def run_of(hits_HN: Tensor) -> Accuracy:
     """``hits_HN``: of each place, which guesses were right, nearest first."""
     hits_HN = hits_HN.double()
@@ -157,14 +125,14 @@ class HeadTraining(ABC, Generic[Options]):
         self._progress = HeadProgress()
         self._heads: nn.Module
         self._best: dict[str, Any]
-        self._optimizers: list[tuple[torch.optim.Optimizer, float]]
+        self._optimizers: Optimizers
 
     @abstractmethod
     def _fresh(self, batches: BatchSource) -> nn.Module:
         """Heads as training with these begins, on the target's device, in float32."""
 
     @abstractmethod
-    def _make_optimizers(self) -> list[tuple[torch.optim.Optimizer, float]]:
+    def _make_optimizers(self) -> Optimizers:
         """Each with its share of the learning rate."""
 
     @abstractmethod
@@ -225,29 +193,25 @@ class HeadTraining(ABC, Generic[Options]):
     def _train(self, batches: BatchSource, held_out: Sequence[Sequence[int]]) -> None:
         progress, options = self._progress, self._options
         sequences = max(1, options.batch_tokens // options.sequence)
-        saved = time.monotonic()
-        with tqdm(total=1.0, initial=progress.fraction(options), desc="heads", mininterval=5.0, bar_format=BAR) as bar:
-            while (fraction := progress.fraction(options)) < 1.0 and progress.waited < PATIENCE:
-                began = time.monotonic()
-                tokens_BT = batches.at(progress.step, sequences, options.sequence).to(self._target.device)
-                loss = self._step(tokens_BT, fraction)
-                progress.step += 1
-                progress.seconds += time.monotonic() - began
-                now = progress.fraction(options)
-                bar.set_postfix_str(f"step {progress.step}, loss {loss:.3f}", refresh=False)
-                bar.update(now - fraction)
-                if int(now * EVALUATIONS) > int(fraction * EVALUATIONS):
-                    self._evaluate(held_out)
-                if time.monotonic() - saved > CHECKPOINT_SECONDS:
-                    self._save()
-                    saved = time.monotonic()
-        self._save()
+        loss = 0.0
+
+        def step() -> bool:
+            nonlocal loss
+            began, fraction = time.monotonic(), progress.fraction(options)
+            tokens_BT = batches.at(progress.step, sequences, options.sequence).to(self._target.device)
+            loss = self._step(tokens_BT, fraction)
+            progress.step += 1
+            progress.seconds += time.monotonic() - began
+            if int(progress.fraction(options) * EVALUATIONS) > int(fraction * EVALUATIONS):
+                self._evaluate(held_out)
+            return progress.waited < PATIENCE
+
+        if progress.waited < PATIENCE:
+            shown = lambda: f"step {progress.step}, loss {loss:.3f}"  # noqa: E731
+            train_in_steps("heads", lambda: progress.fraction(options), step, shown, self._save)
 
     def _step(self, tokens_BT: Tensor, fraction: float) -> float:
-        share = rate_share(self._progress.step, WARM_UP, fraction, DECAY_FROM)
-        for optimizer, rate in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate * share
+        set_rates(self._optimizers, rate_share(self._progress.step, WARM_UP, fraction, DECAY_FROM))
         loss = self._learn(tokens_BT)
         nn.utils.clip_grad_norm_(self._heads.parameters(), 1.0)
         for optimizer, _ in self._optimizers:

@@ -70,16 +70,16 @@ class HeadCommand:
         check_flags(args, {**self.counts, **BOTH})
         from alignment.data import find_data
         from alignment.encoding import Encoder, tokenizer_of
-        from alignment.heads.training import load_target, settings_of
+        from alignment.pair import load_stock, settings_of
         from alignment.workplace import Workplace
 
         data = find_data(args.data)
-        target = load_target(args.target, args.dtype, args.device, args.threads)
+        target = load_stock(args.target, args.dtype, args.device, args.threads)
         options, training = self.training(args)
         if not options.reach < args.sequence <= target.context:
             wanted = f"more than the {options.reach} tokens that are guessed, at most the context ({target.context})"
             raise CommandError(f"--sequence must be {wanted}, got {args.sequence}", BAD_INPUT)
-        place = Workplace(args.out, settings_of(options, target, data), resume=args.resume)
+        place = Workplace(args.out, settings_of(options, data, target=target), resume=args.resume)
         if figures := done_before(place):
             return self._tell(figures, args.out)
         encoder = Encoder(tokenizer_of(args.target))

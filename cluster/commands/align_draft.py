@@ -74,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     from alignment.data import find_data
-    from alignment.distillation import Distillation, DistillationOutcome, settings_of
+    from alignment.distillation import Distillation, DistillationOutcome
     from alignment.encoding import Encoder, tokenizer_of
-    from alignment.pair import load_pair
+    from alignment.pair import load_pair, settings_of
     from alignment.workplace import Workplace
 
     data = find_data(args.data)
@@ -87,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
     if options.batch_tokens < options.sequence:
         wanted = f"at least --sequence ({options.sequence})"
         raise CommandError(f"--batch-tokens must be {wanted}, got {options.batch_tokens}", BAD_INPUT)
-    place = Workplace(args.out, settings_of(options, pair, data), resume=args.resume)
+    settings = settings_of(options, data, target=pair.target, draft=pair.draft)
+    place = Workplace(args.out, settings, resume=args.resume)
     if figures := done_before(place):
         return _tell(DistillationOutcome(**figures), args.out)
     encoder = Encoder(tokenizer_of(args.target))

@@ -313,10 +313,6 @@ class PlainRowAttention(RowAttention):
 
     spare = 64
 
-    def arithmetic(self, dtype: torch.dtype) -> str:  # noqa: ARG002
-        """What decides how sums are rounded, where workers that differ in it may differ in a token; empty: nothing."""
-        return ""
-
     def takes(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor) -> bool:  # noqa: ARG002
         """Whatever it is."""
         return True

@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.cuda import level_memory
 from engine.cuda.draw_kernels import find_draws
 from engine.cuda.level_memory import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, TOLD, LevelMemory
+from engine.cuda.level_ops import LevelOps
 from engine.host.upload import upload
 from engine.layers.layer_kernels import EXACT
 from speculation import trie
@@ -241,8 +242,8 @@ def _next_level(
     tl.store(level_ptr + n, tl.where(more, level + 1, level))
 
 
-class TritonLevelOps:
-    """Implements :class:`engine.cuda.level_ops.LevelOps` for logits in float32 or less."""
+class TritonLevelOps(LevelOps):
+    """The kernels, for logits in float32 or less."""
 
     def __init__(self, device: torch.device) -> None:
         self._depths = upload(calibration.DEPTHS, device)

@@ -1,6 +1,6 @@
 """What a launch of several draft levels computes beside the model: what a level says, and which rows the next one has.
 
-:class:`PlainLevelOps` defines it in plain torch; :mod:`engine.cuda.level_kernels` must agree. Both read what
+:class:`LevelOps` defines it in plain torch; :mod:`engine.cuda.level_kernels` must agree. Both read what
 :class:`engine.cuda.levels.Levels` uploads and write to :class:`~engine.cuda.level_memory.LevelMemory` alone, so that
 what was launched can be replayed. Decided here: what may follow a place, what that is worth, and which leaves are
 expanded next. Of equal logits the token with the lower number comes first, of equally likely leaves the one that was
@@ -10,8 +10,6 @@ Tensor legend: as in :mod:`engine.cuda.level_memory`.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,27 +22,11 @@ from speculation.trie import MIN_CONFIDENCE
 from speculation.verifying.calibration import BINS, CELLS, DEPTHS, MAX_ODDS, MIN_ODDS, RANKS
 
 
-class LevelOps(Protocol):
-    """How levels are computed on some device. What is launched depends on shapes alone, and nothing waits."""
+class LevelOps:
+    """The definition, on any device. What a backend launches depends on shapes alone, and nothing waits."""
 
     def begin(self, memory: LevelMemory) -> None:
         """Take in what a launch was told: its first level is to be said next."""
-        ...
-
-    def expand(self, memory: LevelMemory, logits_MX: Tensor, *, noisy: bool) -> None:
-        """Note what may follow the places of a level, make leaves of it, and rows of the best leaves of every session.
-
-        ``logits_MX``: of the level's rows, whatever their format, with anything behind the vocabulary. ``noisy``:
-        whether any session draws with noise.
-        """
-        ...
-
-
-class PlainLevelOps:
-    """The definition, on any device."""
-
-    def begin(self, memory: LevelMemory) -> None:
-        """See :meth:`LevelOps.begin`."""
         fields, leaves = memory.fields, memory.leaves
         given = slice(0, leaves + memory.width)
         memory.level_N.zero_()
@@ -61,7 +43,11 @@ class PlainLevelOps:
         memory.found_KNWX[0, :, :, 0].fill_(GIVEN).masked_fill_(fields["weight"] == 0, NO_LEAF)
 
     def expand(self, memory: LevelMemory, logits_MX: Tensor, *, noisy: bool) -> None:
-        """See :meth:`LevelOps.expand`."""
+        """Note what may follow the places of a level, make leaves of it, and rows of the best leaves of every session.
+
+        ``logits_MX``: of the level's rows, whatever their format, with anything behind the vocabulary. ``noisy``:
+        whether any session draws with noise.
+        """
         level = int(memory.level_N[0])
         self._say(memory, logits_MX[:, : memory.logits_MV.shape[1]].to(memory.logits_MV.dtype), level, noisy=noisy)
         if level + 1 < MAX_LEVELS:

@@ -40,7 +40,7 @@ from engine.cuda.level_memory import (
     TreePlace,
     empty_memory,
 )
-from engine.cuda.level_ops import LevelOps, PlainLevelOps
+from engine.cuda.level_ops import LevelOps
 from engine.host.upload import to_device
 from speculation.messages import Sampling
 from speculation.noise import MASK64, splitmix64
@@ -335,7 +335,7 @@ NOWHERE = TreePlace(0, 0, ())
 
 def _ops_of(device: torch.device) -> LevelOps:
     if device.type != "cuda":
-        return PlainLevelOps()
+        return LevelOps()
     # Imported here: torch's builds for CPUs come without Triton.
     from engine.cuda.level_kernels import TritonLevelOps
 

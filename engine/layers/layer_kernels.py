@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.layers.layer_ops import Activation, Norm
+from engine.layers.layer_ops import Activation, LayerOps, Norm
 
 GATE_BLOCK = 1024
 """Columns that a program of the gate computes."""
@@ -112,8 +112,8 @@ def _gate(gate_up_ptr, out_ptr, I: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.c
     tl.store(out_ptr + t * I + i, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
 
 
-class TritonOps:
-    """Implements :class:`engine.layers.layer_ops.LayerOps`."""
+class TritonOps(LayerOps):
+    """The kernels."""
 
     dtypes = frozenset({torch.float32, torch.float16, torch.bfloat16})
 

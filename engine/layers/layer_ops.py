@@ -1,6 +1,6 @@
 """What a decoder layer computes beside its matrix products and its attention: three operations on rows.
 
-:class:`PlainOps` defines them in plain torch, rounding where transformers' modules round; a backend for a device
+:class:`LayerOps` defines them in plain torch, rounding where transformers' modules round; a backend for a device
 (:mod:`engine.layers.layer_kernels`) must agree. In all of them the bits of a row depend on that row alone, not on how
 many there are. Decides nothing about which models are computed this way: that is :mod:`engine.layers.fused`'s.
 
@@ -10,7 +10,7 @@ I intermediate size.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +32,16 @@ class Norm(nn.Module):
         self.eps = float(eps)
 
 
-class LayerOps(Protocol):
-    """How rows are computed on some device. All tensors are contiguous; results are new ones."""
+class LayerOps:
+    """The definition, on any device; a backend computes the same. All tensors are contiguous; results are new ones."""
 
-    dtypes: frozenset[torch.dtype]
+    dtypes = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
     """Number formats it computes."""
 
     def add_norm(self, residual_TD: Tensor, delta_TD: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
         """The sum of both (the residual itself where there is no delta) and the sum normalised, each ``[T, D]``."""
-        ...
+        sum_TD = residual_TD if delta_TD is None else residual_TD + delta_TD
+        return sum_TD, _normalised(sum_TD, norm)
 
     def rotate_and_store(
         self,
@@ -59,35 +60,6 @@ class LayerOps(Protocol):
         of a row are equal, and the halves of a head are rotated together, as Llama does. ``slots_T``: integers. Norms:
         of each query head and each key head before they are rotated, both or none. The queries are ``[T, Q, E]``.
         """
-        ...
-
-    def gate(self, gate_up_T2I: Tensor, activation: Activation) -> Tensor:
-        """The activated first half of each row times its second half, ``[T, I]``."""
-        ...
-
-
-class PlainOps:
-    """The definition, on any device."""
-
-    dtypes = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-
-    def add_norm(self, residual_TD: Tensor, delta_TD: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-        """See :meth:`LayerOps.add_norm`."""
-        sum_TD = residual_TD if delta_TD is None else residual_TD + delta_TD
-        return sum_TD, _normalised(sum_TD, norm)
-
-    def rotate_and_store(
-        self,
-        qkv_TF: Tensor,
-        cos_TE: Tensor,
-        sin_TE: Tensor,
-        slots_T: Tensor,
-        keys_SHE: Tensor,
-        values_SHE: Tensor,
-        query_norm: Norm | None,
-        key_norm: Norm | None,
-    ) -> Tensor:
-        """See :meth:`LayerOps.rotate_and_store`."""
         _, heads, size = keys_SHE.shape
         query_TQE, key_THE, value_THE = qkv_TF.view(len(qkv_TF), -1, size).tensor_split((-2 * heads, -heads), 1)
         if query_norm is not None and key_norm is not None:
@@ -97,7 +69,7 @@ class PlainOps:
         return _rotated(query_TQE, cos_TE, sin_TE)
 
     def gate(self, gate_up_T2I: Tensor, activation: Activation) -> Tensor:
-        """See :meth:`LayerOps.gate`."""
+        """The activated first half of each row times its second half, ``[T, I]``."""
         gate_TI, up_TI = gate_up_T2I.chunk(2, -1)
         return (silu(gate_TI) if activation == "silu" else gelu(gate_TI, approximate="tanh")) * up_TI
 

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from engine.loading.self_test import STOCK
-from engine.model import ModelError
+from engine.model import ModelError, first_line
 from engine.parallel.group import Group
 from speculation.messages import Loading, Progress
 
@@ -213,11 +213,6 @@ def digest_of(tokens: dict[str, int]) -> int:
     for token, token_id in sorted(tokens.items(), key=lambda item: (item[1], item[0])):
         digest.update(f"{token_id}\t{token}\n".encode("utf-8", "surrogatepass"))
     return int.from_bytes(digest.digest(), "big")
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says, in one line."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @contextmanager

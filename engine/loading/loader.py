@@ -27,7 +27,6 @@ from engine.loading.checkpoint import (
     choose_device,
     choose_dtype,
     digest_of,
-    first_line,
     is_folder,
     quiet,
     read_config,
@@ -37,7 +36,7 @@ from engine.loading.checkpoint import (
 )
 from engine.loading.quantisation import check, quantise, weight_bytes
 from engine.loading.self_test import SelfTest
-from engine.model import CannotSpeculate, Model, ModelError
+from engine.model import CannotSpeculate, Model, ModelError, first_line
 from engine.parallel.group import Group
 from engine.parallel.shards import own_part, use_slices
 from engine.settings import NONE

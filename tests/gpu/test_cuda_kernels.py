@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.layers.layer_ops import LayerOps, Norm, PlainOps
+from engine.layers.layer_ops import LayerOps, Norm
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no CUDA device: GPU equality is not checked here"
@@ -45,7 +45,7 @@ def computed(ops: LayerOps, dtype: torch.dtype, rows: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_compute_what_torch_does(dtype: torch.dtype) -> None:
-    for found, expected in zip(computed(triton_ops(), dtype, ROWS), computed(PlainOps(), dtype, ROWS), strict=True):
+    for found, expected in zip(computed(triton_ops(), dtype, ROWS), computed(LayerOps(), dtype, ROWS), strict=True):
         # Roundings that fall the other way, of products that nearly cancel each other.
         tolerance = {"rtol": 2e-3, "atol": 2e-3} if dtype == torch.float16 else {}
         torch.testing.assert_close(found, expected, **tolerance)

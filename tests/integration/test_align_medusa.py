@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from alignment.errors import Interrupted
-from alignment.heads import training as head_training
 from alignment.heads.medusa import MedusaOptions, MedusaTraining
 from alignment.workplace import Workplace
 from cluster.cli import main
@@ -84,7 +83,7 @@ def test_measured_is_how_many_in_a_row_are_right(model: Model, tmp_path: Path) -
 def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_training, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr("alignment.training.CHECKPOINT_SECONDS", 0.0)
     text = OneText()
     whole = training(model, tmp_path / "whole").fit(text, text.rows)
     with pytest.raises(Interrupted, match="goes on from the last checkpoint"):

@@ -213,14 +213,14 @@ def test_a_worker_whose_ranks_are_out_of_step_ends(tiny, monkeypatch, role):
         machine = (VerifyLoop if role == "target" else Lookahead)(engine, welcome(tiny, engine.model, role))
         machine.receive(LINK, opened[0])
         machine.step()
-        compute = engine._forward.compute
+        compute = engine.compute
 
         def fail_once(*inputs):
-            monkeypatch.setattr(engine._forward, "compute", compute)
+            monkeypatch.setattr(engine, "compute", compute)
             compute(*inputs)
             raise torch.OutOfMemoryError("planted")
 
-        monkeypatch.setattr(engine._forward, "compute", fail_once)
+        monkeypatch.setattr(engine, "compute", fail_once)
         for one in opened[1:]:
             machine.receive(LINK, one)
         with pytest.raises(RankError, match="out of step"):

@@ -419,7 +419,7 @@ def test_the_kernels_draft_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         attention = RowAttention(model.context, 2, torch.device("cpu"), page=8)
         found = Drafter(model, 1, attention=attention, record=None)
         if levels > 1:
-            basis = found.engine._forward._rows.basis  # type: ignore[union-attr]
+            basis = found.engine._rows.basis  # type: ignore[union-attr]
             found.launches._levels = Levels(
                 basis,
                 model.vocabulary,

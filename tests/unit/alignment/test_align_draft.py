@@ -19,6 +19,7 @@ from alignment import distillation, report, workplace
 from alignment.batches import Batches
 from alignment.distillation import DistillationOutcome, score
 from alignment.errors import DiskError, SettingsError
+from alignment.pair import load_stock
 from alignment.training import Trainer
 from alignment.workplace import read_checkpoint, write_checkpoint, write_whole
 from cluster.cli import main
@@ -76,6 +77,12 @@ def run(pair: Path, tmp_path: Path) -> Run:
         return main(["align", "draft", *(part for flag in given.items() for part in flag), *others])
 
     return run
+
+
+def test_models_to_train_are_left_as_transformers_computes_them(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, too: layers that are fused there know steps of an engine only."""
+    monkeypatch.setattr("engine.loading.loader.find_attention", lambda *_: pytest.fail("computed by rows"))
+    assert load_stock(str(pair / "target"), "float32", "cpu", 1).attention is None
 
 
 def weights(out: Path) -> bytes:

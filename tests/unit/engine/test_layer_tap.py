@@ -18,7 +18,7 @@ from engine.cpu import steps
 from engine.cpu.library import find_library
 from engine.interface import Chunk
 from engine.layers.fused import RowOpsStack, fuse
-from engine.layers.layer_ops import PlainOps
+from engine.layers.layer_ops import LayerOps
 from engine.loading.loader import Model, load
 from engine.model import ModelError
 from engine.step import Engine
@@ -49,7 +49,7 @@ def rows(model: Model, record: Recorder | None = None) -> Engine:
 
 
 def fused(model: Model, record: Recorder | None = None) -> Engine:
-    ops = PlainOps()
+    ops = LayerOps()
     module: Any = AutoModelForCausalLM.from_pretrained(model.name, dtype=model.dtype, attn_implementation=NAME)
     assert not fuse(module, ops.dtypes, lambda base: RowOpsStack(base, ops, current_step))
     return rows(replace(model, module=module.eval()), record)

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from engine.cuda import draw_kernels
 from engine.cuda.level_kernels import TritonLevelOps
 from engine.cuda.level_memory import MAX_LEVELS, TOLD, LevelMemory, empty_memory
-from engine.cuda.level_ops import PlainLevelOps
+from engine.cuda.level_ops import LevelOps
 from engine.sampling.noise import gumbel, keys_at
 from speculation.verifying.calibration import CELLS, RANKS
 from tests.by_rows import check_groups
@@ -118,7 +118,7 @@ def test_levels_are_those_of_the_plain_operations(
 ) -> None:
     """Up to one more than there may be, which changes nothing that was there before the last."""
     found, expected = (memory_of(**sizes, greedy=2 if noisy else 1) for _ in range(2))
-    ops, plain = TritonLevelOps(DEVICE), PlainLevelOps()
+    ops, plain = TritonLevelOps(DEVICE), LevelOps()
     ops.begin(found)
     plain.begin(expected)
     assert_same(found, expected)
@@ -143,7 +143,7 @@ def test_logits_that_are_no_numbers_and_tokens_that_cannot_be(noisy: bool) -> No
     logits_MX[3, 2:75] = -float("inf")
     logits_MX[4, :75] = float("nan")
     logits_MX[5, :32] = -float("inf")
-    ops, plain = TritonLevelOps(DEVICE), PlainLevelOps()
+    ops, plain = TritonLevelOps(DEVICE), LevelOps()
     for each, memory in ((ops, found), (plain, expected)):
         each.begin(memory)
         each.expand(memory, logits_MX, noisy=noisy)
@@ -160,7 +160,7 @@ def test_the_first_of_equals_is_chosen() -> None:
     found, expected = memory_of(greedy=1), memory_of(greedy=1)
     logits_MX = logits_of(found, 1).round().clamp(-1, 0)
     logits_MX[0, ::2] = -0.0
-    for ops, memory in ((TritonLevelOps(DEVICE), found), (PlainLevelOps(), expected)):
+    for ops, memory in ((TritonLevelOps(DEVICE), found), (LevelOps(), expected)):
         memory.fields["leaf_weight"].fill_(0.25)
         memory.fields["weight"].fill_(0.0)
         ops.begin(memory)

@@ -14,10 +14,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from engine.layers.layer_kernels import GATE_BLOCK, TritonOps
-from engine.layers.layer_ops import LayerOps, Norm, PlainOps
+from engine.layers.layer_ops import LayerOps, Norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-OPS = (PlainOps(), TritonOps())
+OPS = (LayerOps(), TritonOps())
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 4e-2}
 """Largest accepted difference, relative to the largest number.
 

@@ -17,7 +17,7 @@ from engine.cache.kv_store import KVStore
 from engine.hidden import HiddenTap
 from engine.layers.fused import FAMILIES, FusedStack, LayerStep, RowOpsStack, unfuse
 from engine.layers.fused import fuse as fuse_with
-from engine.layers.layer_ops import LayerOps, PlainOps
+from engine.layers.layer_ops import LayerOps
 from engine.loading.loader import load
 from engine.loading.quantisation import quantise
 from engine.loading.self_test import STOCK
@@ -38,7 +38,7 @@ WINDOWS = {"cwm": [5, None, 5], "ministral": [5, None, 5], "mistral": [8, 8, 8],
 TOKENS = 13
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 0.01}
 """Largest accepted distance of logits, relative to their spread."""
-PLAIN = PlainOps()
+PLAIN = LayerOps()
 
 
 def triton_ops() -> LayerOps:

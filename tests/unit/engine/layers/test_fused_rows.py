@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.layers.fused import FusedStack
-from engine.layers.layer_ops import PlainOps
+from engine.layers.layer_ops import LayerOps
 from engine.loading import loader
 from engine.model import Model
 from speculation.messages import Loading
@@ -27,7 +27,7 @@ def fused(model: Model) -> bool:
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "find_attention", lambda context, *_: PlainRows(2, context))
-    monkeypatch.setattr("engine.layers.layer_kernels.TritonOps", PlainOps)
+    monkeypatch.setattr("engine.layers.layer_kernels.TritonOps", LayerOps)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
@@ -54,7 +54,7 @@ def test_others_run_as_they_are_inside_the_same_steps(tmp_path: Path) -> None:
     assert Loading(f"decoder layers are computed as transformers wrote them: {why}") in told
 
 
-class Wrong(PlainOps):
+class Wrong(LayerOps):
     """Forgets to multiply."""
 
     def gate(self, gate_up_T2I: torch.Tensor, activation: object) -> torch.Tensor:
