@@ -130,7 +130,7 @@ async def disturbed(stage: Stage, options: ChaosOptions, inject: Fault, rng: Ran
 
 
 def _words(error: Exception) -> str:
-    return str(error) or "a wait took too long"
+    return str(error) or f"a wait took too long ({type(error).__name__})"
 
 
 async def _nothing(stage: Stage, rng: Random) -> None:
@@ -159,9 +159,5 @@ async def _replace_targets(stage: Stage, rng: Random) -> None:
 
 async def _takeover(stage: Stage, options: ChaosOptions) -> FaultResult:
     """One target that takes sessions and one that stands by; then as many as before."""
-    await stage.update({"target": {"replicas": TARGETS - 1, "standby": 1}})
-    await stage.whole(HEAL_SECONDS)
-    outcome = await disturbed(stage, options, faults.kill_active, Random(f"{options.seed} standby"))
-    await stage.update({"target": {"replicas": TARGETS, "standby": 0}})
-    await stage.whole(HEAL_SECONDS)
-    return outcome
+    async with stage.changed({"target": {"replicas": TARGETS - 1, "standby": 1}}):
+        return await disturbed(stage, options, faults.kill_active, Random(f"{options.seed} standby"))
