@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.chaos.records import FaultResult, Requirement, tally
+from benchmarks.chaos.records import FaultResult, tally
 from benchmarks.chaos.settings import (
     DRAFTS,
     FINISH_SECONDS,
@@ -125,7 +125,7 @@ async def _up_and_down(stage: Stage, options: ChaosOptions) -> FaultResult:
         await load.finish(FINISH_SECONDS)
         await asyncio.sleep(QUIET_SECONDS)
     counted = tally(load.replies, await stage.right_texts(requests, load.replies))
-    outcome = FaultResult("", "", Requirement(""), RAMP_STREAMS, counted)
+    outcome = FaultResult(RAMP_STREAMS, counted)
     outcome.complaints += sizes.objections()
     if outcome.tally.refused:
         outcome.complaints.append(f"{outcome.tally.refused} requests were refused")
@@ -153,7 +153,7 @@ async def overload(stage: Stage, options: ChaosOptions) -> FaultResult:
         await load.finish(FINISH_SECONDS)
     seconds = time.monotonic() - began
     counted = tally(load.replies, await stage.right_texts(requests, load.replies))
-    outcome = FaultResult("", "", Requirement(""), OVERLOAD * MAX_SESSIONS, counted)
+    outcome = FaultResult(OVERLOAD * MAX_SESSIONS, counted)
     grown, first = (most - before) / MEGABYTE, outcome.tally.first_token
     accepted = outcome.tally.requests - outcome.tally.refused
     outcome.notes = [

@@ -15,7 +15,7 @@ from random import Random
 
 from benchmarks.chaos import faults
 from benchmarks.chaos.pressure import meanwhile, sampled
-from benchmarks.chaos.records import FaultResult, Reply, Requirement, difference, tally
+from benchmarks.chaos.records import FaultResult, Reply, difference, tally
 from benchmarks.chaos.settings import (
     AFTER_SECONDS,
     BEGIN_SECONDS,
@@ -77,7 +77,7 @@ async def _one_killed(stage: Stage, options: ChaosOptions) -> FaultResult:
     notes = [
         f"{len(broken)} streams broke with their router; asked again, {sum(not r.failed for r in again)} completed"
     ]
-    return FaultResult("", "", Requirement(""), options.streams, counted, healed, complaints, notes)
+    return FaultResult(options.streams, counted, healed, complaints, notes)
 
 
 async def ask_again(url: str, requests: Sequence[Body], broken: Sequence[Reply]) -> list[Reply]:
@@ -145,7 +145,7 @@ async def _all_replaced(stage: Stage, options: ChaosOptions) -> FaultResult:
         f"all routers were replaced {replaced - began:.0f} s after they had begun; {len(came)} routers came meanwhile"
     )
     notes = [f"streams lasted {min(lasted):.0f} to {max(lasted):.0f} s, and {when}"]
-    return FaultResult("", "", Requirement(""), options.streams, counted, 0.0, complaints, notes)
+    return FaultResult(options.streams, counted, 0.0, complaints, notes)
 
 
 def too_short(replies: Sequence[Reply], since: float, seconds: float) -> list[str]:

@@ -92,7 +92,7 @@ async def run(scenario: Scenario, stage: Stage, options: ChaosOptions) -> FaultR
     try:
         outcome = await scenario.drive(stage, options)
     except (StageError, TimeoutError, httpx.HTTPError) as error:
-        outcome = FaultResult("", "", scenario.wanted, options.streams, tally([], {}), complaints=[_words(error)])
+        outcome = FaultResult(options.streams, tally([], {}), complaints=[_words(error)])
     outcome.name, outcome.fault, outcome.wanted = scenario.name, scenario.fault, scenario.wanted
     outcome.complaints += [words for words in (stage.ended, await stage.left()) if words]
     return outcome
@@ -126,7 +126,7 @@ async def disturbed(stage: Stage, options: ChaosOptions, inject: Fault, rng: Ran
         await load.finish(FINISH_SECONDS)
     counted = tally(load.replies, await stage.right_texts(requests, load.replies))
     notes = [f"the longest silence began {counted.silence.began - began:.1f} s after the fault"]
-    return FaultResult("", "", Requirement(""), options.streams, counted, healed, complaints, notes)
+    return FaultResult(options.streams, counted, healed, complaints, notes)
 
 
 def _words(error: Exception) -> str:

@@ -154,7 +154,7 @@ async def test_streams_are_asked_for_again_until_there_are_to_be_fewer():
 
 
 def outcome(wanted: Requirement, *replies: Reply) -> FaultResult:
-    return FaultResult("", "", wanted, 1, tally(replies, {0: RIGHT}))
+    return FaultResult(1, tally(replies, {0: RIGHT}), wanted=wanted)
 
 
 def complete(*chunks: float) -> Reply:
