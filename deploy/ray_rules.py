@@ -25,6 +25,11 @@ DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 DEFAULT_DRAIN_SECONDS = 30.0
 HARD_STOP = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
 DEFAULT_HARD_STOP_SECONDS = 120.0
+WORDS = {
+    "RAY_SERVE_HAPROXY_BINARY_PATH": "/app/cluster/ray/haproxy.sh",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.ray.proxy.middleware",
+}
+"""What has Serve's HAProxy and its own proxy answer in our words what no router answers."""
 RETRIES = "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT"
 DEFAULT_RETRIES = 3.0
 MIN_RETRIES = 100
@@ -49,7 +54,7 @@ def ray_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
             yield ManifestFinding(where(service), what)
         yield from _of_redis(service, manifests)
         for group in groups(service):
-            for what in [*_of_group(group, service), *_of_shutdown(group)]:
+            for what in [*_of_group(group, service), *_of_shutdown(group), *_of_proxies(ray_container(group))]:
                 yield ManifestFinding(where(service, group_name(group)), what)
 
 
@@ -169,6 +174,14 @@ def _of_group(group: Object, service: Object) -> Iterator[str]:
         version = service["spec"]["rayClusterConfig"].get("autoscalerOptions", {}).get("version")
         if version != "v2":
             yield "idleTimeoutSeconds needs autoscaler v2"
+
+
+def _of_proxies(container: Object) -> Iterator[str]:
+    environment = {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}
+    for name, value in WORDS.items():
+        if environment.get(name) != value:
+            said = environment.get(name) or "not set"
+            yield f"{name} is {said}; without {value} a request whose router dies ends in a bare 500"
 
 
 def _of_shutdown(group: Object) -> Iterator[str]:

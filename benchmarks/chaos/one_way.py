@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.records import FaultResult, Requirement, tally
+from benchmarks.chaos.records import FaultResult, tally
 from benchmarks.chaos.settings import BEGIN_SECONDS, FINISH_SECONDS, FRESH, HEAL_SECONDS, MAX_SESSIONS, ChaosOptions
 from benchmarks.chaos.stage import POLL_SECONDS, READY_SECONDS, STOP_SECONDS, Stage, StageError, environment
 from benchmarks.chaos.workload import Workload, client
@@ -168,7 +168,7 @@ async def one_way_stall(stage: Stage, options: ChaosOptions) -> FaultResult:
         await load.finish(FINISH_SECONDS)
     complaints, notes = noticed(events, f"target@{proxy.address}", held_at)
     counted = tally(load.replies, await stage.right_texts(requests, load.replies))
-    return FaultResult("", "", Requirement(""), options.streams, counted, healed, complaints, notes)
+    return FaultResult(options.streams, counted, healed, complaints, notes)
 
 
 def noticed(events: Iterable[Mapping[str, Any]], worker: str, held_at: float) -> tuple[list[str], list[str]]:

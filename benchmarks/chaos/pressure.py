@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.chaos.records import FaultResult, Requirement, tally
+from benchmarks.chaos.records import FaultResult, tally
 from benchmarks.chaos.settings import (
     DRAFTS,
     FINISH_SECONDS,
@@ -38,7 +38,6 @@ FOLLOW = {
     "autoscaling": {"up_s": 2, "down_s": 10, "pause_s": 5},
 }
 """Pools that follow the load, with delays short enough to be watched."""
-STAY = {"target": {"max_replicas": 0}, "draft": {"max_replicas": 0}}
 SAMPLE_SECONDS = 1.0
 MEGABYTE = 1 << 20
 GROWTH_MB = 100
@@ -101,11 +100,14 @@ async def sampled(sample: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
 
 async def ramp(stage: Stage, options: ChaosOptions) -> FaultResult:
     """One stream more every second, then one less; the pools may follow from one worker to all that fit."""
-    requests = options.requests(RAMP_TOKENS)
-    sizes = PoolSizes()
-    await stage.update(FOLLOW)
-    await stage.shrunk(HEAL_SECONDS)
-    await stage.whole(HEAL_SECONDS)
+    async with stage.changed(FOLLOW):
+        await stage.shrunk(HEAL_SECONDS)
+        await stage.whole(HEAL_SECONDS)
+        return await _up_and_down(stage, options)
+
+
+async def _up_and_down(stage: Stage, options: ChaosOptions) -> FaultResult:
+    requests, sizes = options.requests(RAMP_TOKENS), PoolSizes()
 
     async def sample() -> None:
         for role, seen in sizes.seen.items():
@@ -123,13 +125,11 @@ async def ramp(stage: Stage, options: ChaosOptions) -> FaultResult:
         await load.finish(FINISH_SECONDS)
         await asyncio.sleep(QUIET_SECONDS)
     counted = tally(load.replies, await stage.right_texts(requests, load.replies))
-    outcome = FaultResult("", "", Requirement(""), RAMP_STREAMS, counted)
+    outcome = FaultResult(RAMP_STREAMS, counted)
     outcome.complaints += sizes.objections()
     if outcome.tally.refused:
         outcome.complaints.append(f"{outcome.tally.refused} requests were refused")
     outcome.notes = [sizes.about(role) for role in sizes.seen]
-    await stage.update(STAY)
-    await stage.whole(HEAL_SECONDS)
     return outcome
 
 
@@ -153,7 +153,7 @@ async def overload(stage: Stage, options: ChaosOptions) -> FaultResult:
         await load.finish(FINISH_SECONDS)
     seconds = time.monotonic() - began
     counted = tally(load.replies, await stage.right_texts(requests, load.replies))
-    outcome = FaultResult("", "", Requirement(""), OVERLOAD * MAX_SESSIONS, counted)
+    outcome = FaultResult(OVERLOAD * MAX_SESSIONS, counted)
     grown, first = (most - before) / MEGABYTE, outcome.tally.first_token
     accepted = outcome.tally.requests - outcome.tally.refused
     outcome.notes = [

@@ -143,10 +143,6 @@ class Requirement:
 class FaultResult:
     """What was measured under one fault."""
 
-    name: str
-    fault: str
-    """What was done, for the table."""
-    wanted: Requirement
     streams: int
     """At once."""
     tally: ReplyTally
@@ -156,6 +152,10 @@ class FaultResult:
     """What else was not as it must be."""
     notes: list[str] = field(default_factory=list)
     """Further figures."""
+    name: str = ""
+    fault: str = ""
+    """What was done, for the table."""
+    wanted: Requirement = Requirement("")
 
     @property
     def problems(self) -> list[str]:

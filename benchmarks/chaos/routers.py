@@ -15,7 +15,7 @@ from random import Random
 
 from benchmarks.chaos import faults
 from benchmarks.chaos.pressure import meanwhile, sampled
-from benchmarks.chaos.records import FaultResult, Reply, Requirement, difference, tally
+from benchmarks.chaos.records import FaultResult, Reply, difference, tally
 from benchmarks.chaos.settings import (
     AFTER_SECONDS,
     BEGIN_SECONDS,
@@ -24,7 +24,6 @@ from benchmarks.chaos.settings import (
     HEAL_SECONDS,
     LONG_TOKENS,
     MAX_SESSIONS,
-    ROUTERS,
     Body,
     ChaosOptions,
 )
@@ -52,8 +51,11 @@ async def kill_router(stage: Stage, options: ChaosOptions) -> FaultResult:
     is that nobody else's do, that what was said until then was right, that the other router gives the same text for the
     same seed when it is asked again, and that the workers forget the sessions.
     """
-    await stage.update({"router": {"replicas": 2}})
-    await stage.whole(HEAL_SECONDS)
+    async with stage.changed({"router": {"replicas": 2}}):
+        return await _one_killed(stage, options)
+
+
+async def _one_killed(stage: Stage, options: ChaosOptions) -> FaultResult:
     rng = Random(f"{options.seed} kill-router")
     requests = options.requests(options.tokens, FRESH, first=stage.take_numbers(FRESH))
     async with Workload(stage.url, requests, options.streams) as load:
@@ -75,9 +77,7 @@ async def kill_router(stage: Stage, options: ChaosOptions) -> FaultResult:
     notes = [
         f"{len(broken)} streams broke with their router; asked again, {sum(not r.failed for r in again)} completed"
     ]
-    await stage.update({"router": {"replicas": ROUTERS}})
-    await stage.whole(HEAL_SECONDS)
-    return FaultResult("", "", Requirement(""), options.streams, counted, healed, complaints, notes)
+    return FaultResult(options.streams, counted, healed, complaints, notes)
 
 
 async def ask_again(url: str, requests: Sequence[Body], broken: Sequence[Reply]) -> list[Reply]:
@@ -111,6 +111,11 @@ async def long_streams(stage: Stage, options: ChaosOptions) -> FaultResult:
 
     Not how fast a machine is decides how long a stream lasts, but that its target is stopped wherever it is ahead.
     """
+    async with stage.changed():
+        return await _all_replaced(stage, options)
+
+
+async def _all_replaced(stage: Stage, options: ChaosOptions) -> FaultResult:
     plain = {"speculation": {"enabled": False}}
     first = stage.take_numbers(options.streams)
     requests = [body | plain for body in options.requests(LONG_TOKENS, options.streams, first=first)]
@@ -135,14 +140,12 @@ async def long_streams(stage: Stage, options: ChaosOptions) -> FaultResult:
     if len(came) < COMING_ROUTERS:
         complaints.append(f"{len(came)} routers came while streams lasted, wanted at least {COMING_ROUTERS}")
     counted = tally(load.replies, await stage.right_texts(requests, load.replies))
-    await stage.update({"router": {"replicas": ROUTERS, "max_sessions": MAX_SESSIONS}})
-    await stage.whole(HEAL_SECONDS)
     lasted = [(reply.ended or 0.0) - reply.sent for reply in load.replies]
     when = (
         f"all routers were replaced {replaced - began:.0f} s after they had begun; {len(came)} routers came meanwhile"
     )
     notes = [f"streams lasted {min(lasted):.0f} to {max(lasted):.0f} s, and {when}"]
-    return FaultResult("", "", Requirement(""), options.streams, counted, 0.0, complaints, notes)
+    return FaultResult(options.streams, counted, 0.0, complaints, notes)
 
 
 def too_short(replies: Sequence[Reply], since: float, seconds: float) -> list[str]:

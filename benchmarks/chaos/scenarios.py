@@ -92,7 +92,7 @@ async def run(scenario: Scenario, stage: Stage, options: ChaosOptions) -> FaultR
     try:
         outcome = await scenario.drive(stage, options)
     except (StageError, TimeoutError, httpx.HTTPError) as error:
-        outcome = FaultResult("", "", scenario.wanted, options.streams, tally([], {}), complaints=[_words(error)])
+        outcome = FaultResult(options.streams, tally([], {}), complaints=[_words(error)])
     outcome.name, outcome.fault, outcome.wanted = scenario.name, scenario.fault, scenario.wanted
     outcome.complaints += [words for words in (stage.ended, await stage.left()) if words]
     return outcome
@@ -126,11 +126,11 @@ async def disturbed(stage: Stage, options: ChaosOptions, inject: Fault, rng: Ran
         await load.finish(FINISH_SECONDS)
     counted = tally(load.replies, await stage.right_texts(requests, load.replies))
     notes = [f"the longest silence began {counted.silence.began - began:.1f} s after the fault"]
-    return FaultResult("", "", Requirement(""), options.streams, counted, healed, complaints, notes)
+    return FaultResult(options.streams, counted, healed, complaints, notes)
 
 
 def _words(error: Exception) -> str:
-    return str(error) or "a wait took too long"
+    return str(error) or f"a wait took too long ({type(error).__name__})"
 
 
 async def _nothing(stage: Stage, rng: Random) -> None:
@@ -159,9 +159,5 @@ async def _replace_targets(stage: Stage, rng: Random) -> None:
 
 async def _takeover(stage: Stage, options: ChaosOptions) -> FaultResult:
     """One target that takes sessions and one that stands by; then as many as before."""
-    await stage.update({"target": {"replicas": TARGETS - 1, "standby": 1}})
-    await stage.whole(HEAL_SECONDS)
-    outcome = await disturbed(stage, options, faults.kill_active, Random(f"{options.seed} standby"))
-    await stage.update({"target": {"replicas": TARGETS, "standby": 0}})
-    await stage.whole(HEAL_SECONDS)
-    return outcome
+    async with stage.changed({"target": {"replicas": TARGETS - 1, "standby": 1}}):
+        return await disturbed(stage, options, faults.kill_active, Random(f"{options.seed} standby"))

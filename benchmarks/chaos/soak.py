@@ -134,9 +134,9 @@ async def soak(stage: Stage, options: SoakOptions, say: Callable[[str], None]) -
         for name in warm.memory
     ]
     notes.append(f"files and sockets of routers: {quiet.descriptors} at the start, {end.descriptors} at the end")
-    title = f"random faults for {options.minutes:g} minutes"
     counted = tally(load.replies, await stage.right_texts(requests, load.replies))
-    return FaultResult("soak", title, WANTED, options.streams, counted, complaints=complaints, notes=notes)
+    title = f"random faults for {options.minutes:g} minutes"
+    return FaultResult(options.streams, counted, 0.0, complaints, notes, "soak", title, WANTED)
 
 
 async def _inject_all(

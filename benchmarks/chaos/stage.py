@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -23,7 +24,7 @@ import yaml
 from benchmarks.chaos.nodes import ENVIRONMENT
 from benchmarks.chaos.processes import Processes, WorkerReplica
 from benchmarks.chaos.records import Reply
-from benchmarks.chaos.settings import FINISH_SECONDS, Body
+from benchmarks.chaos.settings import HEAL_SECONDS, Body
 from benchmarks.chaos.workload import client, plain_text
 from benchmarks.harness.command import BenchError
 from cluster.config.environment import CHECKOUT, current
@@ -97,6 +98,23 @@ class Stage:
     def said(self) -> str:
         """All that ``paceline up`` has printed."""
         return (self._folder / "paceline.log").read_text(encoding="utf-8", errors="replace")
+
+    @asynccontextmanager
+    async def changed(self, changes: Mapping[str, Mapping[str, Any]] = MappingProxyType({})) -> AsyncIterator[None]:
+        """Meanwhile with some settings changed, by section, and whole; afterwards as before, and whole again.
+
+        Raises :class:`StageError`, TimeoutError.
+        """
+        before = self._settings
+        try:
+            if changes:
+                await self.update(changes)
+                await self.whole(HEAL_SECONDS)
+            yield
+        finally:
+            self._settings = before
+            await self.update({})
+            await self.whole(HEAL_SECONDS)
 
     async def update(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
         """Deploy with some settings changed, by section, while it serves, and wait until that is done.
@@ -200,7 +218,7 @@ class Stage:
 
         numbers = sorted({reply.request for reply in replies})
         async with client(AT_ONCE) as http:
-            http.timeout = httpx.Timeout(FINISH_SECONDS)  # nothing is said before a text is whole
+            http.timeout = httpx.Timeout(READY_SECONDS)  # nothing is said before a text is whole, however long it is
             return dict(zip(numbers, await asyncio.gather(*(text(http, number) for number in numbers)), strict=True))
 
     async def down(self) -> str:

@@ -3,16 +3,18 @@
 Left alone, a proxy ends a request whose router died before it answered with a bare 500, and holds a new one until some
 router runs again, however long that takes. Serve lets in at two places whoever wants it otherwise: middleware round
 each proxy (:data:`cluster.ray.parts.PROXY_SETTINGS`), and the class that chooses a replica for each request, which
-knows whether there are any. Both work in the proxy's process, and talk to each other through this module.
+knows whether there are any. Both work in the proxy's process, and talk to each other through this module. Where
+HAProxy stands before the routers, ``haproxy.sh`` beside this has it say the same.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
+from ray.serve.request_router import FIFOMixin, LocalityMixin, PendingRequest, RequestRouter, RunningReplica
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.responses import Response
@@ -38,12 +40,20 @@ _unrouted: set[str] = set()
 """The ids of requests that no router has taken yet."""
 
 
-class RouterChoice(PowerOfTwoChoicesRequestRouter):
-    """Serve's own choice of a replica, which tells what it knows."""
+class RouterChoice(FIFOMixin, LocalityMixin, RequestRouter):
+    """Serve's choice of a router, in order of coming, which tells what it knows of them."""
 
     def initialize_state(self, **_settings: object) -> None:
         """Serve's call once it is made."""
         _choices.add(self)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Serve's call: any two, of which it takes the one with the shorter queue; it asks again if both are full."""
+        near = self.apply_locality_routing(pending_request=pending_request)
+        routers = [router for router in candidate_replicas if router.replica_id in near]
+        return [random.sample(routers, min(len(routers), 2))] if routers else []
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
         """Serve's call when a replica has taken a request."""

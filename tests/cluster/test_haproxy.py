@@ -4,10 +4,8 @@ import asyncio
 
 import httpx
 import pytest
-import yaml
 
-from cluster.config.environment import CHECKOUT
-from tests.cluster.processes import PATIENCE, STARTS, Paceline
+from tests.cluster.processes import PATIENCE, STARTS, Paceline, haproxy_environment
 from tests.cluster.streams import Streamed, body, prompts, stream
 from tests.ports import free_port
 
@@ -15,16 +13,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 STREAMS = 4
 
 
-def told() -> dict[str, str]:
-    """What the manifests tell the head, and so every pod, of HAProxy."""
-    service = yaml.safe_load((CHECKOUT / "deploy/kubernetes/base/rayservice.yaml").read_text())
-    (head,) = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"]
-    return {entry["name"]: entry["value"] for entry in head["env"] if "PROXY" in entry["name"]}
-
-
 async def test_streams_outlive_the_haproxy_that_carries_them(monkeypatch, slow_target):
     """Those of the router that is lost end; with a hard stop of one second all would."""
-    for name, value in told().items():
+    for name, value in haproxy_environment().items():
         monkeypatch.setenv(name, value)
     flags = ["--dtype", "fp32", "--port", str(free_port()), "--router-replicas", "2"]
     with Paceline("up", "--target", str(slow_target), *flags) as up:

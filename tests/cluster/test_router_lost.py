@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from tests.cluster.processes import PATIENCE, STARTS, Paceline
+from tests.cluster.processes import PATIENCE, STARTS, Paceline, haproxy_environment
 from tests.cluster.streams import TIMEOUT, body, plain, prompts
 from tests.ports import free_port
 
@@ -14,7 +14,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 TOKENS = 600
 
 
-async def test_who_asks_while_no_router_runs_is_told_to_ask_again(slow_target):
+@pytest.mark.parametrize("environment", [{}, haproxy_environment()], ids=["proxy", "haproxy"])
+async def test_who_asks_while_no_router_runs_is_told_to_ask_again(environment, monkeypatch, slow_target):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     with Paceline("up", "--target", str(slow_target), "--dtype", "fp32", "--port", str(free_port())) as up:
         up.expect("Ctrl-C stops it", STARTS)
         url = up.expect(r"Paceline serves at (\S+)")

@@ -66,6 +66,7 @@ def test_ray_reads_the_variables_that_the_rules_are_about() -> None:
     assert getattr(serve_constants, ray_rules.HARD_STOP) == ray_rules.DEFAULT_HARD_STOP_SECONDS
     assert serve_constants.MAX_PER_REPLICA_RETRY_COUNT == ray_rules.DEFAULT_RETRIES
     assert f'get_env_int("{ray_rules.RETRIES}", 3)' in inspect.getsource(serve_constants)
+    assert all(hasattr(serve_constants, name) for name in ray_rules.WORDS)
 
 
 def test_traces_reach_a_collector_beside_prometheus() -> None:

@@ -8,13 +8,14 @@ import pytest
 import yaml
 
 from deploy.manifests import Manifests
-from deploy.ray_rules import AUTHORITY, HARD_STOP, RETRIES
+from deploy.ray_rules import AUTHORITY, HARD_STOP, RETRIES, WORDS
 from deploy.validate import findings
 from tests.deploy.overlays import needs_kubectl, one, rendered
 
 pytestmark = needs_kubectl
 
 MODEL = "llama-8b"
+HAPROXY, MIDDLEWARE = WORDS
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
@@ -259,6 +260,16 @@ FAULTS = [
         "HAProxy's own hard stop",
         lambda c: container(c.head)["env"].remove(named(container(c.head)["env"], HARD_STOP)),
         "head: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S is 120",
+    ),
+    Fault(
+        "bare 500s from HAProxy",
+        lambda c: container(c.router)["env"].remove(named(container(c.router)["env"], HAPROXY)),
+        "router: RAY_SERVE_HAPROXY_BINARY_PATH is not set; without /app/cluster/ray/haproxy.sh",
+    ),
+    Fault(
+        "bare 500s from Serve's own proxy",
+        lambda c: named(container(c.head)["env"], MIDDLEWARE).update(value="elsewhere.middleware"),
+        "head: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH is elsewhere.middleware; without cluster.ray.proxy.middleware",
     ),
     Fault(
         "collector on a port that no policy opens",

