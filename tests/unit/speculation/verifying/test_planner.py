@@ -307,6 +307,17 @@ def test_new_drafts_that_are_late_wrong_or_never_come_are_not_waited_for(served)
     assert max(served.waits) <= served.planner.cost(1)(1)
 
 
+def test_waits_that_have_brought_less_than_hoped_for_are_not_repeated():
+    served = Fed(after=0.003)
+    served.steps(60)
+    assert any(served.waits[-4:])
+    assert served.planner._waits.expected > 0.0
+    for _ in range(50):
+        served.planner._waits.add(0.0, 5.0, 30.0)
+    served.steps(4)
+    assert not any(served.waits[-4:])
+
+
 def test_a_drafter_that_dies_is_waited_for_in_vain_a_few_times_and_not_for_long():
     served = Fed(after=0.003)
     served.steps(60)
