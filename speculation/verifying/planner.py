@@ -123,7 +123,8 @@ class Planner:
         going = [i for i, until in enumerate(waits) if until is None]
         chosen = self._chosen([asked[i] for i in going], [candidates[i] for i in going], prefilled, room)
         if len(asked) == 1 and going and not prefilled:
-            waits[0] = self._wait(asked[0].session, chosen[0], now)
+            session = asked[0].session
+            waits[0] = self._wait(session, chosen[0] if session.fed else candidates[0], now)
         return self._begin([one.session for one in asked], dict(zip(going, chosen, strict=True)), waits, now)
 
     def _begin(
