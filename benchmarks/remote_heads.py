@@ -4,7 +4,8 @@
 
 The bundled target and a drafter are the loops that serve; what is between them, and time, is made up: a step of the
 target takes ``--step`` ms and ``--row`` ms for each of its rows, a forward of a drafter ``--forward`` ms, a message
-half a round trip. So what is counted does not depend on the machine, and comes out the same again.
+half a round trip. So what is counted does not depend on the machine, and comes out the same again. What a target that
+never waits for drafts makes of the head is measured beside it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import heapq
 import itertools
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -40,6 +42,7 @@ from speculation.messages import (
     Token,
     Verification,
 )
+from speculation.verifying import planner
 from target_service.service import ROLE as TARGET
 from target_service.verify_loop import VerifyLoop
 from transport.worker import Outgoing
@@ -47,6 +50,7 @@ from transport.worker import Outgoing
 EAGLE = str(ROOT / "models" / "eagle")
 TARGET_SETTINGS = EngineSettings(str(BUNDLED), dtype="fp32", device="cpu", cache_tokens=4096, threads=1)
 LINK = "router"
+NEVER_WAITING = "eagle remote, never waiting"
 SOON = 1e-5
 """Seconds after which a worker that computed nothing looks again."""
 
@@ -172,7 +176,10 @@ def measure(way: str, trip: float, options: argparse.Namespace) -> dict[str, obj
     """The figures of a way at a round trip in ms."""
     clock = Clock()
     speculation = Speculation(sources=frozenset({Source.EAGLE if way == "eagle local" else Source.DRAFT}))
-    with patch("time.perf_counter", clock):
+    with ExitStack() as patched:
+        patched.enter_context(patch("time.perf_counter", clock))
+        if way == NEVER_WAITING:
+            patched.enter_context(patch.object(planner, "worth_waiting", lambda *_: None))
         made = world(way, clock, options, trip / 2e3)
         for number, prompt in enumerate(held_out(options.prompts), 1):
             limits = Limits(len(prompt) + options.tokens)
@@ -202,6 +209,6 @@ if __name__ == "__main__":
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     tell(measure("eagle local", 0.0, chosen))
-    for distant in ("eagle remote", "draft model"):
+    for distant in ("eagle remote", NEVER_WAITING, "draft model"):
         for trip in chosen.trips:
             tell(measure(distant, trip, chosen))

@@ -229,8 +229,8 @@ class DraftSession:
             self._unsent = {}
             if 2 * len(self.trie) > self.limits.nodes:
                 self.trie.clear()
-                self._sent_end = self.trie.position
         self._leaves, self._said = {self.trie.root: None}, {}
+        self._sent_end = self.trie.position  # what is new is awaited, for all that was sent before
 
     def _branch(self, node: Node) -> int:
         """Add those candidates at an expanded place that are worth it by now; return how many.

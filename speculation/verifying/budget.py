@@ -16,15 +16,15 @@ tokens a second that the session makes while it has drafts; so of all there is t
 
     tokens gained  -  rate * seconds spent
 
-over "now" and "at a later moment, with the drafts that are likely to have come by then" (:func:`worth_waiting`).
+over "now" and "at a later moment, with the drafts that are likely to have come by then" (:func:`worth_waiting`). So
+may one whose drafts were made before its drafter knew the last outcome, if the drafter reads features
+(:func:`kept_if_drafted_again`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-
-from speculation.verifying.draft_latency import Moment
 
 
 def rows_for(tokens: int, row_classes: Sequence[int]) -> int:
@@ -234,19 +234,50 @@ def worth_drafting(
     return max(best_prefix(weights, certain, num_scheduled_tokens, cost), min(len(weights), CHEAP_PLACES))
 
 
-def worth_waiting(
-    rate: float, agreement: float, moments: Sequence[Moment], behind: int, cost: Callable[[int], float]
-) -> float | None:
-    """Seconds to wait for drafts at most, or None for a step without any at once.
+def kept_after_miss(
+    shares: Sequence[float], agreement: float, behind: int, _at_hand: Sequence[float] = ()
+) -> tuple[float, float]:
+    """How many drafts are expected to be kept, and to be there, at a moment; there are none now.
 
-    ``rate`` is in tokens a second, ``agreement`` the chance of one draft token. Drafts answer the place where there
-    were none; the text has gone on by ``behind`` tokens since, so that their first ones come too late.
+    ``shares``: chance of a path of 1, 2, ... tokens by then; ``agreement``: that one draft token is kept. Drafts answer
+    the place where there were none; the text has gone on by ``behind`` tokens since, so that their first ones come too
+    late.
     """
-    best, chosen = 1.0 - rate * cost(1), None
-    for moment in moments:
-        useful = moment.shares[behind:]
-        tokens = sum(share * agreement ** (behind + k) for k, share in enumerate(useful, start=1))
-        value = 1.0 + tokens - rate * (moment.seconds + cost(1 + round(sum(useful))))
+    useful = shares[behind:]
+    return sum(share * agreement ** (behind + k) for k, share in enumerate(useful, start=1)), sum(useful)
+
+
+def kept_if_drafted_again(
+    shares: Sequence[float], agreement: float, come: int, at_hand: Sequence[float]
+) -> tuple[float, float]:
+    """The same where the end of the text is drafted for again, ``come`` tokens deep by now.
+
+    ``at_hand``: odds of the drafts there are. What comes stands in for those from before; what comes behind drafts that
+    came already counts as far as the text gets there.
+    """
+    further = shares[come:]
+    kept = sum(share * agreement**k for k, share in enumerate(further, start=1))
+    if come:
+        reached = min(sum(at_hand) / come, agreement**come)
+        return sum(at_hand) + reached * kept, len(at_hand) + sum(further)
+    still = 1.0 - shares[0]
+    return kept + still * sum(at_hand), sum(further) + still * len(at_hand)
+
+
+def worth_waiting(
+    rate: float,
+    now: tuple[float, float],
+    later: Sequence[tuple[float, float, float]],
+    cost: Callable[[int], float],
+) -> float | None:
+    """Seconds to wait for drafts at most, or None for a step at once.
+
+    ``rate`` is in tokens a second. ``now``: drafts expected to be kept of those at hand, and how many these are;
+    ``later``: seconds from now, and the same by then.
+    """
+    best, chosen = now[0] - rate * cost(1 + round(now[1])), None
+    for seconds, kept, drafts in later:
+        value = kept - rate * (seconds + cost(1 + round(drafts)))
         if value > best:
-            best, chosen = value, moment.seconds
+            best, chosen = value, seconds
     return chosen

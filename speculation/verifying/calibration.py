@@ -59,7 +59,7 @@ class OddsTable:
     offsets: Sequence[float]
 
 
-class _Tally:
+class Tally:
     """Successes among trials, against what was expected of them; old ones fade."""
 
     __slots__ = ("expected", "kept", "tried")
@@ -67,7 +67,8 @@ class _Tally:
     def __init__(self) -> None:
         self.tried = self.kept = self.expected = 0.0
 
-    def add(self, kept: bool, expected: float, memory: float) -> None:
+    def add(self, kept: float, expected: float, memory: float) -> None:
+        """One more trial; after ``memory`` trials this one counts for a third."""
         fade = 1.0 - 1.0 / memory
         self.tried = self.tried * fade + 1.0
         self.kept = self.kept * fade + kept
@@ -95,7 +96,7 @@ class Calibration:
     def __init__(self, wider: Calibration | None = None) -> None:
         """``wider``: what is believed before this session has shown otherwise."""
         self._wider = wider
-        self._tallies: defaultdict[Cell, _Tally] = defaultdict(_Tally)
+        self._tallies: defaultdict[Cell, Tally] = defaultdict(Tally)
 
     def __call__(self, node: Node) -> float:
         """Probability that the node is kept if its parent is and the siblings before it are not."""

@@ -14,12 +14,19 @@ from functools import partial
 from speculation.messages import Open, Rule, Schedule, Token
 from speculation.sources.registry import LocalSource, LookupBounds, local_sources
 from speculation.trie import VerificationTree
-from speculation.verifying.budget import StepCost, choose, worth_waiting
+from speculation.verifying.budget import StepCost, choose, kept_after_miss, kept_if_drafted_again, worth_waiting
+from speculation.verifying.calibration import Tally
 from speculation.verifying.payoff import SETTLE, Payoff
 from speculation.verifying.target_session import SharedEstimators, TargetSession
 
 LONGEST_WAIT = 1 / 3
 """Share of a plain step beyond which drafts are not waited for: until then drafting goes on during that step."""
+LONGEST_WAIT_IF_FED = 1.0
+"""The same for those of a drafter that reads features: it knows nothing of a step under way that is worth going on
+with."""
+WAITS_PRIOR, WAITS_MEMORY, FORGIVEN = 4.0, 30.0, 200.0
+"""Drafts that waits are taken to have brought as expected; waits after which one counts for a third; steps without any
+after which all that is known of them does, so that it is tried again."""
 DEAF_AFTER = 0.5
 """Seconds that the baseline schedules wait for a drafter before they go on without."""
 
@@ -64,6 +71,10 @@ class Planner:
         """When the step under way began."""
         self._ended: float | None = None
         """When the step before ended, if the one to come follows on it."""
+        self._waits = Tally()
+        """Of waits for drafts made again: drafts gained, and expected to be."""
+        self._hoped: tuple[float, float] | None = None
+        """During such a wait: the drafts that would have been kept without it, and with it."""
         self._branched = False
         """Whether drafts branch in the step planned last."""
 
@@ -112,7 +123,8 @@ class Planner:
         going = [i for i, until in enumerate(waits) if until is None]
         chosen = self._chosen([asked[i] for i in going], [candidates[i] for i in going], prefilled, room)
         if len(asked) == 1 and going and not prefilled:
-            waits[0] = self._wait(asked[0].session, candidates[0], now)
+            session = asked[0].session
+            waits[0] = self._wait(session, chosen[0] if session.fed else candidates[0], now)
         return self._begin([one.session for one in asked], dict(zip(going, chosen, strict=True)), waits, now)
 
     def _begin(
@@ -181,19 +193,44 @@ class Planner:
         return chosen
 
     def _wait(self, session: TargetSession, tree: VerificationTree, now: float) -> float | None:
-        """Until when a session that computes alone does better to wait for drafts than to go on."""
+        """Until when a session that computes alone does better to wait for drafts than to go on with ``tree``.
+
+        A drafter that reads features drafts again from the last outcome. What is at hand was drafted before that.
+        """
         miss = session.miss
         if not self._adaptive or session.opened.speculation.schedule is not Schedule.TRIE:
             return None
-        if miss is None or tree.nodes or not session.expects_drafts or not session.throughput.rate:
+        if miss is None or (tree.nodes and not session.fed):
             return None
-        cost = self.cost(1)
-        behind = session.trie.position - miss.position
-        moments = session.draft_latency.moments(now - miss.at, behind)
-        moments = [moment for moment in moments if moment.seconds <= LONGEST_WAIT * cost(1)]
+        if not session.expects_drafts or not session.throughput.rate:
+            return None
+        cost, age = self.cost(1), now - miss.at
+        if session.fed:
+            longest, known, kept = LONGEST_WAIT_IF_FED * cost(1) - age, len(miss.reached), kept_if_drafted_again
+        else:
+            longest, known, kept = LONGEST_WAIT * cost(1), session.trie.position - miss.position, kept_after_miss
+        moments = [one for one in session.draft_latency.moments(age, known) if one.seconds <= longest]
+        later = [(one.seconds, *kept(one.shares, session.agreement, known, tree.odds)) for one in moments]
+        at_hand = sum(tree.odds)
+        if session.fed:
+            trust = self._waits.factor(WAITS_PRIOR)
+            later = [(seconds, at_hand + trust * (hoped - at_hand), drafts) for seconds, hoped, drafts in later]
         rate = max(session.throughput.rate, 1.0 / cost(1))  # plain decoding is always to be had
-        seconds = worth_waiting(rate, session.agreement, moments, behind, cost)
+        seconds = worth_waiting(rate, (at_hand, len(tree.nodes)), later, cost)
+        if session.fed:
+            self._learn_wait(at_hand, next((hoped for moment, hoped, _ in later if moment == seconds), None))
         return None if seconds is None else now + seconds
+
+    def _learn_wait(self, at_hand: float, hoped: float | None) -> None:
+        """Compare what a wait that is over has brought with what was hoped for; None: the step begins."""
+        if hoped is not None:
+            self._hoped = self._hoped or (at_hand, hoped)
+        elif self._hoped is not None:
+            before, wanted = self._hoped
+            self._waits.add(max(at_hand - before, 0.0), wanted - before, WAITS_MEMORY)
+            self._hoped = None
+        else:
+            self._waits.add(0.0, 0.0, FORGIVEN)
 
     @staticmethod
     def _baseline_wait(asked: Asked, tree: VerificationTree, now: float) -> float | None:

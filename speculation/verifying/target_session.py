@@ -107,7 +107,11 @@ class TargetSession:
         self.committed_at: float | None = None
         self.miss: Miss | None = None
         """The commit that left the trie empty, while its drafts are awaited; over with the first commit that could use
-        some."""
+        some. Of a session that is ``fed``, the last commit, whatever it left."""
+        self.fed = False
+        """Whether its drafter is sent features of what is committed, from which it drafts again."""
+        self._missed_before: Miss | None = None
+        """Where it is fed, the commit before the last one: what came while its step was under way is heard of now."""
         self.constraint: Constraint | None = None
         """What its text is held to. The worker draws accordingly."""
         self._tree: VerificationTree | None = None
@@ -184,11 +188,16 @@ class TargetSession:
         that seemed to leave none: then that was no miss.
         """
         self.in_vain = False
-        if self.miss is not None and at < self.miss.at and len(self.trie):
-            self.miss = None
-        elif self.miss is not None and at >= self.miss.at and proposal.tokens:
-            reached = proposal.anchor_position + max(proposal.depths) - self.miss.position
-            self.miss.arrived(reached, at)
+        if self.miss is None or not proposal.tokens:
+            return
+        miss: Miss | None = self.miss
+        if at < self.miss.at and not self.fed:
+            self.miss = None if len(self.trie) else self.miss
+            return
+        if at < self.miss.at:
+            miss = self._missed_before
+        if miss is not None and at >= miss.at:
+            miss.arrived(proposal.anchor_position + max(proposal.depths) - miss.position, at)
 
     def candidates(self, budget: int) -> VerificationTree:
         """The at most ``budget`` draft tokens most likely to be kept, best first.
@@ -316,8 +325,13 @@ class TargetSession:
     def _clock(self, at: float, count: int, offered: int) -> None:
         """Measure the throughput of steps with drafts, and note whether this one left some."""
         previous, self.committed_at = self.committed_at, at
-        if offered and previous is not None and self.miss is None:
+        if offered and previous is not None and (self.miss is None or self.fed):
             self.throughput.observe(count, at - previous)
+        if self.fed:
+            if self._missed_before is not None:
+                self.draft_latency.observe(self._missed_before)
+            self._missed_before, self.miss = self.miss, Miss(at, self.trie.position) if self._drafting.pays else None
+            return
         if self.miss is not None:
             if not offered and not len(self.trie):
                 return  # nothing has come yet

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import tokenizers
@@ -76,7 +76,7 @@ SEED = 23
 NEW = 14
 LETTERS = "abcdefgh"
 GRAMMAR = f"start: (/[{LETTERS[:6]}]/ /[{LETTERS[:3]}]/ {json.dumps(LETTERS[::-1][:3])})~1..3"
-OWN = "neighbours"
+OWN = "hearsay"
 PENALTIES: dict[str, dict[str, Any]] = {
     "none": {},
     "additive": {"presence_penalty": 0.7, "frequency_penalty": -0.4},
@@ -147,20 +147,29 @@ class Mixture:
 MIXTURES = [Mixture(**row) for factors in (FACTORS, BASELINES) for row in covering(factors, possible, SEED)]
 
 
-class Neighbours:
-    """A source of somebody's own: the two letters next to the last one, in a tree of its own."""
+class Hearsay:
+    """A source of somebody's own, in a tree of its own: it has heard what is said, and gets every other place wrong."""
 
     source = OWN
     depth = 2
+    heard: ClassVar[dict[tuple[Sequence[Token], int], Sequence[Token]]] = {}
+    """What plain decoding says, by prompt and seed."""
 
     def __init__(self, opened: Open) -> None:
-        self._last = opened.tokens[-1]
+        prompt = opened.tokens[: opened.prompt]
+        self._text = (*prompt, *self.heard.get((prompt, opened.sampling.seed), ()))
+        self._end = 0
 
     def extend(self, tokens: Sequence[Token]) -> None:
-        self._last = tokens[-1] if tokens else self._last
+        self._end += len(tokens)
 
     def propose(self, depth: int) -> Tree:
-        return Tree((self._last + 1, self._last - 1, self._last + 2)[: (0, 2, 3)[depth]])
+        following = self._text[self._end : self._end + 2]
+        if len(following) < 2:
+            return Tree(())
+        first, second = following
+        places = (first + 1, first, second) if self._end % 2 else (first, first + 1, second)
+        return Tree(places[: (0, 2, 3)[depth]])
 
 
 @dataclass(frozen=True)
@@ -397,6 +406,11 @@ def serve(bench: Bench, mixture: Mixture) -> Said:
     for first, seeds in ((1, (0, 1)), (11, (0, 2))):
         opened = openings(bench, mixture, first, seeds)
         plain = bench.plain(openings(bench, mixture, 1, seeds))
+        Hearsay.heard |= {
+            (one.tokens, one.sampling.seed): text
+            for one, text in zip(opened, plain, strict=True)
+            if isinstance(text, list)
+        }
         opened = [
             replace(
                 one, request_options=replace(one.request_options, prediction=foretold(bench, mixture.prediction, text))
@@ -425,7 +439,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(StepCost, "__call__", lambda *_, **__: 1.0)
     monkeypatch.setattr(Forward, "pays", lambda *_: True)
     monkeypatch.setattr(EagleDrafter, "_pays", lambda *_: True)
-    register(OWN, Neighbours)
+    register(OWN, Hearsay)
     yield
     unregister(OWN)
 

@@ -7,11 +7,12 @@ from speculation.verifying.budget import (
     StepCost,
     best_prefix,
     choose,
+    kept_after_miss,
+    kept_if_drafted_again,
     room_for_drafts,
     worth_drafting,
     worth_waiting,
 )
-from speculation.verifying.draft_latency import Moment
 
 
 def learned(*costs: float) -> StepCost:
@@ -188,7 +189,8 @@ def wait(
     *moments: tuple[float, list[float]], rate: float = 0.1, agreement: float = 0.8, behind: int = 0
 ) -> float | None:
     """How long to wait where a step takes ten seconds; moments as (seconds from now, chance of 1, 2, ... tokens)."""
-    return worth_waiting(rate, agreement, [Moment(*moment) for moment in moments], behind, lambda tokens: 10.0)
+    later = [(seconds, *kept_after_miss(shares, agreement, behind)) for seconds, shares in moments]
+    return worth_waiting(rate, (0.0, 0), later, lambda tokens: 10.0)
 
 
 @pytest.mark.parametrize(
@@ -228,9 +230,22 @@ def test_a_draft_that_reaches_beyond_the_text_must_have_been_right_all_along():
 
 
 def test_verifying_what_one_waited_for_is_paid_for_too():
-    moments = [Moment(0.0, [1.0])]
-    assert worth_waiting(0.1, 0.8, moments, 0, lambda tokens: 7.0 + tokens) == 0.0
-    assert worth_waiting(0.1, 0.8, moments, 0, lambda tokens: 9.0 * tokens) is None
+    later = [(0.0, 0.8, 1.0)]
+    assert worth_waiting(0.1, (0.0, 0), later, lambda tokens: 7.0 + tokens) == 0.0
+    assert worth_waiting(0.1, (0.0, 0), later, lambda tokens: 9.0 * tokens) is None
+
+
+def test_drafts_at_hand_are_weighed_against_those_to_come():
+    later = [(1.0, 2.0, 3.0)]
+    assert worth_waiting(0.1, (1.8, 3), later, lambda tokens: 10.0) == 1.0
+    assert worth_waiting(0.1, (1.95, 3), later, lambda tokens: 10.0) is None
+
+
+def test_what_a_place_is_drafted_for_again_stands_in_for_what_is_there():
+    kept, drafts = kept_if_drafted_again([0.75, 0.5], 0.8, 0, [0.5, 0.25])
+    assert kept == pytest.approx(0.75 * 0.8 + 0.5 * 0.64 + 0.25 * 0.75)
+    assert drafts == pytest.approx(1.25 + 0.25 * 2)
+    assert kept_if_drafted_again([1.0, 0.5], 0.8, 1, [0.4]) == (pytest.approx(0.4 + 0.4 * 0.5 * 0.8), 1.5)
 
 
 def test_what_was_measured_on_a_busy_machine_is_not_believed_for_long():

@@ -246,6 +246,88 @@ def test_a_wait_over_and_over_again_for_the_same_moment_does_not_happen():
     assert len(wakes) == 2
 
 
+class Fed:
+    """A session whose drafter reads features: a weak draft stands at each commit, and it is drafted again after it."""
+
+    def __init__(self, after: float, *, weak: float = 0.3, right: bool = True, fed: bool = True) -> None:
+        """``after``: seconds from a commit to the new drafts, which are ``right`` or never; inf: none come."""
+        self.planner = planner(slope=0.0001)
+        self.session = session(self.planner)
+        self.session.fed = fed
+        self.after, self.weak, self.right, self.now = after, weak, right, 0.0
+        self.waits: list[float] = []
+        """What each step was held for."""
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self._step()
+
+    def _step(self) -> None:
+        made, one, began = self.planner, self.session, self.now
+        position, digest = one.trie.position, one.trie.digest
+        tokens = tuple(self._text(position + i) if self.right else 5 for i in range(4))
+        anew = Proposal(SessionId(1), 1, position, digest, tokens, (ANCHOR, 0, 1, 2), (0.9,) * 4)
+        push(one, 4, confidence=self.weak, at=began - 0.001)
+        plan = made.plan([Asked(one, 8)], began)
+        now, fresh = began, began + self.after
+        while plan.wake is not None:
+            if now < fresh <= plan.wake:
+                now = fresh
+                one.propose(anew, fresh)
+            else:
+                now = plan.wake
+            plan = made.plan([Asked(one, 8)], now)
+        self.waits.append(now - began)
+        (tree,) = plan.trees
+        assert tree is not None
+        self.now = now + made.cost(1)(1 + len(tree.nodes))
+        one.commit([self._text(position), *(self._text(node.end) for node in tree.nodes)], self.now)
+        if now < fresh < self.now:  # it comes while the step is under way, and is heard of after it
+            one.propose(anew, fresh)
+
+    @staticmethod
+    def _text(position: int) -> int:
+        return 10 + position % 80
+
+
+def test_new_drafts_are_waited_for_where_those_at_hand_are_worth_less():
+    served = Fed(after=0.003)
+    served.steps(60)
+    assert sum(0 < wait < 0.004 for wait in served.waits[-20:]) >= 8
+
+
+@pytest.mark.parametrize(
+    "served",
+    [Fed(after=0.040), Fed(after=0.003, right=False), Fed(after=float("inf")), Fed(after=0.003, fed=False)],
+    ids=["slow", "lying", "dead", "reads no features"],
+)
+def test_new_drafts_that_are_late_wrong_or_never_come_are_not_waited_for(served):
+    served.steps(60)
+    assert not any(served.waits[-30:])
+    assert max(served.waits) <= served.planner.cost(1)(1)
+
+
+def test_waits_that_have_brought_less_than_hoped_for_are_not_repeated():
+    served = Fed(after=0.003)
+    served.steps(60)
+    assert any(served.waits[-4:])
+    assert served.planner._waits.expected > 0.0
+    for _ in range(50):
+        served.planner._waits.add(0.0, 5.0, 30.0)
+    served.steps(4)
+    assert not any(served.waits[-4:])
+
+
+def test_a_drafter_that_dies_is_waited_for_in_vain_a_few_times_and_not_for_long():
+    served = Fed(after=0.003)
+    served.steps(60)
+    served.after = float("inf")
+    served.steps(60)
+    assert 0 < sum(wait > 0 for wait in served.waits[60:]) < 20
+    assert max(served.waits) <= served.planner.cost(1)(1)
+    assert not any(served.waits[-30:])
+
+
 @pytest.mark.parametrize(
     "speculation",
     [
