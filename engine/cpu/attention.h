@@ -1,7 +1,5 @@
-// Norms, rotation and attention over the paged cache, and the layout of what Python hands over.
-//
-// Scores and weighted values are added up over keys in the order of their positions, in splits that lie at fixed
-// positions.
+// Attention over the paged cache. Scores and weighted values are added up over keys in the order of their positions, in
+// splits that lie at fixed positions.
 
 #pragma once
 
@@ -13,74 +11,11 @@
 #include <type_traits>
 #include <vector>
 
+#include "layout.h"
 #include "team.h"
 #include "vectors.h"
 
 namespace {
-
-void normalise(const float* row, const float* weight, float eps, int size, float* out) {
-  Vec squares = zero();
-  for (int i = 0; i < size; i += WIDTH) squares = fma(load(row + i), load(row + i), squares);
-  const Vec scale = all(1.0f / std::sqrt(sum(squares) / size + eps));
-  for (int i = 0; i < size; i += WIDTH) store(out + i, load(row + i) * scale * load(weight + i));
-}
-
-void rotate(float* head, const float* cos, const float* sin, int size) {
-  const int half = size / 2;
-  for (int i = 0; i < half; i += WIDTH) {
-    const Vec left = load(head + i), right = load(head + half + i);
-    store(head + i, left * load(cos + i) - right * load(sin + i));
-    store(head + half + i, right * load(cos + half + i) + left * load(sin + half + i));
-  }
-}
-
-void keep(const float* head, void* cache, size_t at, int size, bool half) {
-  if (!half) {
-    std::memcpy(static_cast<float*>(cache) + at, head, size * sizeof(float));
-    return;
-  }
-  uint16_t* out = static_cast<uint16_t*>(cache) + at;
-  for (int i = 0; i < size; ++i) out[i] = rounded(head[i]);
-}
-
-}  // namespace
-
-// -- what Python sees: the fields are those of engine/cpu/library.py --------------------------------------------------
-
-extern "C" {
-
-struct Layer {
-  const void *qkv, *output, *gate_up, *down;
-  const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
-  const float *input_norm, *mlp_norm, *query_norm, *key_norm;
-  void *keys, *values;  // [slots, H, E]
-  float scaling, input_eps, mlp_eps, query_eps, key_eps;
-  int window;  // tokens that are seen, itself included; 0: all
-  int gelu;
-};
-
-struct Stack {
-  const Layer* layers;
-  const float* norm;
-  float eps;
-  int count, hidden, query_heads, key_heads, head_size, intermediate;
-  int half;  // weights and cache are bfloat16
-};
-
-struct Rows {  // see engine/attention/rows.py
-  int count;
-  int page;  // slots of a page of the cache
-  const int *slots, *keys, *home, *pages, *branch, *group, *common, *reach, *numbers;
-  const int* kept;  // behind how many layers the states are wanted
-  float* states;    // [T, kept_count, D]
-  int kept_count;
-};
-
-}  // extern "C"
-
-namespace {
-
-// -- attention --------------------------------------------------------------------------------------------------------
 
 constexpr int SPLIT = 256;  // positions whose scores are computed together; splits lie at multiples of it
 constexpr int SOON = 8;  // positions ahead that are fetched

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "layout.h"
 #include "products.h"
 #include "team.h"
 #include "vectors.h"

@@ -54,7 +54,7 @@ DTYPES = frozenset({torch.float32, torch.bfloat16})
 
 
 class CLayer(Structure):
-    """``Layer`` in ``attention.h``."""
+    """``Layer`` in ``layout.h``."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("qkv", "output", "gate_up", "down")),
@@ -67,7 +67,7 @@ class CLayer(Structure):
 
 
 class CStack(Structure):
-    """``Stack`` in ``attention.h``."""
+    """``Stack`` in ``layout.h``."""
 
     _fields_ = (
         ("layers", POINTER(CLayer)),
@@ -79,7 +79,7 @@ class CStack(Structure):
 
 
 class CRows(Structure):
-    """``Rows`` in ``attention.h``."""
+    """``Rows`` in ``layout.h``."""
 
     _fields_ = (
         ("count", c_int),
