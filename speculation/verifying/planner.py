@@ -205,6 +205,7 @@ class Planner:
         if not session.expects_drafts or not session.throughput.rate:
             return None
         cost, age = self.cost(1), now - miss.at
+        kept: Callable[[Sequence[float], float, int, Sequence[float]], tuple[float, float]]
         if session.fed:
             longest, known, kept = LONGEST_WAIT_IF_FED * cost(1) - age, len(miss.reached), kept_if_drafted_again
         else:
