@@ -234,9 +234,7 @@ def worth_drafting(
     return max(best_prefix(weights, certain, num_scheduled_tokens, cost), min(len(weights), CHEAP_PLACES))
 
 
-def kept_after_miss(
-    shares: Sequence[float], agreement: float, behind: int, _at_hand: Sequence[float] = ()
-) -> tuple[float, float]:
+def kept_after_miss(shares: Sequence[float], agreement: float, behind: int) -> tuple[float, float]:
     """How many drafts are expected to be kept, and to be there, at a moment; there are none now.
 
     ``shares``: chance of a path of 1, 2, ... tokens by then; ``agreement``: that one draft token is kept. Drafts answer

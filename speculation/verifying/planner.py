@@ -204,22 +204,30 @@ class Planner:
             return None
         if not session.expects_drafts or not session.throughput.rate:
             return None
-        cost, age = self.cost(1), now - miss.at
-        if session.fed:
-            longest, known, kept = LONGEST_WAIT_IF_FED * cost(1) - age, len(miss.reached), kept_if_drafted_again
-        else:
-            longest, known, kept = LONGEST_WAIT * cost(1), session.trie.position - miss.position, kept_after_miss
-        moments = [one for one in session.draft_latency.moments(age, known) if one.seconds <= longest]
-        later = [(one.seconds, *kept(one.shares, session.agreement, known, tree.odds)) for one in moments]
-        at_hand = sum(tree.odds)
-        if session.fed:
-            trust = self._waits.factor(WAITS_PRIOR)
-            later = [(seconds, at_hand + trust * (hoped - at_hand), drafts) for seconds, hoped, drafts in later]
+        cost, at_hand = self.cost(1), sum(tree.odds)
+        later = self._later(session, tree, now - miss.at, len(miss.reached), session.trie.position - miss.position)
         rate = max(session.throughput.rate, 1.0 / cost(1))  # plain decoding is always to be had
         seconds = worth_waiting(rate, (at_hand, len(tree.nodes)), later, cost)
         if session.fed:
             self._learn_wait(at_hand, next((hoped for moment, hoped, _ in later if moment == seconds), None))
         return None if seconds is None else now + seconds
+
+    def _later(
+        self, session: TargetSession, tree: VerificationTree, age: float, come: int, behind: int
+    ) -> list[tuple[float, float, float]]:
+        """Moments to wait for, in seconds from now, ``age`` seconds after a miss: drafts kept, and there, by then."""
+        plain, agreement = self.cost(1)(1), session.agreement
+        if not session.fed:
+            moments = session.draft_latency.moments(age, behind)
+            allowed = [one for one in moments if one.seconds <= LONGEST_WAIT * plain]
+            return [(one.seconds, *kept_after_miss(one.shares, agreement, behind)) for one in allowed]
+        moments, at_hand = session.draft_latency.moments(age, come), sum(tree.odds)
+        trust, found = self._waits.factor(WAITS_PRIOR), list[tuple[float, float, float]]()
+        for one in moments:
+            if age + one.seconds <= LONGEST_WAIT_IF_FED * plain:
+                hoped, drafts = kept_if_drafted_again(one.shares, agreement, come, tree.odds)
+                found.append((one.seconds, at_hand + trust * (hoped - at_hand), drafts))
+        return found
 
     def _learn_wait(self, at_hand: float, hoped: float | None) -> None:
         """Compare what a wait that is over has brought with what was hoped for; None: the step begins."""
