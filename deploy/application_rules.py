@@ -15,7 +15,7 @@ from cluster.config.security import SecurityError, check_worker_exposure
 from cluster.config.settings import ConfigError
 from cluster.placement import ROUTER as ROUTER_DEPLOYMENT
 from cluster.placement import ClusterNode, Need, lacking, needs, with_routers
-from deploy.manifests import Manifests, Object, group_name, groups, mount_of, ray_container, selects, where
+from deploy.manifests import Manifests, Object, group_name, groups, mount_of, ray_container, where
 from deploy.model_rules import LIST, fetched_by
 from deploy.pod_rules import GPU
 from deploy.ray_rules import HARD_STOP, drain_seconds, hard_stop_seconds
@@ -113,13 +113,7 @@ def _of_tracing(config: Config, manifests: Manifests) -> Iterator[str]:
     port = urlsplit(endpoint).port or (443 if endpoint.startswith("https") else 80)
     pods = [pod for pod in manifests.pods() if pod.where.startswith("RayService")][1:]
     for pod in pods if endpoint else []:
-        ways = [
-            rule
-            for policy in manifests.of("NetworkPolicy")
-            if selects(policy["spec"]["podSelector"], pod.labels)
-            for rule in policy["spec"].get("egress", [])
-        ]
-        if not any(port in [entry["port"] for entry in way.get("ports", [])] for way in ways):
+        if not any(port == entry["port"] for way in manifests.ways_out(pod) for entry in way.get("ports", [])):
             yield f"tracing.otlp_endpoint is {endpoint}, but no NetworkPolicy lets {pod.where} out to port {port}"
 
 

@@ -74,6 +74,16 @@ class Manifests:
             )
         return found
 
+    def pods_of(self, service: Object) -> list[Pod]:
+        """Those that a Service leads to."""
+        selector = {"matchLabels": service["spec"].get("selector", {})}
+        return [pod for pod in self.pods() if selects(selector, pod.labels)]
+
+    def ways_out(self, pod: Pod) -> list[Object]:
+        """Egress rules of all NetworkPolicies that select a pod."""
+        policies = [policy["spec"] for policy in self.of("NetworkPolicy")]
+        return [way for spec in policies if selects(spec["podSelector"], pod.labels) for way in spec.get("egress", [])]
+
 
 def render(overlay: Path) -> Manifests:
     """What ``kubectl kustomize`` makes of it; no cluster is asked. Raises :class:`RenderError`."""
@@ -111,6 +121,11 @@ def ray_container(group: Object) -> Object:
     """Ray's own: KubeRay takes the first."""
     found: Object = group["template"]["spec"]["containers"][0]
     return found
+
+
+def environment_of(container: Object) -> dict[str, str]:
+    """Variables and their values; empty where something else gives these."""
+    return {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}
 
 
 def group_pod(rayservice: Object, group: Object) -> Pod:

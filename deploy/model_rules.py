@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from cluster.fetch import COMPLETE, READABLE, FetchError, bytes_in, models_in
-from deploy.manifests import ManifestFinding, Manifests, Object, group_name, groups, where
+from deploy.manifests import ManifestFinding, Manifests, Object, environment_of, group_name, groups, where
 from deploy.pod_rules import GPU
 
 LIST, STORAGE = "MODELS", "STORAGE"
@@ -31,7 +31,7 @@ def model_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
 def fetched_by(job: Object) -> Mapping[str, str]:
     """The environment of a Job's container."""
     (container, *_) = job["spec"]["template"]["spec"]["containers"]
-    return {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}
+    return environment_of(container)
 
 
 def _of_job(job: Object, told: Mapping[str, str], manifests: Manifests) -> Iterator[str]:

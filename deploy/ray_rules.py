@@ -10,11 +10,11 @@ from deploy.manifests import (
     ManifestFinding,
     Manifests,
     Object,
+    environment_of,
     group_name,
     groups,
     mount_of,
     ray_container,
-    selects,
     where,
 )
 from deploy.reference_rules import redis_of
@@ -69,9 +69,8 @@ def hard_stop_seconds(container: Object) -> float:
 
 
 def _number(container: Object, variable: str, default: float) -> float:
-    environment = {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}
     try:
-        return float(environment.get(variable, default))
+        return float(environment_of(container).get(variable, default))
     except ValueError:
         return math.nan
 
@@ -124,7 +123,7 @@ def _of_state(service: Object) -> Iterator[str]:
     address, head = options.get("redisAddress", ""), ray_container(cluster["headGroupSpec"])
     if not address.startswith(TLS):
         yield f"gcsFaultToleranceOptions.redisAddress is {address}; with {TLS} nobody reads or changes it on the way"
-    authority = {entry["name"]: entry.get("value", "") for entry in head.get("env", [])}.get(AUTHORITY, "")
+    authority = environment_of(head).get(AUTHORITY, "")
     if not authority or mount_of(head, authority) is None:
         yield f"{AUTHORITY} of the head must name a mounted file, or Ray sends its password to whoever answers"
     if "secretKeyRef" not in options.get("redisPassword", {}).get("valueFrom", {}):
@@ -134,11 +133,10 @@ def _of_state(service: Object) -> Iterator[str]:
 def _of_redis(service: Object, manifests: Manifests) -> Iterator[ManifestFinding]:
     """Of the Redis that keeps the head's state, where it is one of ours."""
     for entry in manifests.of("Service"):
-        for pod in manifests.pods() if entry["metadata"]["name"] == redis_of(service) else []:
-            if selects({"matchLabels": entry["spec"].get("selector", {})}, pod.labels):
-                said = " ".join(str(part) for part in pod.spec["containers"][0].get("args", []))
-                if "--tls-port" not in said or "--port 0" not in said:
-                    yield ManifestFinding(pod.where, "must listen with --tls-port alone, and --port 0")
+        for pod in manifests.pods_of(entry) if entry["metadata"]["name"] == redis_of(service) else []:
+            said = " ".join(str(part) for part in pod.spec["containers"][0].get("args", []))
+            if "--tls-port" not in said or "--port 0" not in said:
+                yield ManifestFinding(pod.where, "must listen with --tls-port alone, and --port 0")
 
 
 def _of_autoscaler(service: Object) -> Iterator[str]:

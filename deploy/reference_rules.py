@@ -240,9 +240,8 @@ def _apart(manifests: Manifests) -> Iterator[ManifestFinding]:
     for service in manifests.of("RayService"):
         head, state = group_pod(service, groups(service)[0]), redis_of(service)
         for entry in manifests.of("Service") if state else []:
-            chosen = {"matchLabels": entry["spec"].get("selector", {})}
-            for pod in pods if entry["metadata"]["name"] == state else []:
-                if selects(chosen, pod.labels) and not _shuns(pod, head):
+            for pod in manifests.pods_of(entry) if entry["metadata"]["name"] == state else []:
+                if not _shuns(pod, head):
                     yield ManifestFinding(pod.where, "may come to the machine of Ray's head, whose state it keeps")
 
 
@@ -321,10 +320,8 @@ def _entrance(manifests: Manifests) -> Iterator[ManifestFinding]:
                 where(route), f"{name} leads clients into every pod; lead them to a Service of routers"
             )
     for service in manifests.of("Service"):
-        for pod in manifests.pods():
-            leads = any(port.get("targetPort") in ("serve", HTTP_PORT) for port in service["spec"]["ports"])
-            if not leads or not selects({"matchLabels": service["spec"].get("selector", {})}, pod.labels):
-                continue
+        leads = any(port.get("targetPort") in ("serve", HTTP_PORT) for port in service["spec"]["ports"])
+        for pod in manifests.pods_of(service) if leads else []:
             main = pod.spec["containers"][0]
             if GPU in main.get("resources", {}).get("requests", {}):
                 yield ManifestFinding(where(service), f"leads clients into {pod.where}, which computes")
@@ -350,12 +347,7 @@ def _policy_ports(policies: Iterable[Object], pods: Sequence[Pod]) -> Iterator[M
 def _names(manifests: Manifests) -> Iterator[ManifestFinding]:
     """Everything is denied but what policies let out, and no pod does without names."""
     for pod in manifests.pods():
-        ways = [
-            way
-            for policy in manifests.of("NetworkPolicy")
-            if selects(policy["spec"]["podSelector"], pod.labels)
-            for way in policy["spec"].get("egress", [])
-        ]
+        ways = manifests.ways_out(pod)
         for protocol in ("UDP", "TCP"):
             there = [way for way in ways if _lets_out(way, NAMES, protocol)]
             places = [place for way in there for place in way.get("to", [{"ipBlock": {"cidr": NODE_LOCAL}}])]
