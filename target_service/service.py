@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from engine.settings import EngineSettings
 from speculation.messages import Progress
 from target_service.drafting.draft_model import Drafter, MakeDrafter, check_drafter
 from target_service.drafting.named_sources import load_sources
+from target_service.step_account import time_steps
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from transport.tracing import TraceSettings, Tracing
 from transport.worker import Door, Worker
@@ -61,11 +63,11 @@ async def start_target(
         tracing = Tracing.to(settings.trace, ROLE) if settings.trace else None
         own = settings.engine
         load = partial(_load, own, ranks=ranks, make_drafter=make_drafter)
-        engine, drafter = await door.load(load, own.served_name, own.join_timeout + own.load_timeout, progress)
+        engine, drafter, seconds = await door.load(load, own.served_name, own.join_timeout + own.load_timeout, progress)
         introduction = welcome(settings.engine, engine.model, ROLE, engine.exactness)
         if engine.eagle is not None:
             introduction = replace(introduction, head=engine.eagle.fingerprint)
-        machine = VerifyLoop(engine, introduction, settings.limits, recorder, tracing, drafter)
+        machine = VerifyLoop(engine, introduction, settings.limits, recorder, tracing, drafter, seconds)
         ending = ExitStack()
         ending.callback(engine.close)
         if drafter is not None:
@@ -89,10 +91,11 @@ def _load(
     progress: Progress,
     ranks: Ranks | None,
     make_drafter: MakeDrafter | None,
-) -> tuple[StepEngine, Drafter | None]:
-    """The draft model first: the target's cache takes what memory is left."""
+) -> tuple[StepEngine, Drafter | None, Mapping[int, float]]:
+    """The draft model first: the target's cache takes what memory is left. And what steps of the target take."""
     if make_drafter is None:
-        return build_target(settings, progress, ranks), None
+        engine = build_target(settings, progress, ranks)
+        return engine, None, time_steps(engine)
     drafter = make_drafter(progress)
     try:
         engine = build_target(settings, progress, ranks)
@@ -101,7 +104,7 @@ def _load(
         except ModelError:
             engine.close()
             raise
+        return engine, drafter, time_steps(engine)
     except BaseException:
         drafter.close()
         raise
-    return engine, drafter

@@ -1,17 +1,19 @@
 """What the steps of a target took: counted, told to the recorder, and learned from.
 
-Decides which step tells what. Each one tells how long steps are (:class:`StepTime`), and so how many prompt tokens fit
-beside running text and when one must be stuck; only those in which every session decodes tell the planner what drafts
-cost, since beside a prompt their part of the time is unknown. The time for which all sessions waited for drafts is no
-step: it is counted apart.
+Decides which step tells what. A few are computed at load for their time alone. Each one tells how long steps are
+(:class:`StepTime`), and so how many prompt tokens fit beside running text and when one must be stuck; only those in
+which every session decodes tell the planner what drafts cost, since beside a prompt their part of the time is unknown.
+The time for which all sessions waited for drafts is no step: it is counted apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from engine.cache.kv_cache import KVCache
+from engine.interface import Chunk, StepEngine
 from engine.recorder import Recorder
 from speculation.demand import TargetDemand
 from speculation.verifying.planner import Planner
@@ -31,6 +33,28 @@ STUCK_TIMES, STUCK_SECONDS = 20.0, 10.0
 """A step that takes so many times the longest that its like lately took, and at least so many seconds, is stuck."""
 FORGETTING = 0.99
 """What is left of the longest time at the next step."""
+TIMED_TOKENS, TIMED_TIMES, TIMED_SECONDS = (1, 4, 16, 64), 3, 1.0
+"""Steps that are timed at load: their tokens, how often each, and after how many seconds the rest is left out."""
+
+
+def time_steps(engine: StepEngine) -> Mapping[int, float]:
+    """Seconds of a step by its tokens, as far as the first requests would have to find out: none where it is padded.
+
+    Leaves nothing in the cache.
+    """
+    found: dict[int, float] = {}
+    began = time.perf_counter()
+    for tokens in TIMED_TOKENS if engine.speculates and not engine.row_classes else ():
+        if tokens > min(engine.model.context, engine.cache.free_tokens) or time.perf_counter() > began + TIMED_SECONDS:
+            break
+        taken = []
+        for _ in range(TIMED_TIMES):
+            sequence, started = engine.cache.sequence(), time.perf_counter()
+            engine.run([Chunk(sequence, [0] * tokens, rows=range(tokens))])
+            taken.append(time.perf_counter() - started)
+            sequence.free()
+        found[tokens] = min(taken)
+    return found
 
 
 class StepTime:

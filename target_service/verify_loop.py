@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engine.interface import FATAL, StepEngine
@@ -76,8 +76,12 @@ class VerifyLoop:
         recorder: Recorder | None = None,
         tracing: Tracing | None = None,
         drafter: Drafter | None = None,
+        step_seconds: Mapping[int, float] = {},
     ) -> None:
-        """Nothing is open. The loop owns ``engine`` and its cache. ``drafter``: a draft model in this process."""
+        """Nothing is open. The loop owns ``engine`` and its cache. ``drafter``: a draft model in this process.
+
+        ``step_seconds``: what steps take by their tokens, until some are measured.
+        """
         self._engine, self._limits = engine, limits
         self._welcome = replace(welcome, sources=registered())
         self._sequences: dict[tuple[Hashable, SessionId], TargetSequence] = {}
@@ -90,7 +94,9 @@ class VerifyLoop:
         self._mask_budget = MaskBudget()
         self._numbers = itertools.count()
         self.counters = TargetCounters()
-        self._planner = Planner(adaptive=limits.adaptive, lookup=limits.lookup, row_classes=engine.row_classes)
+        self._planner = Planner(
+            adaptive=limits.adaptive, lookup=limits.lookup, row_classes=engine.row_classes, believed=step_seconds
+        )
         self._suffix_cache = SuffixCache(limits.suffix)
         self._drafters = OwnDrafters.of(engine, drafter, self._planner, self.counters, adaptive=limits.adaptive)
         self._account = StepAccount(self.counters, self._planner, self._drafters, recorder)

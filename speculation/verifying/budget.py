@@ -24,7 +24,7 @@ may one whose drafts were made before its drafter knew the last outcome, if the 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 
 def rows_for(tokens: int, row_classes: Sequence[int]) -> int:
@@ -77,23 +77,26 @@ class StepCost:
     """Steps after which a size that did not occur again is taken to have changed as those that did: what was measured
     on a machine that was busy for a moment would keep it from ever being tried again."""
 
-    def __init__(self, row_classes: Sequence[int] = (), smoothing: float = SMOOTHING) -> None:
+    def __init__(
+        self, row_classes: Sequence[int] = (), smoothing: float = SMOOTHING, believed: Mapping[int, float] = {}
+    ) -> None:
         """``row_classes``: numbers of rows that steps are padded to, ascending; empty: each costs what it computes.
 
-        ``smoothing``: weight of a new measurement.
+        ``smoothing``: weight of a new measurement. ``believed``: seconds by tokens, until such a step is measured.
         """
         assert list(row_classes) == sorted(set(row_classes)), "classes of rows ascend"
         self._row_classes, self._smoothing = row_classes, smoothing
         self._branched: StepCost | None = None
         """Of steps whose drafts branch, once there was one."""
         self._branched_at = 0
-        self._measured: dict[int, float] = {}
-        self._seen: dict[int, int] = {}
-        self._times: dict[int, int] = {}
+        self._measured = dict(believed)
+        self._seen = dict.fromkeys(believed, 0)
+        self._times = dict.fromkeys(believed, 0)
         """How often each size was measured."""
         self._steps = 0
         self._sizes: list[int] = []
         self._costs: list[float] = []
+        self._sort()
 
     def observe(self, tokens: int, seconds: float, *, branched: bool = False) -> None:
         """Learn from one step. ``branched``: whether its drafts were more than a chain for each session."""
@@ -119,12 +122,16 @@ class StepCost:
             del self._measured[size], self._seen[size], self._times[size]
         if self._steps > self._branched_at + self.MEMORY:
             self._branched = None
+        self._sort()
+
+    def _sort(self) -> None:
         self._sizes = sorted(self._measured)
         self._costs = rising([self._measured[size] for size in self._sizes], [1.0] * len(self._sizes))
 
     def _carry_along(self, tokens: int, change: float) -> None:
-        """Have sizes that did not occur of late change as this one did, on an average of those that did."""
-        stale = [size for size, step in self._seen.items() if step <= self._steps - self.STALE and size != tokens]
+        """Have sizes that did not occur, or not of late, change as this one did, on an average of those that did."""
+        late = {size for size, step in self._seen.items() if step > self._steps - self.STALE and self._times[size]}
+        stale = [size for size in self._seen if size not in late and size != tokens]
         share = change ** (1 / (len(self._seen) - len(stale)))
         for size in stale:
             self._measured[size] *= share
@@ -141,7 +148,7 @@ class StepCost:
     @property
     def known(self) -> bool:
         """Whether anything was measured."""
-        return bool(self._sizes) or self._branched is not None
+        return any(self._times.values()) or self._branched is not None
 
     @property
     def knows_branched(self) -> bool:
@@ -155,7 +162,8 @@ class StepCost:
 
     def measured_up_to(self, tokens: int) -> bool:
         """Whether a step of at most so many tokens was measured: else the cost of larger ones stands for it."""
-        return bool(self._sizes) and self._sizes[0] <= rows_for(tokens, self._row_classes)
+        rows = rows_for(tokens, self._row_classes)
+        return any(times and size <= rows for size, times in self._times.items())
 
     def _at(self, tokens: int) -> float:
         if not self._sizes:

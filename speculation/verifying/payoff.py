@@ -17,7 +17,7 @@ One :class:`Payoff` for each size class of the batch: what pays for one session 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import sqrt
 
 from speculation.verifying.budget import StepCost
@@ -48,9 +48,12 @@ WEIGHT = 1 / 64
 class Payoff:
     """What steps over about so many sessions take, beside drafters and without, and whether drafters shall work."""
 
-    def __init__(self, row_classes: Sequence[int] = ()) -> None:
-        """Nothing is known; drafters work. ``row_classes``: see :class:`~speculation.verifying.budget.StepCost`."""
-        self._beside, self._quiet = StepCost(row_classes), StepCost(row_classes)
+    def __init__(self, row_classes: Sequence[int] = (), believed: Mapping[int, float] = {}) -> None:
+        """Nothing is known; drafters work.
+
+        ``row_classes``, ``believed``: see :class:`~speculation.verifying.budget.StepCost`.
+        """
+        self._beside, self._quiet = (StepCost(row_classes, believed=believed) for _ in range(2))
         self._lately = StepCost(row_classes, LATELY)
         """Quiet steps too, the latest of which count for more."""
         self._gain, self._drafted = 1.0, 0

@@ -52,15 +52,22 @@ class Planner:
     """Decides for all sessions of a worker, and learns what steps cost."""
 
     def __init__(
-        self, *, adaptive: bool = True, lookup: LookupBounds = LookupBounds(), row_classes: Sequence[int] = ()
+        self,
+        *,
+        adaptive: bool = True,
+        lookup: LookupBounds = LookupBounds(),
+        row_classes: Sequence[int] = (),
+        believed: Mapping[int, float] = {},
     ) -> None:
         """``adaptive``: verify what pays; else all there is room for, and wait for nothing.
 
-        ``row_classes``: numbers of rows that steps are padded to (:class:`~speculation.verifying.budget.StepCost`).
+        ``row_classes``: numbers of rows that steps are padded to, ``believed``: seconds of a step by its tokens, until
+        such a step is measured (:class:`~speculation.verifying.budget.StepCost`).
         """
         self.shared_estimators = SharedEstimators()
         self._adaptive, self._lookup = adaptive, lookup
-        self._payoffs: defaultdict[int, Payoff] = defaultdict(lambda: Payoff(row_classes))  # by size class of the batch
+        self._payoffs: defaultdict[int, Payoff] = defaultdict(partial(Payoff, row_classes, believed))
+        """By size class of the batch."""
         self._quiet_for = SETTLE
         """Steps since a drafter was last at work for a session of the step."""
         self._follow = True

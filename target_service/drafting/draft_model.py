@@ -133,16 +133,8 @@ class DraftModel:
         rests = is_plain or not (payoff.drafting or payoff.probing)
         try:
             self._follow(running, part)
-            if self._open and not rests and not self._drafter.rests():
-                wanted = {
-                    key: sequence.session.lookahead_policy.agreement
-                    for sequence in drawing
-                    if (key := _key(sequence)) in self._open
-                }
-                for key in list(self._unread):
-                    self._hear(key)
-                rate, row_seconds = self._worth(len(drawing))
-                self._take(self._drafter.draft([_key(sequence) for sequence in part], wanted, rate, row_seconds))
+            if self._open and not rests and (self._drafter.rests() or not self._ask(part, drawing)):
+                self._judged = None  # a step without drafts, which is no probe
         except FATAL:
             raise
         except Exception:  # whatever a model may raise: the text does not need it
@@ -151,6 +143,19 @@ class DraftModel:
         self.seconds = time.perf_counter() - started
         self._counters.draft_microseconds += round(self.seconds * 1e6)
         return not is_plain
+
+    def _ask(self, part: Sequence[TargetSequence], drawing: Sequence[TargetSequence]) -> bool:
+        """Let it draft; False: nothing was worth it."""
+        wanted = {
+            key: sequence.session.lookahead_policy.agreement
+            for sequence in drawing
+            if (key := _key(sequence)) in self._open
+        }
+        for key in list(self._unread):
+            self._hear(key)
+        outgoing = self._drafter.draft([_key(sequence) for sequence in part], wanted, *self._worth(len(drawing)))
+        self._take(outgoing)
+        return bool(outgoing)
 
     def validate(self) -> None:
         """Raise AssertionError where its books contradict each other."""

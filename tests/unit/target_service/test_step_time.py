@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from target_service.step_account import STUCK_SECONDS, STUCK_TIMES, LongestStep
+from pathlib import Path
+
+from engine.cache.kv_cache import KVCache
+from engine.step import Engine
+from target_service.step_account import STUCK_SECONDS, STUCK_TIMES, LongestStep, time_steps
+from tests.unit.engine.engine_models import load_tiny
 
 
 def test_nothing_is_said_of_steps_before_one_was_measured() -> None:
@@ -30,3 +35,12 @@ def test_one_long_step_is_forgotten() -> None:
     for _ in range(1000):
         longest.observe(8, 1.0)
     assert longest.max_seconds(8) == STUCK_TIMES * 1.0
+
+
+def test_steps_are_timed_at_load_and_leave_nothing(tmp_path: Path) -> None:
+    model = load_tiny("llama", tmp_path, by_rows=False)
+    engine = Engine(model, KVCache(model.layers, 40, block=model.block, dtype=model.dtype, device="cpu"))
+    seconds = time_steps(engine)
+    assert list(seconds) == [1, 4, 16] and all(taken > 0.0 for taken in seconds.values())
+    assert engine.cache.free_tokens == engine.cache.capacity
+    engine.cache.validate()

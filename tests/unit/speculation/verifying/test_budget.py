@@ -270,3 +270,16 @@ def test_noise_moves_nothing_that_is_not_measured():
         tokens = noise.choice((1, 2, 3))
         cost.observe(tokens, (0.01 + 0.001 * tokens) * noise.uniform(0.7, 1.3))
     assert cost(9) == pytest.approx(0.019, rel=0.1)
+
+
+def test_what_is_believed_of_steps_holds_until_they_are_measured():
+    cost = StepCost(believed={1: 0.01, 16: 0.02, 64: 0.08})
+    assert not cost.known and not cost.measured_up_to(64)
+    assert [cost(tokens) for tokens in (1, 16, 40, 64)] == pytest.approx([0.01, 0.02, 0.05, 0.08])
+    cost.observe(16, 0.03)  # the others are then taken to be as much slower
+    assert cost.known and cost.measured_up_to(16) and not cost.measured_up_to(15)
+    assert [cost(tokens) for tokens in (1, 16, 64)] == pytest.approx([0.015, 0.03, 0.12])
+    for _ in range(50):
+        cost.observe(16, 0.03)
+        cost.observe(64, 0.05)
+    assert cost(64) == pytest.approx(0.05, rel=0.05)

@@ -516,3 +516,15 @@ def test_in_a_batch_one_tree_makes_the_step_a_dear_one():
     push(chain, 4, 5, 6)
     trees = made.plan([Asked(branched(made), 8), Asked(chain, 8)], 1.0).trees
     assert [tree is not None and not tree.branched and len(tree.nodes) for tree in trees] == [3, 3]
+
+
+def test_a_first_step_over_many_sessions_does_not_find_out_by_trying_what_drafts_cost():
+    """Of 16 texts with four likely drafts each, where each further token costs as much as a plain one."""
+    offered = []
+    for believed in ({}, {1: 0.01, 16: 0.02, 64: 0.08}):
+        made = Planner(believed=believed)
+        asked = [Asked(session(made), 8) for _ in range(16)]
+        for one in asked:
+            push(one.session, 5, 6, 7, 8, confidence=0.7)
+        offered.append(sum(len(tree.nodes) for tree in made.plan(asked, 0.0).trees if tree is not None))
+    assert offered[0] >= 32 and offered[1] == 0
