@@ -370,16 +370,16 @@ async def read_body(request: Request, max_bytes: int, take: Callable[[int], None
     ``take``: see :class:`BodyBudget`. Raises :class:`ApiError`, or ``ClientDisconnect`` when the client leaves
     meanwhile.
     """
-    refusal = ApiError("body_too_large", f"the body is larger than {max_bytes} bytes")
+    too_large = ApiError("body_too_large", f"the body is larger than {max_bytes} bytes")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > max_bytes:
-        raise refusal
+        raise too_large
     parts = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 if len(parts) + len(part) > max_bytes:
-                    raise refusal
+                    raise too_large
                 take(len(part))
                 parts += part
     except TimeoutError:
