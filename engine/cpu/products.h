@@ -210,7 +210,7 @@ template <typename W>
 void multiply(const Product& product, Then then, const Input<W>* x, int rows, float* out, int stride,
               Counters& counters, int phase, int threads) {
   const int total = (product.outputs + PANEL - 1) / PANEL;
-  const int block = std::max(1, std::min(total / (threads * 4), 16) / 4 * 4);
+  const int block = std::max(1, std::min(total / (threads * 4), 8) / 4 * 4);
   for (int from; (from = counters.take(phase, block)) < total;) {
     const int to = std::min(from + block, total);
     panels<W>(product, then, x, rows, out, stride, from, to);
