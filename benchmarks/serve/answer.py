@@ -80,6 +80,8 @@ class Answer:
     """The last event came that OpenAI's streams end with."""
     drafts: Drafts | None = None
     """None: not said."""
+    cached: int = 0
+    """Prompt tokens that the server says it had computed before."""
     _totals: list[int | None] = field(default_factory=list)
     """Tokens until then, by chunk; None where the server does not say."""
     _usage: int | None = None
@@ -105,6 +107,8 @@ class Answer:
         usage = _inner(event, "usage").get("completion_tokens")
         self._usage = usage if isinstance(usage, int) else self._usage
         self.drafts = self._drafts_of(event) or self.drafts
+        cached = _inner(_inner(event, "usage"), "prompt_tokens_details").get("cached_tokens")
+        self.cached = cached if isinstance(cached, int) else self.cached
 
     @property
     def sizes(self) -> tuple[int, ...] | None:

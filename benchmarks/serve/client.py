@@ -110,6 +110,8 @@ class Heard:
     digest: str = ""
     """Of the text."""
     drafts: Drafts | None = None
+    cached: int = 0
+    """Prompt tokens that the server had computed before."""
     error: str = ""
     """Its kind; empty: it went well."""
     detail: str = ""
@@ -159,6 +161,7 @@ async def ask(client: httpx.AsyncClient, body: Json, options: ServeOptions, numb
         answer.guessed,
         answer.digest,
         answer.drafts,
+        answer.cached,
         error,
         detail,
         pause,

@@ -67,6 +67,8 @@ class Figures:
     tokens: int
     guessed: bool
     """``tokens`` are chunks."""
+    cached: int
+    """Prompt tokens found in the server's prefix cache, as answers say."""
     by_token: bool
     """``itl`` is by token, not by chunk."""
     ttft: Spread | None
@@ -106,6 +108,7 @@ def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Figu
         seconds=seconds,
         tokens=tokens,
         guessed=any(one.guessed for one in ok),
+        cached=sum(one.cached for one in ok),
         by_token=all(one.sizes is not None for one in ok),
         ttft=_spread(map(ttft, ok)),
         itl=_spread(chain.from_iterable(map(gaps, ok))),

@@ -145,3 +145,10 @@ def test_errors_are_told_in_one_line() -> None:
     assert error_text({"error": {"message": "no", "param": "n"}}) == "no (n)"
     assert error_text({"detail": "pinned\nto another"}) == "pinned to another"
     assert len(error_text({"detail": "x" * 10_000})) == 300
+
+
+@pytest.mark.parametrize(("told", "cached"), [({"cached_tokens": 32}, 32), (None, 0), ({"cached_tokens": None}, 0)])
+def test_what_a_prefix_cache_had_is_told(told, cached) -> None:
+    answer = Answer()
+    answer.take(json.dumps({"choices": [], "usage": {"completion_tokens": 4, "prompt_tokens_details": told}}), 1.0)
+    assert answer.cached == cached

@@ -141,7 +141,7 @@ def test_what_is_compared_with_what() -> None:
 
 def test_a_reader_is_told_what_limits_the_figures() -> None:
     given = options(contenders=(A, replace(A, name="again")), pace=Pace(rate=2.0))
-    late = replace(ONE, due=9.0, sizes=None, guessed=True)
+    late = replace(ONE, due=9.0, sizes=None, guessed=True, cached=40)
     log = logged(given, ("a", [late]), ("again", [ONE]))
     log.turns[0].client_cpu, log.turns[0].running = 10.0, 1
     log.servers["a"] = Server(Make.OTHER, "m", "a answers to m, but lists n")
@@ -152,6 +152,7 @@ def test_a_reader_is_told_what_limits_the_figures() -> None:
         "share its prefix cache",
         "a: how many tokens a chunk has is not said",
         "a: tokens are not counted",
+        "from a prefix cache: 40 of a.",
         "interrupted with 1 requests",
         "of a core and may be what was measured",
         "1100 ms late",
