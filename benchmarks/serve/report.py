@@ -191,14 +191,19 @@ def notes(log: Log, options: ServeOptions, rows: Rows) -> list[str]:
         said.append(f"{', '.join(by_chunk)}: how many tokens a chunk has is not said, so latencies are between chunks.")
     if guessed := [name for name, row in rows if row.guessed]:
         said.append(f"{', '.join(guessed)}: tokens are not counted by the server; each chunk counts as one.")
-    if found := [f"{row.cached} of {name}" for name, row in rows if row.cached]:
-        said.append(
-            f"Prompt tokens that came from a prefix cache: {', '.join(found)}. That flatters whoever has one beside "
-            "whoever has none; prompts that no earlier run had avoid it."
-        )
+    said += _cached(rows)
     for name, row in rows:
         said += _warnings(name, row)
     return said
+
+
+def _cached(rows: Rows) -> list[str]:
+    if found := [f"{row.cached} of {name}" for name, row in rows if row.cached]:
+        return [
+            f"Prompt tokens that came from a prefix cache: {', '.join(found)}. That flatters whoever has one beside "
+            "whoever has none; prompts that no earlier run had avoid it."
+        ]
+    return []
 
 
 def _kept(log: Log) -> list[str]:
