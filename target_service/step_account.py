@@ -34,7 +34,7 @@ STUCK_TIMES, STUCK_SECONDS = 20.0, 10.0
 FORGETTING = 0.99
 """What is left of the longest time at the next step."""
 TIMED_TOKENS, TIMED_TIMES, TIMED_SECONDS = (1, 4, 16, 64), 3, 1.0
-"""Steps that are timed at load: their tokens, how often each, and after how many seconds the rest is left out."""
+"""Steps that are timed at load: their tokens, how often each, and after how many seconds larger ones are left out."""
 
 
 def time_steps(engine: StepEngine) -> Mapping[int, float]:

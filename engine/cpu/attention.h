@@ -82,13 +82,10 @@ inline const float* value_at(const void* cache, const size_t* at, size_t head, b
   if (!half) return static_cast<const float*>(cache) + at[0] + head;
   const uint16_t* source = static_cast<const uint16_t*>(cache) + at[0] + head;
   for (int i = 0; i < size; i += WIDTH) {
-#ifdef __AVX512BF16__
-    if constexpr (PER<N> == 2) {
+    if constexpr (PER<N> == 2)
       store(copy + i, paired(source + i, second ? source - at[0] + at[1] + i : nullptr));
-      continue;
-    }
-#endif
-    store(copy + i, widened(source + i));
+    else
+      store(copy + i, widened(source + i));
   }
   return copy;
 }
@@ -173,13 +170,9 @@ inline void weigh_part(const N* weights, const float* const* values, int from, i
       for (int v = 0; v < V; ++v) acc[r][v] = multiply_add(weights[r * (SPLIT / PER<N>) + k], value[v], acc[r][v]);
   };
   int k = from / PER<N>;
-#ifdef __AVX512BF16__
   if (from % PER<N>) add(k++, [](Vec words) { return half_of(words, true); });
-#endif
   for (; k < to / PER<N>; ++k) add(k, [](Vec words) { return words; });
-#ifdef __AVX512BF16__
   if (to % PER<N> && to > from) add(k, [](Vec words) { return half_of(words, false); });
-#endif
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) store(out + r * size + i + v * WIDTH, acc[r][v]);
 }
@@ -217,6 +210,8 @@ inline void attend(const Attention& a, int first, int from, int to) {
   const int queries = members * per_key, common = std::max(a.rows.common[first], a.rows.reach[first]);
   const int words = size / PER<N>, all_queries = heads * queries;
   const size_t of_head = (size_t)SPLIT * size / PER<N>;
+  const auto row_of = [&](int q) { return first + q % queries / per_key; };
+  const auto head_of = [&](int q) { return (from + q / queries) * per_key + q % per_key; };
   room(space.at, SPLIT);
   room(space.keys, heads * of_head);
   if (s.half) room(space.copies, heads * of_head);
@@ -231,8 +226,7 @@ inline void attend(const Attention& a, int first, int from, int to) {
   space.maxima.assign(all_queries, LOWEST);
   space.queries.clear();
   for (int q = 0; q < all_queries; ++q) {
-    const int row = first + q % queries / per_key, head = (from + q / queries) * per_key + q % per_key;
-    const float* query = a.query + (size_t)row * a.stride + (size_t)head * size;
+    const float* query = a.query + (size_t)row_of(q) * a.stride + (size_t)head_of(q) * size;
     if constexpr (PER<N> == 2) {
       to_pairs(query, size, &space.words[(size_t)q * words], 1);
       space.queries.push_back(&space.words[(size_t)q * words]);
@@ -319,7 +313,7 @@ inline void attend(const Attention& a, int first, int from, int to) {
     for (int m = 0; m < members; ++m) {
       const int count = seen_by(m), hidden = hidden_from(m);
       if (count <= hidden) continue;
-      place_own(m);
+      if (members > 1) place_own(m);  // again: another row's are there by now
       for (int q = m * per_key; q < all_queries; q += queries) {
         weigh(weights + (size_t)q * SPLIT / PER<N>, per_key, &space.values[q / queries * SPLIT / PER<N>],
               std::max(hidden, weighed), count, size, &space.part[(size_t)q * size]);
@@ -337,8 +331,7 @@ inline void attend(const Attention& a, int first, int from, int to) {
     }
   }
   for (int q = 0; q < all_queries; ++q) {
-    const int row = first + q % queries / per_key, head = (from + q / queries) * per_key + q % per_key;
-    float* out = a.out + ((size_t)row * s.query_heads + head) * size;
+    float* out = a.out + ((size_t)row_of(q) * s.query_heads + head_of(q)) * size;
     const Vec total = all(space.totals[q]);
     for (int i = 0; i < size; i += WIDTH) store(out + i, load(&space.sums[(size_t)q * size + i]) / total);
   }

@@ -107,6 +107,8 @@ struct Pair {};
 constexpr bool PAIRS = false;
 inline void to_pairs(Vec, Pair*) {}
 inline void to_pairs(const float*, int, Pair*, int) {}
+inline Vec paired(const uint16_t*, const uint16_t*) { return zero(); }
+inline Vec half_of(Vec words, bool) { return words; }
 #endif
 
 // Of all lanes: the upper half is added to the lower one, until one is left.
