@@ -13,10 +13,12 @@ it hit (Tene's "coordinated omission").
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import httpx
@@ -26,6 +28,8 @@ from benchmarks.serve.client import NOT_SENT, Heard, ask, body, connect
 from benchmarks.serve.probe import Server, ServerError, identify
 from benchmarks.serve.settings import MOST_OPEN, PLAIN_SUFFIX, Make, ServeOptions, ServerContender
 
+RESUMED = 0.2
+"""Seconds that servers which stood still have for what is overdue, such as closing connections that were idle."""
 Ask = Callable[[int, float], Awaitable[float]]
 """Send the request of this number, due then; when it is over, for how long its sender should pause."""
 Skip = Callable[[int, float], None]
@@ -125,7 +129,28 @@ async def measure(options: ServeOptions, prompts: list[Prompt], log: Log, report
         for number in range(options.rounds):
             for contender in order(log.contenders, number):
                 report(f"round {number + 1} of {options.rounds}: {contender.name}")
-                await runner.take(contender, number, log)
+                async with stopped(one.process for one in options.contenders if one.url != contender.url):
+                    await runner.take(contender, number, log)
+
+
+@asynccontextmanager
+async def stopped(processes: Iterable[int | None]) -> AsyncIterator[None]:
+    """The groups of these processes stand still meanwhile. Raises :class:`ServerError` where one is gone."""
+    groups = list[int]()
+    try:
+        for process in filter(None, processes):
+            try:
+                groups.append(os.getpgid(process))
+                os.killpg(groups[-1], signal.SIGSTOP)
+            except (ProcessLookupError, PermissionError) as error:
+                raise ServerError(f"--process {process}: cannot be stopped: {error}") from error
+        yield
+    finally:
+        for group in groups:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGCONT)
+        if groups:
+            await asyncio.sleep(RESUMED)
 
 
 def order(everyone: Sequence[ServerContender], number: int) -> Sequence[ServerContender]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -49,6 +50,8 @@ class ServerContender:
     api_key: str = field(default="", repr=False)
     plain: bool = False
     """Speculation is switched off, request by request; Paceline only."""
+    process: int | None = None
+    """A process of the server's; its process group stands still while others have their turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,9 @@ class ServeBench(Bench):
              help="more fields, for all or one contender; null leaves one out")  # fmt: skip
         flag("--api-key-env", action="append", default=[], metavar="[NAME=]VARIABLE",
              help="variable with the API key, of all or one contender")  # fmt: skip
+        flag("--process", action="append", default=[], metavar="NAME=PID",
+             help="stop this contender's process group while others have their turn, "
+                  "so that a server that polls takes no time from them")  # fmt: skip
         add_flags(parser, ServeOptions)
 
     def read(self, args: argparse.Namespace) -> ServeOptions:
@@ -178,8 +184,11 @@ def _contenders(args: argparse.Namespace) -> tuple[ServerContender, ...]:
     extras = {name: _json(text) for name, text in _by_name("--extra-body", args.extra_body, urls).items()}
     keys = {name: _key(variable) for name, variable in _by_name("--api-key-env", args.api_key_env, urls).items()}
     models = _by_name("--model", args.model, urls)
+    processes = {name: _process(text) for name, text in _by_name("--process", args.process, urls).items()}
     return tuple(
-        ServerContender(name, url, models.get(name, ""), extras.get(name, {}), keys.get(name, ""))
+        ServerContender(
+            name, url, models.get(name, ""), extras.get(name, {}), keys.get(name, ""), process=processes.get(name)
+        )
         for name, url in urls.items()
     )
 
@@ -231,6 +240,17 @@ def _json(text: str) -> dict[str, Any]:
     if value.get("stream", True) is not True or value.get("n") not in (None, 1):
         raise BadInput("--extra-body: requests are streamed and have one answer; leave out stream and n")
     return value
+
+
+def _process(text: str) -> int:
+    """The id of a process whose group can be stopped."""
+    try:
+        group = os.getpgid(int(text))
+    except (ValueError, OverflowError, ProcessLookupError) as error:
+        raise BadInput(f"--process {text}: must be the id of a process on this machine") from error
+    if group == os.getpgrp():
+        raise BadInput(f"--process {text}: is of this command's own process group; start the server by setsid")
+    return int(text)
 
 
 def _key(variable: str) -> str:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from itertools import count, islice
+from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.serve import rounds as arrivals
-from benchmarks.serve.rounds import at_once, at_rate, offsets
+from benchmarks.serve.probe import ServerError
+from benchmarks.serve.rounds import at_once, at_rate, offsets, stopped
 
 
 def gaps(rate: float, seed: int, turn: int, n: int = 4000) -> list[float]:
@@ -99,3 +104,26 @@ async def test_senders_pause_when_told(monkeypatch) -> None:
 
     await at_once(iter(range(3)), 1, ask)
     assert asked == pytest.approx([0.0, 0.04, 0.08])
+
+
+def stands_still(process: int) -> bool:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].startswith("T")
+
+
+@pytest.fixture
+def server() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends when it is told to, unless it stands still."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as process:
+        yield process
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="states of processes are read from /proc")
+async def test_other_servers_stand_still_meanwhile_and_go_on(monkeypatch: pytest.MonkeyPatch, server) -> None:
+    monkeypatch.setattr(arrivals, "RESUMED", 0.0)
+    async with stopped([None, server.pid]):
+        while not stands_still(server.pid):
+            await asyncio.sleep(0.001)
+    server.communicate(b"\n")
+    assert server.returncode == 0
+    with pytest.raises(ServerError, match=f"--process {server.pid}: cannot be stopped"):
+        await stopped([server.pid]).__aenter__()

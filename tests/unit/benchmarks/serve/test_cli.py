@@ -57,6 +57,8 @@ def started(monkeypatch) -> list[ServeOptions]:
         (["--extra-body", "other={}"], "there is no such contender, only 127.0.0.1:8000"),
         (["--extra-body", "{}", "--extra-body", "{}"], "given twice for 127.0.0.1:8000"),
         (["--api-key-env", "NO_SUCH_KEY"], "--api-key-env NO_SUCH_KEY: there is no such variable"),
+        (["--process", "first"], "--process first: must be the id of a process on this machine"),
+        (["--process", "0"], "--process 0: is of this command's own process group"),
         (["--json", "/nowhere/x.json"], "no such folder"),
         (["--out", __file__], "is not a folder"),
     ],
