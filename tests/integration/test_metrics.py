@@ -14,6 +14,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.service import Router, RouterSettings
+from router.sessions.snapshot import WorkerState
 from speculation.events import Role
 from speculation.verifying import planner
 from tests.monitoring import FROM_CONTROLLER, SCRAPING, expressions, needs_prometheus, rules_beside, unknown_names
@@ -60,11 +61,13 @@ def values(text: str) -> dict[str, float]:
 
 
 async def heartbeat(router: Router, committed: int) -> None:
-    """Wait until the target's own account has reached the router."""
+    """Wait until the target's own account has reached the router, and the drafter's has."""
     async with asyncio.timeout(60):
         while True:
-            loads = [worker.load for worker in router.dispatcher.snapshot().workers]
-            if any(load.counters.get("committed", 0) >= committed and not load.sessions for load in loads):
+            up = [worker for worker in router.dispatcher.snapshot().workers if worker.state is not WorkerState.DOWN]
+            drafted = any(worker.load.counters.get("proposed", 0) for worker in up if worker.role is Role.DRAFT)
+            loads = [worker.load for worker in up if worker.role is Role.TARGET]
+            if drafted and any(load.counters.get("committed", 0) >= committed and not load.sessions for load in loads):
                 return
             await asyncio.sleep(0.02)
 
