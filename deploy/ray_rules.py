@@ -18,6 +18,7 @@ from deploy.manifests import (
     where,
 )
 from deploy.reference_rules import redis_of
+from router.http.asgi import HEAD_SECONDS, STALL_SECONDS
 
 MAX_NAME_CHARACTERS = 47
 INITIALIZING = "ray.io/initializing-timeout"
@@ -25,6 +26,10 @@ DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 DEFAULT_DRAIN_SECONDS = 30.0
 HARD_STOP = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
 DEFAULT_HARD_STOP_SECONDS = 120.0
+CLIENT_TIMEOUT = "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"
+DEFAULT_CLIENT_SECONDS = 3600.0
+MAX_CLIENT_SECONDS = min(HEAD_SECONDS, STALL_SECONDS)
+"""What a router that serves HTTP itself gives a client to send a head, or to read on. HAProxy takes 0 for no limit."""
 WORDS = {
     "RAY_SERVE_HAPROXY_BINARY_PATH": "/app/cluster/ray/haproxy.sh",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.ray.proxy.middleware",
@@ -180,6 +185,12 @@ def _of_proxies(container: Object) -> Iterator[str]:
         if environment.get(name) != value:
             said = environment.get(name) or "not set"
             yield f"{name} is {said}; without {value} a request whose router dies ends in a bare 500"
+    seconds = _number(container, CLIENT_TIMEOUT, DEFAULT_CLIENT_SECONDS)
+    if not 0 < seconds <= MAX_CLIENT_SECONDS:
+        yield (
+            f"{CLIENT_TIMEOUT} is {seconds:g}; above 0 and at most {MAX_CLIENT_SECONDS:g}, "
+            "HAProxy cuts clients that send no whole head or read nothing"
+        )
 
 
 def _of_shutdown(group: Object) -> Iterator[str]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
+import yaml
+
 from benchmarks.harness.command import Bench
 from benchmarks.harness.options import BadInput, Options, flag
-from cluster.config.environment import BUNDLED
+from cluster.config.environment import BUNDLED, CHECKOUT, current
 from cluster.config.pools import DTYPES
 
 TARGETS, DRAFTS, ROUTERS, RANKS = 2, 2, 1, 2
@@ -88,7 +91,7 @@ class SoakOptions(FaultOptions):
 
 CHAOS = Bench(
     "streams under faults: workers killed and hung, nodes removed, the pool replaced, too much load",
-    "On a Ray cluster of pretend nodes on this machine. Takes about ten minutes; exit code 1 if a row fails.",
+    "On a Ray cluster of pretend nodes on this machine. Takes about half an hour; exit code 1 if a row fails.",
     ChaosOptions,
     "benchmarks.chaos.run",
     "chaos",
@@ -124,3 +127,12 @@ def configuration(port: int, dtype: str) -> dict[str, Any]:
         # The GPU nodes have no CPUs, which keeps routers away from them.
         "ray": {"cpus_per_worker": 0, "placement_timeout": 120},
     }
+
+
+def haproxy_environment() -> dict[str, str]:
+    """What the manifests tell every node of HAProxy, with this checkout for that of the image."""
+    service = yaml.safe_load((CHECKOUT / "deploy/kubernetes/base/rayservice.yaml").read_text(encoding="utf-8"))
+    (head,) = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"]
+    told = {entry["name"]: entry["value"] for entry in head["env"] if "PROXY" in entry["name"]}
+    python = {"PATH": f"{Path(sys.executable).parent}:{current()['PATH']}"}
+    return python | {name: value.replace("/app/", f"{CHECKOUT}/") for name, value in told.items()}

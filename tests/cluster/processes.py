@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import psutil
-import yaml
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "cluster.cli"]
@@ -25,15 +24,6 @@ STAGE = re.compile(r"^(?!paceline: ).* \.\.\.\n", re.MULTILINE)
 
 STARTS = 600.0
 """Seconds that all parts on a Ray of their own may take to start."""
-
-
-def haproxy_environment() -> dict[str, str]:
-    """What the manifests tell the head, and so every pod, of HAProxy; with this checkout for that of the image."""
-    service = yaml.safe_load((CHECKOUT / "deploy/kubernetes/base/rayservice.yaml").read_text())
-    (head,) = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"]
-    told = {entry["name"]: entry["value"] for entry in head["env"] if "PROXY" in entry["name"]}
-    python = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    return python | {name: value.replace("/app/", f"{CHECKOUT}/") for name, value in told.items()}
 
 
 def run(*arguments: str, timeout: float = PATIENCE, stdin: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,8 @@ import json
 import httpx
 import pytest
 
-from tests.cluster.processes import PATIENCE, STARTS, Paceline, haproxy_environment
+from benchmarks.chaos.settings import haproxy_environment
+from tests.cluster.processes import PATIENCE, STARTS, Paceline
 from tests.cluster.streams import TIMEOUT, body, plain, prompts
 from tests.ports import free_port
 

@@ -175,6 +175,7 @@ def test_image_tells_ray_what_the_manifests_tell_it() -> None:
         name: value for name, value in said.items() if name.startswith("RAY_")
     }
     assert said["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] == "3600"
+    assert said["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"] == "60"
     assert said["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64"  # on GKE
 
 

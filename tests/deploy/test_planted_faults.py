@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from deploy.manifests import Manifests
-from deploy.ray_rules import AUTHORITY, HARD_STOP, RETRIES, WORDS
+from deploy.ray_rules import AUTHORITY, CLIENT_TIMEOUT, HARD_STOP, RETRIES, WORDS
 from deploy.validate import findings
 from tests.deploy.overlays import needs_kubectl, one, rendered
 
@@ -260,6 +260,17 @@ FAULTS = [
         "HAProxy's own hard stop",
         lambda c: container(c.head)["env"].remove(named(container(c.head)["env"], HARD_STOP)),
         "head: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S is 120",
+    ),
+    Fault(
+        "clients that hold connections for an hour",
+        lambda c: container(c.head)["env"].remove(named(container(c.head)["env"], CLIENT_TIMEOUT)),
+        "head: RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S is 3600; above 0 and at most 60, HAProxy cuts clients",
+    ),
+    Fault(
+        "clients that hold connections for ever",
+        lambda c: [named(container(g)["env"], CLIENT_TIMEOUT).update(value="0") for g in (c.router, c.large)],
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S is 0; above 0 and at most 60, HAProxy cuts clients",
+        places=2,
     ),
     Fault(
         "bare 500s from HAProxy",

