@@ -136,6 +136,10 @@ class Processes:
         """The routers' processes."""
         return self.found(f"{REPLICA}Router")
 
+    def haproxies(self) -> list[Process]:
+        """The processes of HAProxy: the one that is asked, and older ones that still carry streams."""
+        return self.found("bin/haproxy")
+
     def _all(self) -> Iterator[Process]:
         for handle in self._root.children(recursive=True):
             with contextlib.suppress(*GONE):

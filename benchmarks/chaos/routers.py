@@ -109,6 +109,8 @@ def objections(replies: Sequence[Reply], killed: float, right: Mapping[int, str]
 async def long_streams(stage: Stage, options: ChaosOptions) -> FaultResult:
     """A router comes while streams last, then all are replaced, the streams' own one too, which stays until they end.
 
+    With every change Serve replaces HAProxy: the one that carries the streams has to stay as well.
+
     Not how fast a machine is decides how long a stream lasts, but that its target is stopped wherever it is ahead.
     """
     async with stage.changed():
@@ -120,10 +122,12 @@ async def _all_replaced(stage: Stage, options: ChaosOptions) -> FaultResult:
     first = stage.take_numbers(options.streams)
     requests = [body | plain for body in options.requests(LONG_TOKENS, options.streams, first=first)]
     before = {router.pid for router in await asyncio.to_thread(stage.processes.routers)}
-    came = set[int]()
+    carriers = {haproxy.pid for haproxy in await asyncio.to_thread(stage.processes.haproxies)}
+    came, successors = set[int](), set[int]()
 
     async def sample() -> None:
         came.update({router.pid for router in await asyncio.to_thread(stage.processes.routers)} - before)
+        successors.update({haproxy.pid for haproxy in await asyncio.to_thread(stage.processes.haproxies)} - carriers)
 
     async with Workload(stage.url, requests, options.streams) as load:
         await load.begun(BEGIN_SECONDS)
@@ -139,10 +143,13 @@ async def _all_replaced(stage: Stage, options: ChaosOptions) -> FaultResult:
     complaints = too_short(load.replies, replaced, LONG_SECONDS)
     if len(came) < COMING_ROUTERS:
         complaints.append(f"{len(came)} routers came while streams lasted, wanted at least {COMING_ROUTERS}")
+    if not (carriers and successors):
+        complaints.append(f"HAProxy was not replaced below the streams: {len(carriers)} ran, {len(successors)} came")
     counted = tally(load.replies, await stage.right_texts(requests, load.replies))
     lasted = [(reply.ended or 0.0) - reply.sent for reply in load.replies]
     when = (
-        f"all routers were replaced {replaced - began:.0f} s after they had begun; {len(came)} routers came meanwhile"
+        f"all routers were replaced {replaced - began:.0f} s after they had begun; {len(came)} routers and "
+        f"{len(successors)} HAProxies came meanwhile"
     )
     notes = [f"streams lasted {min(lasted):.0f} to {max(lasted):.0f} s, and {when}"]
     return FaultResult(options.streams, counted, 0.0, complaints, notes)

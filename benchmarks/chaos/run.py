@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 
 from benchmarks.chaos import scenarios, settings, soak
 from benchmarks.chaos.records import FaultResult
+from benchmarks.chaos.scenarios import Scenario
 from benchmarks.chaos.settings import ChaosOptions, FaultOptions, SoakOptions, configuration
 from benchmarks.chaos.stage import Stage, running
 from benchmarks.harness.options import known
@@ -24,7 +26,8 @@ NOTES = (
     "Load and random faults ask for a few requests again and again; every other row asks only for new ones, whose "
     "texts no target has in its cache.",
     "A node is removed by killing all its processes at once, and comes back ten seconds later. Clients connect "
-    "through the head, which is not removed.",
+    "through the head, which is not removed, and there through Serve's own proxy; long streams through HAProxy, as in "
+    "Kubernetes.",
 )
 
 
@@ -37,40 +40,48 @@ def chaos(options: ChaosOptions) -> int:
             say(f"{row.name:16} {row.fault}")
         return 0
 
-    async def play(stage: Stage) -> list[FaultResult]:
-        outcomes = []
-        for scenario in rows:
-            if not options.only or scenario.name in options.only:
-                say(f"{scenario.name}: {scenario.fault}")
-                outcomes.append(await scenarios.run(scenario, stage, options))
-                say(f"  {verdict(outcomes[-1])}")
-                result(options, outcomes).save()  # a run of many minutes may be cut short
-                if stage.ended:
-                    await stage.up()
-        return outcomes
+    outcomes: list[FaultResult] = []
 
-    return _run(options, play)
+    async def play(stage: Stage, rows: Sequence[Scenario]) -> None:
+        for scenario in rows:
+            say(f"{scenario.name}: {scenario.fault}")
+            outcomes.append(await scenarios.run(scenario, stage, options))
+            say(f"  {verdict(outcomes[-1])}")
+            result(options, outcomes).save()  # a run of many minutes may be cut short
+            if stage.ended:
+                await stage.up()
+
+    for haproxy in (False, True):
+        chosen = [row for row in rows if row.haproxy is haproxy and (not options.only or row.name in options.only)]
+        if chosen:
+            _on_stage(options, partial(play, rows=chosen), haproxy=haproxy)
+    return _published(options, outcomes)
 
 
 def random_faults(options: SoakOptions) -> int:
     """The same for random faults."""
+    outcomes: list[FaultResult] = []
 
-    async def play(stage: Stage) -> list[FaultResult]:
+    async def play(stage: Stage) -> None:
         say(f"random faults of seed {options.seed}:")
-        return [await soak.soak(stage, options, say)]
+        outcomes.append(await soak.soak(stage, options, say))
 
-    return _run(options, play)
+    _on_stage(options, play)
+    return _published(options, outcomes)
 
 
-def _run(options: FaultOptions, play: Callable[[Stage], Awaitable[list[FaultResult]]]) -> int:
-    async def on_stage() -> list[FaultResult]:
-        say("starting the cluster")
+def _on_stage(options: FaultOptions, play: Callable[[Stage], Awaitable[None]], *, haproxy: bool = False) -> None:
+    async def run() -> None:
+        say("starting the cluster, behind HAProxy" if haproxy else "starting the cluster")
         with closing(HeldPort()) as port:
-            async with running(configuration(port.number, options.dtype)) as stage:
+            async with running(configuration(port.number, options.dtype), haproxy=haproxy) as stage:
                 say(f"Paceline serves at {stage.url}")
-                return await play(stage)
+                await play(stage)
 
-    outcomes = asyncio.run(on_stage())
+    asyncio.run(run())
+
+
+def _published(options: FaultOptions, outcomes: Sequence[FaultResult]) -> int:
     result(options, outcomes).publish()
     return 0 if all(outcome.holds for outcome in outcomes) else FAILED
 

@@ -49,6 +49,8 @@ class Scenario:
     fault: str
     wanted: Requirement
     drive: Drive
+    haproxy: bool = False
+    """Whether clients come by HAProxy, and not by Serve's own proxy."""
 
 
 def scenarios(options: ChaosOptions) -> list[Scenario]:
@@ -76,14 +78,13 @@ def scenarios(options: ChaosOptions) -> list[Scenario]:
     rows.append(Scenario("one-way", heard, Requirement("found by pings; silence under 5 s", 5.0), one_way_stall))
     again = Requirement("only its streams break; asked again, the same text", 1.0)
     rows.append(Scenario("kill-router", "kill -9 of one of two routers", again, kill_router))
-    whole = Requirement(f"streams complete, {LONG_SECONDS:.0f} s later and more")
-    rows.append(
-        Scenario("long-streams", "a router comes, then all are replaced, below long streams", whole, long_streams)
-    )
     follow = Requirement("pools follow, no flapping")
     bounded = Requirement("429s before acceptance only, bounded queue")
     rows.append(Scenario("ramp", "load ramp 1 to 32 to 0 streams", follow, ramp))
     rows.append(Scenario("overload", f"4 times capacity for {options.overload:g} s", bounded, overload))
+    replaced = "a router comes, then all are replaced, and HAProxy with each change, below long streams"
+    whole = Requirement(f"streams complete, {LONG_SECONDS:.0f} s later and more")
+    rows.append(Scenario("long-streams", replaced, whole, long_streams, haproxy=True))
     return rows
 
 

@@ -24,7 +24,7 @@ import yaml
 from benchmarks.chaos.nodes import ENVIRONMENT
 from benchmarks.chaos.processes import Processes, WorkerReplica
 from benchmarks.chaos.records import Reply
-from benchmarks.chaos.settings import HEAL_SECONDS, Body
+from benchmarks.chaos.settings import HEAL_SECONDS, Body, haproxy_environment
 from benchmarks.chaos.workload import client, plain_text
 from benchmarks.harness.command import BenchError
 from cluster.config.environment import CHECKOUT, current
@@ -49,13 +49,13 @@ class StageError(BenchError):
 class Stage:
     """A cluster, as the two processes that hold it: the nodes, and ``paceline up``."""
 
-    def __init__(self, nodes: Process, address: str, folder: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, nodes: Process, address: str, folder: Path, settings: dict[str, Any], *, haproxy: bool) -> None:
         """Made by :func:`running`."""
         self.processes = Processes(nodes.pid)
         self.url = f"http://127.0.0.1:{settings['router']['port']}"
         self._ranks = settings["target"]["tensor_parallel_size"]
         self._nodes, self._address, self._folder = nodes, address, folder
-        self._settings = settings
+        self._settings, self._haproxy = settings, haproxy
         self._texts: dict[str, str] = {}
         self._numbers = 0
         self._up: Process | None = None
@@ -240,28 +240,39 @@ class Stage:
         command = [sys.executable, "-m", "cluster.cli", "up", "--address", self._address, "--config", str(file), *flags]
         with (self._folder / log).open("w") as output:
             return await asyncio.create_subprocess_exec(
-                *command, cwd=CHECKOUT, stdin=DEVNULL, stdout=output, stderr=STDOUT, env=environment()
+                *command,
+                cwd=CHECKOUT,
+                stdin=DEVNULL,
+                stdout=output,
+                stderr=STDOUT,
+                env=environment(haproxy=self._haproxy),
             )
 
 
-def environment() -> dict[str, str]:
+def environment(*, haproxy: bool = False) -> dict[str, str]:
     """Of every process of the stage."""
-    return {**current(), **ENVIRONMENT, "PYTHONPATH": str(CHECKOUT), "PYTHONUNBUFFERED": "1"}
+    told = haproxy_environment() if haproxy else {}
+    return {**current(), **ENVIRONMENT, **told, "PYTHONPATH": str(CHECKOUT), "PYTHONUNBUFFERED": "1"}
 
 
 @asynccontextmanager
-async def running(settings: dict[str, Any]) -> AsyncIterator[Stage]:
-    """A stage that serves, with all its workers. Raises :class:`StageError`."""
+async def running(settings: dict[str, Any], *, haproxy: bool = False) -> AsyncIterator[Stage]:
+    """A stage that serves, with all its workers. Raises :class:`StageError`.
+
+    ``haproxy``: behind HAProxy, as in Kubernetes, and not behind Serve's own proxy.
+    """
     port = settings["router"]["port"]
     command = [sys.executable, "-m", "benchmarks.chaos.nodes", "--serve", str(port)]
-    nodes = await asyncio.create_subprocess_exec(*command, cwd=CHECKOUT, stdin=PIPE, stdout=PIPE, env=environment())
+    nodes = await asyncio.create_subprocess_exec(
+        *command, cwd=CHECKOUT, stdin=PIPE, stdout=PIPE, env=environment(haproxy=haproxy)
+    )
     assert nodes.stdin is not None and nodes.stdout is not None
     try:
         address = (await asyncio.wait_for(nodes.stdout.readline(), NODES_SECONDS)).decode().strip()
         if not address:
             raise StageError("the pretend nodes did not start; why is on stderr")
         with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as folder:
-            stage = Stage(nodes, address, Path(folder), settings)
+            stage = Stage(nodes, address, Path(folder), settings, haproxy=haproxy)
             try:
                 await stage.up()
                 yield stage
