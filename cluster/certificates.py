@@ -109,9 +109,13 @@ def write_authority(folder: Path, authority: Issued) -> None:
 
 
 def write_roles(folder: Path, authority: Issued, now: datetime, life: timedelta = LIFE) -> None:
-    """New certificates of all roles and of the Redis behind Ray's head, each file replaced at once. Raises OSError."""
-    for role in (*ROLES, REDIS):
+    """New certificates of all roles and of the Redis behind Ray's head, each file replaced at once. Raises OSError.
+
+    That of Redis, which reads it when it starts and not again, lives as long as the authority whatever ``life`` is.
+    """
+    for role in ROLES:
         _write(folder, role, issue(authority, role, now, life))
+    _write(folder, REDIS, issue(authority, REDIS, now, AUTHORITY_LIFE))
 
 
 def now() -> datetime:

@@ -84,7 +84,7 @@ class DispatchLimits:
     sessions: int = 1024
     """Sessions at once; more are refused before anything is accepted."""
     unread: int = 4096
-    """Commits of a session that wait for its client; it ends where there are more, since no target waits."""
+    """Commits of a session that wait for its client, by their weight; it ends at so many, since no target waits."""
     session: SessionLimits = SessionLimits()
     poison: PoisonLimits = PoisonLimits()
     standby: Mapping[str, StandbyTargets] = field(default_factory=dict)
@@ -171,7 +171,10 @@ class Dispatcher:
                 item = await run.items.get()
                 if isinstance(item, GenerationError):
                     raise item
-                yield replace(item, more=True) if isinstance(item, Committed) and run.items.qsize() else item
+                if isinstance(item, Committed):
+                    run.unread -= item.weight
+                    item = replace(item, more=True) if run.items.qsize() else item
+                yield item
                 if isinstance(item, Ended):
                     return
         finally:
@@ -315,9 +318,11 @@ class Dispatcher:
             case Emit():
                 assert workers.target is not None
                 self._learn(run, workers.target, workers.draft, effect)
-                run.items.put_nowait(run.observer.committed(now, effect, workers))
-                if run.items.qsize() == self._limits.unread:
-                    why = f"the client is {self._limits.unread} commits behind; read faster, or ask for less"
+                committed = run.observer.committed(now, effect, workers)
+                run.items.put_nowait(committed)
+                run.unread += committed.weight
+                if run.unread >= self._limits.unread:
+                    why = f"the client is {run.items.qsize()} commits behind; read faster, or ask for less"
                     asyncio.get_running_loop().call_soon(self._give_up, run, "slow_reader", why)
             case Wake(at=at):
                 self._set_timer(run, at)

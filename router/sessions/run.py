@@ -129,7 +129,8 @@ class SpeculationTrace:
         self._tokens += len(proposal.tokens)
         if self._tokens <= MAX_TOKENS:
             after = self._numbers.get(proposal.anchor_digest)
-            self._passed.append(Passed(now - self._began, proposal, self._numbered(proposal), after))
+            shown = replace(proposal, q=())
+            self._passed.append(Passed(now - self._began, shown, self._numbered(proposal), after))
 
     def _numbered(self, proposal: Proposal) -> tuple[int, ...]:
         places: list[int] = []
@@ -243,6 +244,8 @@ class RunningSession:
     began: float
     """On the event loop's clock, in seconds."""
     items: asyncio.Queue[Committed | Ended | GenerationError] = field(default_factory=asyncio.Queue)
+    unread: int = 0
+    """What the commits in it weigh."""
     timer: asyncio.TimerHandle | None = None
     """The one wake-up that its session has asked for."""
     opened_at: PeerId | None = None

@@ -12,8 +12,11 @@ import grpc
 import pytest
 
 from cluster.certificates import now, write_roles
+from cluster.cli import main
+from cluster.doctor import workers
 from protos.paceline.v1 import worker_pb2_grpc as rpc
 from router.dispatch import Dispatcher
+from speculation.events import Role
 from speculation.messages import SessionId, Verification
 from tests.certificates import Authority
 from tests.integration.test_transport import OPEN, WELCOME, Echo, Heard
@@ -138,6 +141,32 @@ async def test_a_router_talks_to_no_stranger(ours, theirs, stranger, caplog):
         async with connecting(address, ours.identity("router")) as (_, heard):
             assert "UNAVAILABLE" in await logged(caplog, f"cannot reach target worker {address}: ")
             assert heard.events.empty()
+
+
+@pytest.fixture
+def identity_of_the_doctor(ours, monkeypatch) -> Identity | None:
+    """As whom it meets workers, where there are certificates."""
+    given: list[Identity | None] = []
+
+    async def met(_addresses: object, identity: Identity | None = None) -> list[workers.Met]:
+        given.append(identity)
+        return []
+
+    monkeypatch.setattr(workers, "meet_all", met)
+    files = {"certificate": "{role}.crt", "key": "{role}.key", "authority": "ca.crt"}
+    settings = [f"--set=security.{name}={ours.folder}/{file}" for name, file in files.items()]
+    main(["doctor", "--target", "127.0.0.1:1", *settings])
+    (identity,) = given
+    return identity
+
+
+async def test_the_doctor_meets_workers_as_a_router_does(ours, identity_of_the_doctor, monkeypatch):
+    """A worker says nothing to others."""
+    async with listening(ours.identity("target"), Echo()) as address:
+        monkeypatch.setattr(workers, "WELCOME_SECONDS", 60.0)
+        assert (await workers.meet(Role.TARGET, address, identity_of_the_doctor)).welcome == WELCOME
+        monkeypatch.setattr(workers, "WELCOME_SECONDS", 0.5)
+        assert (await workers.meet(Role.TARGET, address, None)).welcome is None
 
 
 async def test_why_a_worker_cannot_be_reached_is_said_once(ours, caplog):

@@ -7,6 +7,7 @@ import subprocess
 import pytest
 import yaml
 
+from speculation.request.session import SessionLimits
 from tests.monitoring import ALERTS, SCRAPING, alerts, dashboard, needs_prometheus, panels, rules_beside
 
 EXPECTED = {
@@ -49,6 +50,11 @@ def test_every_alert_says_how_bad_it_is_and_where_to_read_on() -> None:
         assert rule["annotations"]["runbook_url"] == f"docs/alerts.md#{rule['alert'].lower()}"
 
 
+def test_an_alert_says_how_long_running_requests_wait_for_a_target() -> None:
+    (rule,) = [rule for rule in alerts() if rule["alert"] == "PacelineNoTarget"]
+    assert f"or else {SessionLimits().begun_timeout:.0f} s." in rule["annotations"]["description"]
+
+
 @needs_prometheus
 def test_prometheus_takes_the_configuration_and_the_rules() -> None:
     for command in (["config", str(SCRAPING)], ["rules", "--lint-fatal", str(ALERTS)]):
@@ -71,6 +77,8 @@ HEALTHY = {
     'paceline_kv_cache_usage_perc{model="m",role="target",worker="t"}': "0.99x200",
     'paceline_num_preemptions_total{model="m",role="target",worker="t"}': "5x200",
     'paceline_certificate_expiry_timestamp_seconds{file="tls.crt"}': "2000000x200",
+    'certmanager_certificate_expiration_timestamp_seconds{name="paceline-redis"}': "2000000x200",
+    'certmanager_certificate_expiration_timestamp_seconds{name="not-ours"}': "500000x200",
     'DCGM_FI_DEV_XID_ERRORS{Hostname="n",gpu="0",UUID="a"}': "43x200",  # of a program, not of the GPU
     'DCGM_FI_DEV_ROW_REMAP_FAILURE{Hostname="n",gpu="0",UUID="a"}': "0x200",
     'DCGM_FI_DEV_GPU_TEMP{Hostname="n",gpu="0",UUID="a"}': "60x200",
@@ -115,6 +123,10 @@ HEALTHY = {
         (
             "PacelineCertificateExpires",
             {'paceline_certificate_expiry_timestamp_seconds{file="tls.crt",pod="target"}': "500000x200"},
+        ),
+        (
+            "PacelineCertificateExpires",
+            {'certmanager_certificate_expiration_timestamp_seconds{name="paceline-redis"}': "500000x200"},
         ),
         ("PacelineGpuFaulty", {'DCGM_FI_DEV_XID_ERRORS{Hostname="n",gpu="0",UUID="a"}': "43x60 79x140"}),
         ("PacelineGpuFaulty", {'DCGM_FI_DEV_ROW_REMAP_FAILURE{Hostname="n",gpu="0",UUID="a"}': "1x200"}),

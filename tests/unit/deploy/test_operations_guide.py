@@ -7,13 +7,14 @@ import subprocess
 import pytest
 import yaml
 
+from cluster.certificates import new_authority, now
 from cluster.config.config import default_of
 from cluster.config.environment import CHECKOUT
-from deploy.reference_rules import SECRETS
+from deploy.reference_rules import CLOSED, SECRETS
 from tests.deploy.overlays import needs_kubectl
 
 DOCS = CHECKOUT / "docs"
-PAGES = ("operations", "install", "size", "upgrade", "alerts", "troubleshooting")
+PAGES = ("operations", "install", "faults", "security", "size", "upgrade", "alerts", "troubleshooting")
 GUIDE = "\n".join((DOCS / f"{page}.md").read_text(encoding="utf-8") for page in PAGES)
 ALERTS = CHECKOUT / "deploy" / "monitoring" / "alerts.yaml"
 NO_CLUSTER = {
@@ -44,7 +45,7 @@ def kubectl(words, made):
         assert (CHECKOUT / folder).exists(), folder
     verbs = re.sub(r"kubectl( -n \S+)?( --\S+)* ", "", words).split()[0]
     assert verbs in {"apply", "create", "delete", "drain", "edit", "exec", "get", "logs", "wait"}, verbs
-    if secret := re.search(r"create secret (generic (\S+).*)", words):
+    if secret := re.search(r"create secret (\S+ (\S+).*)", words):
         assert secret[1].strip() == SECRETS[secret[2]].command
 
 
@@ -124,7 +125,8 @@ def test_no_line_of_the_guide_goes_unchecked():
 @pytest.mark.parametrize("words", sorted({line for line in lines() if line.startswith("kubectl ")}))
 def test_kubectl_understands_a_line_of_the_guide(words, tmp_path):
     """As far as to ask a cluster; there is none."""
-    (tmp_path / "FILE").write_text("alice: 0123456789abcdef")
+    issued = new_authority(now())
+    (tmp_path / "FILE").write_bytes(issued.certificate_pem + issued.key_pem)
     cluster = tmp_path / "kubeconfig"
     cluster.write_text(yaml.safe_dump(NO_CLUSTER))
     line = words.replace("FILE", str(tmp_path / "FILE")).replace(" deploy/", f" {CHECKOUT}/deploy/")
@@ -135,6 +137,37 @@ def test_kubectl_understands_a_line_of_the_guide(words, tmp_path):
     )
     assert " refused" in done.stderr or (" create " in line and not done.returncode), done.stderr
     assert "usage" not in done.stderr
+
+
+def test_every_secret_that_is_made_by_hand_has_its_line():
+    for secret in SECRETS.values():
+        assert secret.unless or f"create secret {secret.command}" in GUIDE, secret.about
+
+
+def test_every_port_that_asks_for_no_key_is_in_the_table_of_doors():
+    doors = (DOCS / "security.md").read_text(encoding="utf-8").partition("\n## A hostile client\n")[0]
+    manifest = (CHECKOUT / "deploy" / "kubernetes" / "base" / "rayservice.yaml").read_text(encoding="utf-8")
+    for port in {*map(str, CLOSED), *re.findall(r"name: metrics, containerPort: (\d+)", manifest)}:
+        assert re.search(rf"^\| .* {port}\b", doors, re.MULTILINE), port
+
+
+def test_the_guide_says_what_the_loss_of_the_head_means():
+    text = " ".join(GUIDE.split())
+    assert "In `gpu` the head's loss is the cluster's: after a minute without it every Ray node ends" in text
+
+
+def test_the_routers_of_100_000_streams_follow_from_their_inputs():
+    """Commits a second, times what a commit costs in us, by the part of a core that may be used."""
+    page = (DOCS / "size.md").read_text(encoding="utf-8")
+    said = r"(\d+) us of CPU with one token, (\d+) with three, (\d+) with a proposal relayed"
+    ((one, three, relayed),) = re.findall(said, " ".join(page.split()))
+    numbers = r"\| ([\d,]+) \| ([\d,]+) \| (\d+)(?: \(drafted: (\d+)\))? \|"
+    rows = re.findall(rf"^\| [^|]+ \| [^|]+ \| [^|]*{numbers}", page, re.MULTILINE)
+    for row, cost, tokens in zip(rows, (one, relayed, three), (1, 1.96, 3), strict=True):
+        rate, commits = (int(number.replace(",", "")) for number in row[:2])
+        assert f"{rate / tokens:.3g}" == f"{commits:.3g}"
+        for cores, each in ((row[2], cost), (row[3], relayed)):
+            assert not cores or f"{commits * int(each) / 1e6 / 0.6:.2g}" == f"{int(cores):.2g}"
 
 
 def test_limits_are_the_defaults():

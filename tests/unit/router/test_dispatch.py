@@ -12,18 +12,19 @@ import pytest
 import uvloop
 
 from router.dispatch import Dispatcher, DispatchLimits
-from router.generation import Committed, Ended, Generation, GenerationError
+from router.generation import Committed, Details, Ended, Generation, GenerationError, Passed
 from router.sessions.choice import StandbyTargets
 from router.sessions.pool import Peer
 from router.sessions.run import session_of
 from speculation import digest as digests
-from speculation.events import Fail, PeerId, Placed, PoisonRequest, Role, Start, Tick
+from speculation.events import Fail, PeerId, Placed, PoisonRequest, Role, Start, StepMetadata, Tick
 from speculation.messages import (
     Close,
     FinishReason,
     FromWorker,
     Load,
     Open,
+    Proposal,
     RefusalCode,
     Refused,
     RequestOptions,
@@ -104,13 +105,22 @@ class Served:
     def drain(self, name: str) -> None:
         self.hear(name, Load(draining=True))
 
-    def verify(self, name: str, *tokens: int, finish: FinishReason | None = None) -> None:
+    def verify(
+        self,
+        name: str,
+        *tokens: int,
+        finish: FinishReason | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
         """Go on after what was opened there last and committed since."""
         opened = self.wires[name].last
         before = (*PROMPT, *(token for commit in self.commits for token in commit.tokens))
         before = before if len(before) > len(opened.tokens) else opened.tokens
         digest = digests.of((*before, *tokens))
-        self.hear(name, Verification(opened.session, opened.epoch, len(before), tokens, digest, finish=finish))
+        self.hear(
+            name,
+            Verification(opened.session, opened.epoch, len(before), tokens, digest, finish=finish, logprobs=logprobs),
+        )
 
     async def read(self, commits: int) -> None:
         """Until the client has had so many."""
@@ -532,6 +542,38 @@ async def test_a_client_that_is_too_far_behind_is_cut_off_with_what_there_was():
         await anext(texts)
     assert (read, caught.value.code) == ([(12,), (13,), (14,)], "slow_reader")
     await served.dispatcher.pool.close()
+
+
+LIKELIEST = TokenLogprobs(-1.0, tuple(range(20)), (-1.0,) * 20)
+"""As much as can be asked for of a token."""
+
+
+async def test_log_probabilities_that_wait_for_a_client_count_by_their_number():
+    served, texts = await begun(unread=9)
+    for token in (12, 13):
+        served.verify("a", token, logprobs=(LIKELIEST,))
+        served.commits.append(Committed((token,), 0, 0))
+    assert (await anext(texts)).metadata.logprobs == (LIKELIEST,)
+    served.verify("a", 14, logprobs=(LIKELIEST,))
+    served.commits.append(Committed((14,), 0, 0))
+    await asyncio.sleep(0)
+    assert served.dispatcher.running == 1, "what was read counts no more"
+    served.verify("a", 15, logprobs=(LIKELIEST,))
+    await asyncio.sleep(0)
+    assert served.dispatcher.running == 0
+    with pytest.raises(GenerationError, match="3 commits behind"):
+        async for _ in texts:
+            pass
+    await served.dispatcher.pool.close()
+
+
+def test_a_commit_weighs_what_it_says_of_its_tokens_and_drafts():
+    proposal = Proposal(SessionId(1), 1, 3, 0, tuple(range(16)), tuple(range(-1, 15)))
+    details = Details(0.0, (Passed(0.0, proposal),) * 2, "t", "d", 0)
+    prompts = StepMetadata(prompt_logprobs=(LIKELIEST,) * 1000)
+    assert Committed((1, 2), 1, 1, metadata=prompts).weight == 1
+    assert Committed((1, 2), 1, 1, metadata=StepMetadata(logprobs=(LIKELIEST,) * 8)).weight == 22
+    assert Committed((1, 2), 1, 1, details=details).weight == 5
 
 
 async def test_a_client_that_is_behind_a_text_that_has_ended_reads_it_to_its_end():

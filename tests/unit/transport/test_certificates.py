@@ -9,8 +9,18 @@ import stat
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from cryptography.x509 import load_pem_x509_certificate
 
-from cluster.certificates import IssueError, issue, new_authority, now, read_authority, write_authority, write_roles
+from cluster.certificates import (
+    REDIS,
+    IssueError,
+    issue,
+    new_authority,
+    now,
+    read_authority,
+    write_authority,
+    write_roles,
+)
 from tests.certificates import Authority
 from transport.tls import ROLES, Identity, TlsError, read
 
@@ -112,6 +122,13 @@ def test_no_certificate_outlives_its_authority():
     made = datetime(2026, 1, 1, tzinfo=UTC)
     authority = new_authority(made, timedelta(days=10))
     assert issue(authority, "draft", made, timedelta(days=90)).certificate.not_valid_after_utc == made + timedelta(10)
+
+
+def test_the_certificate_of_redis_lives_as_long_as_the_authority(ours):
+    """Redis does not read it again."""
+    write_roles(ours.folder, ours.issued, now(), timedelta(days=1))
+    redis = load_pem_x509_certificate((ours.folder / f"{REDIS}.crt").read_bytes())
+    assert redis.not_valid_after_utc == ours.issued.certificate.not_valid_after_utc
 
 
 def test_an_authority_is_kept_and_never_overwritten(ours):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.build import welcome
 from engine.exactness import EXACT
@@ -32,3 +33,23 @@ def test_ranks_and_exactness_decide_who_goes_on_with_a_text(dtype: str, apart: b
     one, other = introduced(exactness="not exact: in a batch, 3%"), introduced(exactness="not exact: in a tree, 4%")
     assert one.revision == other.revision
     assert (one.revision != alone.revision) == apart
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exactness", "apart"),
+    [("bf16", EXACT, True), ("bf16", "not exact: in a batch, 3%", False), ("fp32", EXACT, False)],
+)
+def test_only_gpus_of_one_kind_go_on_with_each_others_exact_texts(
+    dtype: str, exactness: str, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = EngineSettings(save_model("llama", tmp_path, num_hidden_layers=1), dtype=dtype)
+    loaded = load(settings.model, dtype=dtype, device="cpu", self_test=False)
+
+    def revision(device: str, name: str = "") -> int:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: name)
+        return welcome(settings, replace(loaded, device=torch.device(device)), "target", exactness).revision
+
+    one = revision("cuda", "NVIDIA L4")
+    assert one == revision("cuda", "NVIDIA L4")
+    assert (one != revision("cuda", "NVIDIA H100 80GB HBM3")) == apart
+    assert (one != revision("cpu")) == apart
