@@ -27,15 +27,21 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 from torch import Tensor
 
+from draft_service.eagle import HeadLookahead
+from draft_service.head_engine import HeadEngine
 from draft_service.lookahead import Lookahead
 from draft_service.translation.reading import OtherVocabulary
 from draft_service.translation.tokenizer import DraftTokenizer, SharedVocabulary
 from engine.cache.kv_cache import KVCache
+from engine.eagle.cached import CachedHead
+from engine.eagle.config import EagleConfig
+from engine.eagle.head import Attend, EagleHead
 from engine.forward import StepInput
 from engine.model import Model
 from engine.step import Engine
 from speculation.messages import (
     AllBut,
+    Features,
     Limits,
     Open,
     Proposal,
@@ -46,6 +52,7 @@ from speculation.messages import (
     SessionId,
     Source,
     Speculation,
+    Subscribe,
     Verification,
     Welcome,
 )
@@ -65,7 +72,9 @@ SEED = 20
 BOUND = 3.8
 """Standard errors."""
 LINK = "router"
-WELCOME = Welcome("target", "table", VOCABULARY, 10_000)
+FINGERPRINT = 7
+"""Of the head that drafts away from the target."""
+WELCOME = Welcome("target", "table", VOCABULARY, 10_000, head=FINGERPRINT)
 
 
 def other_vocabulary() -> SharedVocabulary:
@@ -96,14 +105,47 @@ class TableEngine(Engine):
             layers=0,
         )
         super().__init__(model, KVCache(0, 200_000, dtype=torch.float64, device="cpu"))
-        table = torch.tensor(
-            [[base[(token - last) % VOCABULARY] for token in range(VOCABULARY)] for last in range(VOCABULARY)]
-        )
-        noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        self._logits = table.double().log() + blur * noise
+        self._logits = logits_of(base, seed, blur)
 
     def _computed(self, inputs: StepInput, *_: object) -> Tensor:
+        self.aux = torch.ones(len(inputs.tokens), 1)
         return self._logits[torch.tensor(inputs.tokens)[torch.tensor(inputs.rows, dtype=torch.long)]]
+
+
+def logits_of(base: Sequence[float], seed: int = 0, blur: float = 0.0) -> Tensor:
+    """Behind each token, ``[V, V]``."""
+    table = torch.tensor(
+        [[base[(token - last) % VOCABULARY] for token in range(VOCABULARY)] for last in range(VOCABULARY)]
+    )
+    noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return table.double().log() + blur * noise
+
+
+class TableHead(EagleHead):
+    """A head that knows the last token, and whether the target's state has come: if not, it says something else."""
+
+    def __init__(self, fingerprint: int = 0) -> None:
+        size = VOCABULARY + 2
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        super().__init__(EagleConfig(size, 1, VOCABULARY, VOCABULARY, 1, 1, 1, size, 1, 1e-5, 10_000, rope))
+        self.fingerprint = fingerprint
+        self._logits = torch.stack((logits_of(OTHER), logits_of(BASE, seed=3, blur=0.5))).float()
+
+    def embed(self, tokens_N: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(tokens_N, self.config.hidden_size).float()
+
+    def fuse(self, aux_NA: Tensor) -> Tensor:
+        return aux_NA.expand(-1, self.config.hidden_size)
+
+    def forward(
+        self, embeddings_ND: Tensor, states_ND: Tensor, positions_N: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        del positions_N, attend
+        true_N1 = states_ND[:, -1:]
+        return torch.zeros_like(states_ND), torch.cat((embeddings_ND[:, :-1], true_N1), -1)
+
+    def logits(self, normed_ND: Tensor) -> Tensor:
+        return self._logits[normed_ND[:, -1].long(), normed_ND[:, :VOCABULARY].argmax(-1)]
 
 
 @dataclass
@@ -111,7 +153,7 @@ class Path:
     """One way through the loops."""
 
     speculation: Speculation = Speculation(sources=frozenset({Source.DRAFT}))
-    drafter: Callable[[], TableEngine] | None = None
+    drafter: Callable[[], TableEngine | HeadEngine] | None = None
     temperatures: tuple[float, ...] = (1.0,)
     limits: TargetLimits = TargetLimits(budget=Budget(drafts_per_session=4, verify=1000), adaptive=False)
     failovers: float = 0.0
@@ -126,6 +168,10 @@ class Path:
     """What the drafter shares with the target, if not all."""
     prediction: Callable[[int], tuple[int, ...]] | None = None
     """What the caller of a session, named by its number, expects."""
+    head: TableHead | None = None
+    """What the target has of one: the head, or what makes features for a drafter."""
+    features: float = 1.0
+    """Chance that features come with their verification; the others come a draft step later."""
 
 
 @dataclass
@@ -142,15 +188,25 @@ def targets_engine() -> TableEngine:
     return TableEngine(BASE)
 
 
+def head_engine() -> HeadEngine:
+    return HeadEngine(CachedHead(TableHead(), 200_000), targets_engine().model)
+
+
+def lookahead(engine: TableEngine | HeadEngine, vocabulary: SharedVocabulary | None) -> Lookahead:
+    if isinstance(engine, HeadEngine):
+        return HeadLookahead(engine, WELCOME)
+    return Lookahead(engine, WELCOME, reader=OtherVocabulary(engine.model, vocabulary) if vocabulary else None)
+
+
 def run(path: Path, sessions: int, seed: int = SEED) -> Count:
     rng = Random(seed)
     count = Count({temperature: Counter() for temperature in path.temperatures})
     engine = targets_engine()
+    engine.eagle = path.head
     draft_engine = path.drafter() if path.drafter else None
     target = VerifyLoop(engine, WELCOME, path.limits)
     for first in range(0, sessions, BATCH):
-        reader = OtherVocabulary(draft_engine.model, path.vocabulary) if draft_engine and path.vocabulary else None
-        drafter = Lookahead(draft_engine, WELCOME, reader=reader) if draft_engine else None
+        drafter = lookahead(draft_engine, path.vocabulary) if draft_engine else None
         _serve(path, rng, target, drafter, range(first, first + BATCH), seed, count)
         target.forget(LINK)
         if drafter:
@@ -172,6 +228,7 @@ def _serve(
     texts: dict[int, list[int]] = {}
     epochs = dict.fromkeys(numbers, 1)
     late: list[Proposal] = []
+    late_features: list[Features] = []
 
     def opening(number: int) -> Open:
         sampling = Sampling(_temperature(path, number), seed=seed * SESSIONS + number)
@@ -189,10 +246,15 @@ def _serve(
             request_options=request_options,
         )
 
+    def open_at_target(number: int) -> None:
+        target.receive(LINK, opening(number))
+        if isinstance(drafter, HeadLookahead):
+            target.receive(LINK, Subscribe(SessionId(number), epochs[number], FINGERPRINT))
+
     for number in numbers:
-        for worker in (target, drafter):
-            if worker:
-                worker.receive(LINK, opening(number))
+        open_at_target(number)
+        if drafter:
+            drafter.receive(LINK, opening(number))
     live = set(numbers)
     while live:
         arriving, late = late, []
@@ -200,9 +262,19 @@ def _serve(
             for _, message in (drafter.step() or []) if drafter else []:
                 assert isinstance(message, Proposal)
                 (arriving if rng.random() < path.delivered else late).append(message)
+            while drafter and late_features:
+                drafter.receive(LINK, late_features.pop())
         for proposal in arriving:
             target.receive(LINK, replace(proposal, epoch=epochs[proposal.session]))
         for _, message in target.step() or []:
+            if isinstance(message, Features):
+                assert drafter
+                features = replace(message, epoch=1)
+                if rng.random() < path.features:
+                    drafter.receive(LINK, features)
+                else:
+                    late_features.append(features)
+                continue
             assert isinstance(message, Verification), message
             texts[message.session] += message.tokens
             count.accepted += message.accepted
@@ -214,7 +286,7 @@ def _serve(
         if rng.random() < path.failovers:
             for number in live:
                 epochs[number] += 1
-                target.receive(LINK, opening(number))
+                open_at_target(number)
     count.texts |= texts
     for number, text in texts.items():
         assert len(text) == TOKENS or text[-1] in path.stop_tokens
@@ -305,6 +377,8 @@ REJECTION = replace(DRAFTED, rule=Rule.REJECTION)
 AT_TARGET = AllBut(frozenset({Source.DRAFT}))
 PLAIN = replace(DRAFTED, enabled=False)
 ADAPTIVE = TargetLimits(budget=Budget(drafts_per_session=4, verify=1000))
+EAGLE = Speculation(sources=frozenset({Source.EAGLE}))
+FEATURES = TableHead(FINGERPRINT)
 COUPLED_PATHS = {
     "hit": Path(drafter=targets_engine),
     "miss": Path(drafter=unlike),
@@ -321,6 +395,9 @@ COUPLED_PATHS = {
     "wait timed out": Path(replace(DRAFTED, schedule=Schedule.SEQUENTIAL, max_depth=3)),
     "sequential": Path(replace(DRAFTED, schedule=Schedule.SEQUENTIAL, max_depth=3), drafter=alike),
     "parallel": Path(replace(DRAFTED, schedule=Schedule.PARALLEL, max_depth=3), drafter=alike),
+    "a head": Path(drafter=head_engine, head=FEATURES),
+    "a head, late, failover": Path(drafter=head_engine, head=FEATURES, delivered=0.5, features=0.5, failovers=0.2),
+    "a head at the target, failover": Path(EAGLE, head=TableHead(), failovers=0.2),
 }
 REJECTION_PATHS = {
     "hit": Path(REJECTION, drafter=targets_engine),
@@ -329,6 +406,7 @@ REJECTION_PATHS = {
     ),
     "late, failover, random budgets": Path(REJECTION, drafter=alike, delivered=0.5, failovers=0.2, random_budgets=True),
     "adaptive, mixed temperatures": Path(REJECTION, drafter=alike, limits=ADAPTIVE, temperatures=(0.7, 1.3)),
+    "a head, late": Path(REJECTION, head_engine, head=FEATURES, delivered=0.5, features=0.5),
 }
 
 
@@ -364,7 +442,7 @@ def test_coupled_text_is_that_of_plain_decoding_on_every_path(name):
         path = replace(COUPLED_PATHS[name], temperatures=temperatures)
         drafted, plain = run(path, 5 * BATCH), run(Path(PLAIN, temperatures=temperatures), 5 * BATCH)
         assert drafted.texts == plain.texts
-        drafts = path.drafter is not None or path.prediction is not None
+        drafts = any((path.drafter, path.prediction, path.head))
         assert (drafted.accepted > 0) is (drafts and name != "zero budget")
 
 
@@ -390,6 +468,8 @@ def test_a_drafted_stop_token_ends_a_text_no_sooner_than_the_target_would():
 QUARTERS = {
     "a drafter of another vocabulary": Path(REJECTION, targets_engine, vocabulary=other_vocabulary()),
     "sources at the target alone": Path(replace(REJECTION, sources=AT_TARGET), prediction=mistaken),
+    "a head at the target": Path(replace(REJECTION, sources=EAGLE.sources), head=TableHead()),
+    "a head, failover": Path(REJECTION, head_engine, head=FEATURES, delivered=0.7, features=0.3, failovers=0.2),
 }
 
 

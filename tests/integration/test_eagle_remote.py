@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from engine.eagle.features import packed, unpacked
 from engine.eagle.loading import save
 from engine.model import ModelError
 from engine.settings import EngineSettings
+from router.service import Router, RouterSettings
 from speculation.drafting.draft_session import FIRST_CREDIT, DraftLimits
 from speculation.drafting.proposals import proposal_bytes
 from speculation.messages import (
@@ -43,8 +45,10 @@ from speculation.messages import (
 )
 from target_service.service import ROLE as TARGET
 from target_service.verify_loop import TargetLimits, VerifyLoop
+from tests.bundled import MODELS
 from tests.integration.test_eagle import HIDDEN, LAYERS, VOCABULARY, reference, tiny_head
 from tests.integration.test_failover import Process, busiest, stream
+from tests.integration.test_metrics import complete, values
 from tests.ports import free_port
 from tests.stack import decode, dispatcher, serving_worker
 from tests.unit.engine.engine_models import random_tokens, save_model
@@ -262,15 +266,15 @@ def spoilt(kind: str) -> Callable[[Features], Sequence[ToWorker]]:
             case "of another head":
                 return [replace(features, head=features.head ^ 1)]
             case "NaN":
-                values, _ = packed(torch.full((count, HIDDEN), float("nan")), FeatureFormat.BF16)
+                values, _ = packed(torch.full((count, features.width), float("nan")), FeatureFormat.BF16)
                 return [replace(features, values=values)]
             case "of another size":
-                return [replace(features, width=HIDDEN // 2)]
+                return [replace(features, width=features.width // 2)]
             case "of the future":
                 return [replace(features, position=features.position + 10_000)]
             case "random":
                 generator = torch.Generator().manual_seed(features.position)
-                values, _ = packed(1e3 * torch.randn(count, HIDDEN, generator=generator), FeatureFormat.BF16)
+                values, _ = packed(1e3 * torch.randn(count, features.width, generator=generator), FeatureFormat.BF16)
                 return [replace(features, values=values)]
         raise AssertionError(kind)
 
@@ -309,6 +313,17 @@ def test_without_features_nothing_is_drafted(folders: Folders) -> None:
     assert not pair.target.counters.offered and not pair.drafter.counters.proposed
 
 
+def test_a_target_that_never_hears_of_a_head_sends_no_features(folders: Folders) -> None:
+    """As behind an older router, which subscribes to nothing."""
+    target, one = target_loop(folders), opening(1, GREEDY)
+    target.receive("r", one)
+    sent: list[object] = []
+    while (found := target.step()) is not None:
+        sent += [message for _, message in found]
+    assert sent and all(isinstance(message, Verification) for message in sent)
+    assert not target.counters.features
+
+
 def test_features_that_overtake_their_verification_wait_for_it(folders: Folders) -> None:
     one = opening(1, GREEDY)
     target, drafter = target_loop(folders), head_lookahead(folders)
@@ -325,6 +340,30 @@ def test_features_that_overtake_their_verification_wait_for_it(folders: Folders)
     assert drafter.counters.proposed
     drafter.receive("r", Close(one.session, 1))
     drafter.validate()
+
+
+def test_what_was_drawn_from_a_q_stands_when_features_come(folders: Folders) -> None:
+    """The head goes on from there; under the coupled rule it begins again at the end of the text."""
+    drafted: dict[Rule, list[int]] = {}
+    for rule in Rule:
+        one = opening(1, WARM, replace(DRAFTED, rule=rule))
+        target, drafter = target_loop(folders), head_lookahead(folders)
+        target.receive("r", one)
+        drafter.receive("r", one)
+        told = drafter.welcome()
+        target.receive("r", Subscribe(one.session, 1, told.head, told.features))
+        (_, verification), (_, features) = target.step() or []
+        assert isinstance(verification, Verification) and isinstance(features, Features)
+        last = len(features.values) // len(features)
+        drafter.receive("r", verification)
+        drafter.receive("r", replace(features, values=features.values[:-last]))
+        sent = drafter.step() or []
+        drafter.receive("r", replace(features, position=features.end - 1, values=features.values[-last:]))
+        sent += drafter.step() or []
+        drafted[rule] = [message.anchor_position for _, message in sent if isinstance(message, Proposal)]
+    end = len(one.tokens) + 1
+    assert drafted[Rule.REJECTION] == [end, end + 1]
+    assert set(drafted[Rule.COUPLED]) == {end}
 
 
 @pytest.mark.parametrize("wanted", list(FeatureFormat))
@@ -362,6 +401,33 @@ def test_a_router_passes_features_on_to_the_drafter_of_the_session(folders: Fold
             assert serving.totals.malformed == 0
 
     asyncio.run(run())
+
+
+async def test_metrics_say_what_became_of_features() -> None:
+    """Beside what a session brings there are a subscription to no session, and features of none."""
+    bundled = Folders(str(MODELS / "target"), str(MODELS / "eagle"))
+    target, drafter = target_loop(bundled), head_lookahead(bundled)
+    target.receive("r", Subscribe(SessionId(9), 1, 1))
+    drafter.receive("r", Features(SessionId(9), 1, 1, 1, width=1, values=bytes(2)))
+    async with (
+        serving_worker(target, target._engine, TARGET) as up,
+        serving_worker(drafter, drafter._head, DRAFT) as head,
+        asyncio.timeout(120),
+    ):
+        router = Router(RouterSettings([up.worker.address], [head.worker.address], port=0))
+        await router.start()
+        try:
+            async with httpx.AsyncClient(base_url=router.address, timeout=60, trust_env=False) as client:
+                while not drafter.counters.features:  # until the router knows the drafter
+                    await complete(client)
+                told: dict[str, float] = {}
+                while told.get("paceline_features_received_tokens_total") != drafter.counters.features:
+                    told = values((await client.get("/metrics")).text)
+        finally:
+            await router.stop()
+    assert told["paceline_feature_tokens_total"] >= told["paceline_features_received_tokens_total"] > 0
+    assert told["paceline_features_refused_total"] == 1
+    assert told["paceline_features_dropped_total"] == 1
 
 
 @pytest.mark.parametrize("beside", ["another head", "no head"])

@@ -98,6 +98,10 @@ async def test_a_scrape_after_two_requests(monkeypatch: pytest.MonkeyPatch) -> N
             "paceline_request_failure_total": 0,
             "paceline_router_ready": 1,
             "paceline_router_sessions": 0,
+            "paceline_feature_tokens_total": 0,
+            "paceline_features_refused_total": 0,
+            "paceline_features_received_tokens_total": 0,
+            "paceline_features_dropped_total": 0,
         }
         assert {name: found[name] for name in expected} == expected
         assert accepted > 0

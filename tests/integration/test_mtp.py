@@ -13,22 +13,24 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.build import build_target
+from engine.eagle import mtp
 from engine.interface import StepEngine
 from engine.model import ModelError
 from engine.settings import EngineSettings
 from speculation.messages import Source
 from tests.integration.test_eagle import GREEDY, WARM, Watched, loop_of, of_eagle, opening, plain_texts, texts
 from tests.unit.engine.engine_models import save_model
+from tests.unit.engine.test_families import FAMILIES as KNOWN
+from tests.unit.engine.test_families import STATE
 
 LAYERS, SIZE = 3, 64
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A DeepSeek of four layers, and one of three whose checkpoint has the fourth for a prediction layer."""
+@pytest.fixture(scope="module", params=mtp.FAMILIES)
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model of four layers, and one of three whose checkpoint has the fourth for a prediction layer."""
     whole, folder = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("mtp")
-    sizes = {"num_hidden_layers": LAYERS + 1, "first_k_dense_replace": 1}
-    save_model("deepseek_v3", whole, **sizes)
+    save_model(request.param, whole, **KNOWN[request.param].changes | {"num_hidden_layers": LAYERS + 1})
     tensors = load_file(whole / "model.safetensors")
     generator, prefix = torch.Generator().manual_seed(2), f"model.layers.{LAYERS}."
     tensors |= {f"{prefix}{name}.weight": 1 + torch.rand(SIZE, generator=generator) for name in ("enorm", "hnorm")}
@@ -110,6 +112,9 @@ def test_what_is_missing_is_named(folders: tuple[Path, Path], tmp_path: Path, lo
         engine_of(tmp_path)
 
 
-def test_a_family_without(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="layers of model type 'llama' are not read"):
-        engine_of(Path(save_model("llama", tmp_path)))
+@pytest.mark.parametrize(
+    ("family", "said"), [("llama", "layers of model type 'llama' are not read"), ("qwen3_next", STATE)]
+)
+def test_a_family_without(tmp_path: Path, family: str, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        engine_of(Path(save_model(family, tmp_path, **KNOWN[family].changes)))

@@ -1,15 +1,18 @@
 """Mixtures of draft sources: whatever drafts together, the text for a seed is plain decoding's, token for token.
 
-A *mixture* says who drafts (draft models, with a second level of their own or another tokenizer; lookup, prediction,
-suffix, Medusa heads, an EAGLE head, a source of somebody's own, a grammar) and what is asked of the text. Any two of
-these things meet in one of the mixtures, which are drawn from a seed. Each is served by real loops over real caches and
-a tiny random model in float64, in which it does not matter to a token how it is batched. Its law is not looked at here:
+A *mixture* says who drafts (draft models, with a second level of their own or another tokenizer, or an EAGLE head, on
+a worker that may be killed; lookup, prediction, suffix, Medusa heads, an EAGLE head at the target, a source of
+somebody's own, a grammar) and what is asked of the text. Any two of these things meet in one of the mixtures, which are
+drawn from a seed. Each is served by real loops over real caches and a tiny random model in float64, in which it does
+not matter to a token how it is batched. Its law is not looked at here:
 under rejection rule the text is the same at temperature 0 alone, and tests/integration/test_distribution.py counts the
 rest.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import time
 from collections import Counter
@@ -23,12 +26,15 @@ import tokenizers
 import torch
 
 from draft_service.assistant import Assistant
+from draft_service.eagle import HeadLookahead
+from draft_service.head_engine import HeadEngine
 from draft_service.lookahead import Lookahead
 from draft_service.staged_drafting import Guesser, StagedDrafting
 from draft_service.staged_drafting import Lookup as LookupGuesses
 from draft_service.translation.reading import OtherVocabulary
 from draft_service.translation.tokenizer import DraftTokenizer, SharedVocabulary
 from engine.cache.kv_cache import KVCache
+from engine.eagle.cached import CachedHead
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import EagleHead
 from engine.loading.loader import load
@@ -39,6 +45,7 @@ from speculation.acceptance import AcceptanceResult
 from speculation.drafting.guesses import Forward
 from speculation.messages import (
     ANCHOR,
+    Features,
     Limits,
     Open,
     Proposal,
@@ -51,7 +58,9 @@ from speculation.messages import (
     Source,
     SourceName,
     Speculation,
+    Subscribe,
     Token,
+    ToWorker,
     Verification,
     Welcome,
 )
@@ -65,6 +74,7 @@ from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.covering import Row, covering
 from tests.grammars import STOP, TINY, save_tokenizer
+from tests.integration.test_eagle_remote import KINDS, spoilt
 from tests.unit.engine.engine_models import save_model
 from transport.worker import Outgoing
 
@@ -72,6 +82,8 @@ Text = list[Token] | str
 """What a session said, or why it was refused."""
 
 LINK = "router"
+FINGERPRINT = 7
+"""Of the head on a draft worker."""
 SEED = 23
 NEW = 14
 LETTERS = "abcdefgh"
@@ -85,7 +97,9 @@ PENALTIES: dict[str, dict[str, Any]] = {
 
 LOCAL = ("lookup", "suffix", "medusa", "eagle", "own", "grammar")
 FACTORS: dict[str, Sequence[Any]] = {
-    "drafter": ("none", "alike", "of another tokenizer"),
+    "drafter": ("none", "alike", "of another tokenizer", "head"),
+    "killed": (False, True),
+    "features": ("sent", "late", "spoilt"),
     "second": ("none", "lookup", "assistant"),
     "prediction": ("none", "nearly right", "wrong"),
     **dict.fromkeys((*LOCAL, "reopened", "adaptive"), (False, True)),
@@ -102,8 +116,11 @@ BASELINES = FACTORS | {"schedule": (Schedule.SEQUENTIAL, Schedule.PARALLEL)} | d
 def possible(row: Row) -> bool:
     """Whether there can be such a mixture, or one that has these things."""
     guessed_for = row.get("second", "none") == "none" or row.get("drafter", "alike") == "alike"
+    is_fed = row.get("features", "sent") == "sent" or row.get("drafter", "head") == "head"
+    nobody_killed = not row.get("killed", False) or row.get("drafter", "alike") != "none"
+    both_at_once = row.get("second", "none") == "none" or row.get("features", "sent") == "sent"
     the_same_text = row.get("rule") is not Rule.REJECTION or row.get("temperature", 0.0) == 0.0
-    return guessed_for and the_same_text
+    return guessed_for and is_fed and both_at_once and nobody_killed and the_same_text
 
 
 @dataclass(frozen=True)
@@ -111,6 +128,10 @@ class Mixture:
     """Who drafts, and what is asked of the text."""
 
     drafter: str
+    killed: bool
+    """Another worker drafts from mid-text on."""
+    features: str
+    """What becomes of the features that a head away from the target reads."""
     second: str
     prediction: str
     lookup: bool
@@ -197,6 +218,8 @@ class Bench:
     shared: SharedVocabulary
     heads: MedusaHeads
     eagle: EagleHead
+    features: EagleHead
+    """The same as it makes features for a drafter that has it."""
     letters: list[Token]
     known: dict[tuple[Open, ...], list[Text]] = field(default_factory=dict)
     """What plain decoding says."""
@@ -241,7 +264,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
         heads.outputs[0].weight.copy_(target.module.get_output_embeddings().weight)
     names = DraftTokenizer(saved, backend), DraftTokenizer("other", _renumbered(backend, renumbered.tolist()))
     shared = SharedVocabulary(*names, target_size=size, own_size=size)
-    return Bench(target, draft, other, shared, heads, _eagle_of(target, size), letters)
+    eagle = _eagle_of(target, size)
+    features = copy.copy(eagle)
+    features.fingerprint = FINGERPRINT
+    return Bench(target, draft, other, shared, heads, eagle, features, letters)
 
 
 def _eagle_of(target: Model, size: int) -> EagleHead:
@@ -283,29 +309,44 @@ class Serving:
     """A target and whoever drafts for it; None: nobody does."""
 
     def __init__(self, bench: Bench, mixture: Mixture | None) -> None:
-        welcome = Welcome("target", "tiny", bench.target.vocabulary, bench.target.context)
+        self.bench, self.mixture = bench, mixture
+        vocabulary, context = bench.target.vocabulary, bench.target.context
+        self.welcome = Welcome("target", "tiny", vocabulary, context, head=FINGERPRINT)
         budget = Budget(drafts_per_session=12, verify=48)
-        heads, eagle = (
-            bench.heads if mixture and mixture.medusa else None,
-            bench.eagle if mixture and mixture.eagle else None,
-        )
-        self.engines = [engine_of(bench.target, heads, eagle)]
+        heads = bench.heads if mixture and mixture.medusa else None
+        eagle = bench.eagle if mixture and mixture.eagle else None
+        if mixture and mixture.drafter == "head":
+            eagle = bench.features
+        self.engines: list[Engine | HeadEngine] = [engine := engine_of(bench.target, heads, eagle)]
         suffix = SuffixSettings(4096 if mixture and mixture.suffix else 0)
         limits = TargetLimits(budget=budget, adaptive=mixture is not None and mixture.adaptive, suffix=suffix)
-        self.target = VerifyLoop(self.engines[0], welcome, limits)
-        self.drafter: Lookahead | None = None
-        if mixture and mixture.drafter != "none":
-            alike = mixture.drafter == "alike"
-            self.engines.append(engine_of(bench.draft if alike else bench.other))
-            reader = None if alike else OtherVocabulary(bench.other, bench.shared)
-            guessers: list[Guesser] = [LookupGuesses()] if mixture.second == "lookup" else []
-            if mixture.second == "assistant":
-                self.engines.append(engine_of(bench.draft))
-                guessers.append(Assistant(self.engines[-1]))
-            second = StagedDrafting(bench.target.vocabulary, guessers)
-            self.drafter = Lookahead(self.engines[1], welcome, reader=reader, staged=second)
+        self.target = VerifyLoop(engine, self.welcome, limits)
+        self.late: list[Features] = []
+        self.kinds = itertools.cycle(KINDS)
+        self.drafter = self._drafter() if mixture and mixture.drafter != "none" else None
 
-    def run(self, opened: Sequence[Open], reopened: bool = False) -> list[Text]:
+    def _drafter(self) -> Lookahead:
+        """One that has no sessions yet."""
+        assert self.mixture is not None
+        bench, mixture = self.bench, self.mixture
+        del self.engines[1:]
+        if mixture.drafter == "head":
+            head = HeadEngine(CachedHead(bench.eagle, 1024), bench.target)
+            self.engines.append(head)
+            return HeadLookahead(head, self.welcome)
+        alike = mixture.drafter == "alike"
+        engine = engine_of(bench.draft if alike else bench.other)
+        self.engines.append(engine)
+        reader = None if alike else OtherVocabulary(bench.other, bench.shared)
+        guessers: list[Guesser] = [LookupGuesses()] if mixture.second == "lookup" else []
+        if mixture.second == "assistant":
+            assistant = engine_of(bench.draft)
+            self.engines.append(assistant)
+            guessers.append(Assistant(assistant))
+        second = StagedDrafting(bench.target.vocabulary, guessers)
+        return Lookahead(engine, self.welcome, reader=reader, staged=second)
+
+    def run(self, opened: Sequence[Open], reopened: bool = False, killed: bool = False) -> list[Text]:
         """What the sessions say."""
         texts: dict[int, Any] = {one.session: [] for one in opened}
         live = {one.session: one for one in opened}
@@ -315,7 +356,12 @@ class Serving:
             assert time.monotonic() < deadline
             for _ in range(3):
                 self._relay(self.drafter.step() if self.drafter else None)
+                while self.late:
+                    self._hear(self.late.pop())
             for _, message in self.target.step() or []:
+                if isinstance(message, Features):
+                    self._feed(message)
+                    continue
                 if isinstance(message, Refused):
                     texts[message.session] = message.message
                     del live[message.session]
@@ -324,20 +370,54 @@ class Serving:
                 texts[message.session] += message.tokens
                 if message.finish:
                     del live[message.session]
-                self._relay(self.drafter.receive(LINK, message) if self.drafter else None)
-            if reopened and any(len(texts[number]) > NEW / 3 for number in live):
+                self._hear(message)
+            under_way = any(len(texts[number]) > NEW / 3 for number in live)
+            if not under_way:
+                continue
+            now = [replace(one, tokens=(*one.tokens, *texts[one.session])) for one in live.values()]
+            if killed:
+                killed = False
+                self.drafter = self._drafter()
+                self._join(now)
+            if reopened:
                 reopened = False
-                self._open([replace(one, epoch=2, tokens=(*one.tokens, *texts[one.session])) for one in live.values()])
+                self._open([replace(one, epoch=2) for one in now])
         while self.target.due() is not None:  # until all that was said is in the suffix index
             assert not self.target.step()
         return list(texts.values())
 
     def _open(self, opened: Sequence[Open]) -> None:
         for one in opened:
-            for worker in filter(None, (self.target, self.drafter)):
-                assert worker.receive(LINK, one) == []
-        while self.drafter is not None and self.drafter.due() is not None:  # else it depends on the clock who drafts
+            assert self.target.receive(LINK, one) == []
+        self._join(opened)
+
+    def _join(self, opened: Sequence[Open]) -> None:
+        """Have the drafter draft for sessions that are open at the target."""
+        if self.drafter is None:
+            return
+        for one in opened:
+            assert self.drafter.receive(LINK, one) == []
+            if isinstance(self.drafter, HeadLookahead):
+                for _, features in self.target.receive(LINK, Subscribe(one.session, one.epoch, FINGERPRINT)):
+                    assert isinstance(features, Features)
+                    self._feed(features)
+        while self.drafter.due() is not None:  # else it depends on the clock who drafts
             self._relay(self.drafter.step())
+
+    def _feed(self, features: Features) -> None:
+        """Features on their way to the drafter."""
+        assert self.mixture is not None
+        match self.mixture.features:
+            case "sent":
+                self._hear(features)
+            case "late":
+                self.late.append(features)
+            case _:
+                for arriving in spoilt(next(self.kinds))(features):
+                    self._hear(arriving)
+
+    def _hear(self, message: ToWorker) -> None:
+        self._relay(self.drafter.receive(LINK, message) if self.drafter else None)
 
     def _relay(self, drafts: Outgoing | None) -> None:
         for _, message in drafts or []:
@@ -417,11 +497,11 @@ def serve(bench: Bench, mixture: Mixture) -> Said:
             )
             for one, text in zip(opened, plain, strict=True)
         ]
-        said.texts += serving.run(opened, mixture.reopened)
+        said.texts += serving.run(opened, mixture.reopened, mixture.killed)
         said.plain += plain
     counters = serving.target.counters
     for source, offered in counters.offered_from.items():
-        name = f"model {mixture.drafter}" if source == Source.DRAFT else source
+        name = f"drafter: {mixture.drafter}" if source == Source.DRAFT else source
         said.right[name] += counters.accepted_from[source]
         said.wrong[name] += offered - counters.accepted_from[source]
     if serving.drafter:
@@ -452,8 +532,7 @@ def test_the_text_is_that_of_plain_decoding(bench: Bench, number: int, request: 
 
 
 WHO = {
-    "model alike": Source.DRAFT,
-    "model of another tokenizer": Source.DRAFT,
+    **dict.fromkeys((f"drafter: {who}" for who in FACTORS["drafter"] if who != "none"), Source.DRAFT),
     **{source: source for source in Source if source != Source.DRAFT},
     OWN: OWN,
 }

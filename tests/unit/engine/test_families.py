@@ -130,6 +130,7 @@ FAMILIES: dict[str, Family] = {
     "glm": Family(HEAD),
     "glm4": Family(HEAD),
     "glm4_moe": Family({**HEAD, **ROUTED_EXPERTS}),
+    "glm4_moe_lite": Family({**LATENT, **ROUTED_EXPERTS}),
     "gpt2": Family(),
     "gpt_bigcode": Family(OLD),
     "gpt_neox": Family(),
