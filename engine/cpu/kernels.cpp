@@ -31,11 +31,12 @@ struct Step {
   float* out;  // [T, D]: after the final norm
   std::vector<int> leaders;
   std::vector<float> normed, qkv, found, gated;
-  std::vector<Pair> pairs;  // what goes into a product, where it is rounded for it
+  std::vector<Pair> pairs, gated_pairs;  // what goes into a product, where it is rounded for it
   Counters counters;
 };
 
-constexpr int PHASES = 12;  // of a layer, at most
+constexpr int PHASES = 9;  // of a layer, at most
+constexpr int INSIDE = -1;
 
 void compute(void* data, int) {
   Step& step = *static_cast<Step*>(data);
@@ -52,17 +53,17 @@ void compute(void* data, int) {
     ++phase;
     team->barrier();
   };
-  Pair* pairs = step.pairs.data();
-  const auto product = [&](const void* weights, const float* bias, int inputs, int outputs, Then then, const float* x,
-                           float* out, int stride) {
-    if (PAIRS && s.half)
-      each(rounding_pieces(count, inputs), [&](int i) { round_piece(x, count, inputs, i, pairs); });
-    multiply({weights, bias, inputs, outputs}, s.half, then, x, pairs, count, out, stride, step.counters, phase, threads);
+  const bool paired = PAIRS && s.half;
+  const auto product = [&](const void* weights, const float* bias, int inputs, Then then, const float* x,
+                           const Pair* pairs, const Results& out) {
+    const int outputs = then == Then::SILU || then == Then::GELU ? 2 * out.stride : out.stride;
+    multiply({weights, bias, inputs, outputs}, s.half, then, x, pairs, out, step.counters, phase, threads);
     ++phase;
     team->barrier();
   };
   float *hidden = step.hidden, *normed = step.normed.data(), *qkv = step.qkv.data();
   float *found = step.found.data(), *gated = step.gated.data();
+  Pair *pairs = step.pairs.data(), *gated_pairs = paired ? step.gated_pairs.data() : nullptr;
   const auto keep_states = [&](int layers, int t) {
     const Rows& rows = *step.rows;
     for (int k = 0; k < rows.kept_count; ++k)
@@ -70,14 +71,29 @@ void compute(void* data, int) {
         std::copy_n(hidden + (size_t)t * s.hidden, s.hidden,
                     rows.states + ((size_t)t * rows.kept_count + k) * s.hidden);
   };
+  // Behind so many layers, or INSIDE of one.
+  const auto normalised = [&](int layers, const float* weight, float eps) {
+    if (!paired) {
+      each(count, [&](int t) {
+        const size_t at = (size_t)t * s.hidden;
+        keep_states(layers, t);
+        normalise(hidden + at, weight, eps, s.hidden, normed + at);
+      });
+      return;
+    }
+    each(tiles_of(count), [&](int number) {
+      const Tile tile = tile_at(count, number);
+      for (int m = 0; m < tile.count; ++m) {
+        keep_states(layers, tile.first + m);
+        normalise(hidden + (size_t)(tile.first + m) * s.hidden, weight, eps, s.hidden,
+                  tile.words(pairs, s.hidden, m, 0), tile.count);
+      }
+    });
+  };
   for (int l = 0; l < s.count; ++l) {
     const Layer& layer = s.layers[l];
-    each(count, [&](int t) {
-      const size_t at = (size_t)t * s.hidden;
-      keep_states(l, t);
-      normalise(hidden + at, layer.input_norm, layer.input_eps, s.hidden, normed + at);
-    });
-    product(layer.qkv, layer.qkv_bias, s.hidden, width, Then::STORE, normed, qkv, width);
+    normalised(l, layer.input_norm, layer.input_eps);
+    product(layer.qkv, layer.qkv_bias, s.hidden, Then::STORE, normed, pairs, {qkv, width, count});
     each(count * heads, [&](int i) {
       const int t = i / heads, h = i % heads;
       float* own = qkv + (size_t)t * width + (size_t)h * size;
@@ -99,14 +115,13 @@ void compute(void* data, int) {
       else
         attend<float>(attention, leader, from, to);
     });
-    product(layer.output, layer.output_bias, found_width, s.hidden, Then::ADD, found, hidden, s.hidden);
-    each(count, [&](int t) {
-      const size_t at = (size_t)t * s.hidden;
-      normalise(hidden + at, layer.mlp_norm, layer.mlp_eps, s.hidden, normed + at);
-    });
-    product(layer.gate_up, layer.gate_up_bias, s.hidden, 2 * s.intermediate, layer.gelu ? Then::GELU : Then::SILU,
-            normed, gated, s.intermediate);
-    product(layer.down, layer.down_bias, s.intermediate, s.hidden, Then::ADD, gated, hidden, s.hidden);
+    if (paired)
+      each(rounding_pieces(count, found_width), [&](int i) { round_piece(found, count, found_width, i, pairs); });
+    product(layer.output, layer.output_bias, found_width, Then::ADD, found, pairs, {hidden, s.hidden, count});
+    normalised(INSIDE, layer.mlp_norm, layer.mlp_eps);
+    product(layer.gate_up, layer.gate_up_bias, s.hidden, layer.gelu ? Then::GELU : Then::SILU, normed, pairs,
+            {gated, s.intermediate, count, gated_pairs});
+    product(layer.down, layer.down_bias, s.intermediate, Then::ADD, gated, gated_pairs, {hidden, s.hidden, count});
   }
   each(count, [&](int t) {
     const size_t at = (size_t)t * s.hidden;
@@ -132,7 +147,7 @@ void compute_alone(void* data, int) {
     for (int i; (i = job.counters.take(0, 1)) < pieces;) round_piece(job.x, job.rows, job.product.inputs, i, job.pairs);
     team->barrier();
   }
-  multiply(job.product, job.half, Then::STORE, job.x, job.pairs, job.rows, job.out, job.product.outputs, job.counters,
+  multiply(job.product, job.half, Then::STORE, job.x, job.pairs, {job.out, job.product.outputs, job.rows}, job.counters,
            1, team->threads());
 }
 
@@ -151,18 +166,21 @@ void paceline_step(const Stack* stack, const Rows* rows, float* hidden, const fl
                    float* out, int threads) {
   std::lock_guard<std::mutex> lock(one_at_a_time);
   team = team_of(threads);
-  static Step step{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, {}, {}, {}, {}, {}, {}, Counters(0)};
+  static Step step{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, {}, {}, {}, {}, {}, {}, {}, Counters(0)};
   step.stack = stack, step.rows = rows, step.hidden = hidden, step.cos = cos, step.sin = sin, step.out = out;
   step.leaders.clear();
   for (int t = 0; t < rows->count; ++t)
     if (rows->group[t]) step.leaders.push_back(t);
   const size_t count = rows->count;
-  room(step.normed, count * stack->hidden);
   room(step.qkv, count * (stack->query_heads + 2 * stack->key_heads) * stack->head_size);
   room(step.found, count * stack->query_heads * stack->head_size);
-  room(step.gated, count * stack->intermediate);
-  const int found_width = stack->query_heads * stack->head_size;
-  if (PAIRS && stack->half) room(step.pairs, count * std::max({stack->hidden, found_width, stack->intermediate}) / 2);
+  if (PAIRS && stack->half) {
+    room(step.pairs, count * std::max(stack->hidden, stack->query_heads * stack->head_size) / 2);
+    room(step.gated_pairs, count * stack->intermediate / 2);
+  } else {
+    room(step.normed, count * stack->hidden);
+    room(step.gated, count * stack->intermediate);
+  }
   step.counters = Counters(stack->count * PHASES + 1);
   team->run(compute, &step);
 }

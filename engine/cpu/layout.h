@@ -11,11 +11,21 @@
 
 namespace {
 
-void normalise(const float* row, const float* weight, float eps, int size, float* out) {
+// What a row is multiplied by before its weights are.
+Vec norm_of(const float* row, float eps, int size) {
   Vec squares = zero();
   for (int i = 0; i < size; i += WIDTH) squares = fma(load(row + i), load(row + i), squares);
-  const Vec scale = all(1.0f / std::sqrt(sum(squares) / size + eps));
+  return all(1.0f / std::sqrt(sum(squares) / size + eps));
+}
+void normalise(const float* row, const float* weight, float eps, int size, float* out) {
+  const Vec scale = norm_of(row, eps, size);
   for (int i = 0; i < size; i += WIDTH) store(out + i, load(row + i) * scale * load(weight + i));
+}
+// The same, rounded to pairs; pair i goes to pairs[i * stride].
+void normalise(const float* row, const float* weight, float eps, int size, Pair* pairs, int stride) {
+  const Vec scale = norm_of(row, eps, size);
+  for (int i = 0; i < size; i += WIDTH)
+    to_pairs(load(row + i) * scale * load(weight + i), pairs + (size_t)i / 2 * stride, stride);
 }
 
 void rotate(float* head, const float* cos, const float* sin, int size) {

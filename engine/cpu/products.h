@@ -29,11 +29,9 @@ inline void weights_at(const uint16_t* panel, int k, Vec& first, Vec& second) {
   first = low_halves(panel + (size_t)k * PANEL);
   second = high_halves(panel + (size_t)k * PANEL);
 }
-#ifdef __AVX512BF16__
 inline void weights_at(const Pair* panel, int k, Vec& first, Vec& second) {
   weights_at(reinterpret_cast<const float*>(panel), k, first, second);
 }
-#endif
 
 using Half = std::conditional_t<PAIRS, Pair, uint16_t>;  // how weights in bfloat16 are held
 template <typename W>
@@ -92,21 +90,31 @@ void tile_of(int rows, const Input<W>* x, int stride, const W* panels, size_t pa
 }
 
 // Rows are divided into tiles as even as can be, ROW_BLOCK rows for themselves.
+struct Tile {
+  int first, count;
+  // What goes into a product of pairs, x [T, inputs] rounded to them: of each tile the words of its rows side by side, so
+  // that they lie in one line of the cache. Here are those of row m of the tile from input k on, each `count` apart.
+  Pair* words(Pair* pairs, int inputs, int m, int k) const {
+    return pairs + (size_t)first * inputs / 2 + (size_t)k / 2 * count + m;
+  }
+};
 inline int tiles_of(int rows) { return (rows + ROWS - 1) / ROWS; }
-inline int tile_start(int rows, int tile) {
-  const int block = tile / (ROW_BLOCK / ROWS) * ROW_BLOCK, within = std::min(ROW_BLOCK, rows - block);
-  return within > 0 ? block + within * (tile % (ROW_BLOCK / ROWS)) / tiles_of(within) : rows;
+inline Tile tile_at(int rows, int number) {
+  const auto start = [rows](int tile) {
+    const int block = tile / (ROW_BLOCK / ROWS) * ROW_BLOCK, within = std::min(ROW_BLOCK, rows - block);
+    return within > 0 ? block + within * (tile % (ROW_BLOCK / ROWS)) / tiles_of(within) : rows;
+  };
+  return {start(number), start(number + 1) - start(number)};
 }
 
-// What goes into a product of pairs, x [T, K] rounded to them: of each tile the rows of a word side by side, so that
-// they lie in one line of the cache. There are rounding_pieces() of these to do, in any order.
+// Rounds x [T, inputs]. There are rounding_pieces() to do, in any order.
 inline int rounding_pieces(int rows, int inputs) { return tiles_of(rows) * ((inputs + DEPTH - 1) / DEPTH); }
 inline void round_piece(const float* x, int rows, int inputs, int piece, Pair* pairs) {
-  const int from = piece / tiles_of(rows) * DEPTH, first = tile_start(rows, piece % tiles_of(rows));
-  const int count = tile_start(rows, piece % tiles_of(rows) + 1) - first;
-  for (int m = 0; m < count; ++m)
-    to_pairs(x + (size_t)(first + m) * inputs + from, std::min(DEPTH, inputs - from),
-             pairs + (size_t)first * inputs / 2 + (size_t)from / 2 * count + m, count);
+  const int from = piece / tiles_of(rows) * DEPTH;
+  const Tile tile = tile_at(rows, piece % tiles_of(rows));
+  for (int m = 0; m < tile.count; ++m)
+    to_pairs(x + (size_t)(tile.first + m) * inputs + from, std::min(DEPTH, inputs - from),
+             tile.words(pairs, inputs, m, from), tile.count);
 }
 
 enum class Then { STORE, ADD, SILU, GELU };  // what becomes of a sum
@@ -119,19 +127,17 @@ struct Product {
   int words() const { return std::is_same_v<W, Pair> ? inputs / 2 : inputs; }  // of a row of x
 };
 
-// One row of a panel's sums to where it belongs. `out` has `stride` columns a row.
+// Where a product goes: [T, stride]; or, where the next one multiplies pairs, rounded to them.
+struct Results {
+  float* numbers;
+  int stride, rows;
+  Pair* pairs = nullptr;
+};
+
+// One row of a panel's sums to `out`.
 inline void finish(const Product& product, Then then, const float* sums, int panel, float* out) {
   const int first = panel * PANEL;
   const float* bias = product.bias ? product.bias + first : nullptr;
-  if (then == Then::SILU || then == Then::GELU) {
-    Vec gate = load(sums), up = load(sums + WIDTH);
-    if (bias) gate = gate + load(bias), up = up + load(bias + WIDTH);
-    Vec inner = gate;
-    if (then == Then::GELU)  // gelu by tanh: gate * sigmoid(2 * inner)
-      inner = all(1.5957691216f) * fma(all(0.044715f) * gate * gate, gate, gate);
-    store(out + panel * WIDTH, gate / (all(1.0f) + exponential(zero() - inner)) * up);
-    return;
-  }
   const int count = std::min(PANEL, product.outputs - first);
   out += first;
   if (count == PANEL) {
@@ -149,10 +155,38 @@ inline void finish(const Product& product, Then then, const float* sums, int pan
   }
 }
 
-// A few rows: each panel is read once, several at a time so that one sum need not wait for another.
+// Of one row of a panel, which has a vector of gates and one of what they let through.
+inline Vec gated(const Product& product, Then then, const float* sums, int panel) {
+  Vec gate = load(sums), up = load(sums + WIDTH);
+  if (product.bias) {
+    const float* bias = product.bias + panel * PANEL;
+    gate = gate + load(bias), up = up + load(bias + WIDTH);
+  }
+  Vec inner = gate;
+  if (then == Then::GELU)  // gelu by tanh: gate * sigmoid(2 * inner)
+    inner = all(1.5957691216f) * fma(all(0.044715f) * gate * gate, gate, gate);
+  return gate / (all(1.0f) + exponential(zero() - inner)) * up;
+}
+
+// A panel's sums of the rows of a tile, [count][PANEL], to where they belong.
+inline void finish(const Product& product, Then then, const float* sums, int panel, const Results& out, Tile tile) {
+  for (int m = 0; m < tile.count; ++m, sums += PANEL) {
+    if (out.pairs) {
+      to_pairs(gated(product, then, sums, panel), tile.words(out.pairs, out.stride, m, panel * WIDTH), tile.count);
+      continue;
+    }
+    float* numbers = out.numbers + (size_t)(tile.first + m) * out.stride;
+    if (then == Then::SILU || then == Then::GELU)
+      store(numbers + panel * WIDTH, gated(product, then, sums, panel));
+    else
+      finish(product, then, sums, panel, numbers);
+  }
+}
+
+// A few rows, one tile: each panel is read once, several at a time so that one sum need not wait for another.
 template <typename W, int P>
-void few_rows(const Product& product, Then then, const Input<W>* x, int rows, float* out, int stride, int from, int to) {
-  const int inputs = product.words<W>();
+void few_rows(const Product& product, Then then, const Input<W>* x, const Results& out, int from, int to) {
+  const int inputs = product.words<W>(), rows = out.rows;
   const size_t panel_size = (size_t)inputs * PANEL;
   const W* weights = static_cast<const W*>(product.weights);
   float sums[2 * ROWS * PANEL];
@@ -161,22 +195,22 @@ void few_rows(const Product& product, Then then, const Input<W>* x, int rows, fl
     const W* first = weights + panel * panel_size;
     tile_of<W, P>(rows, x, inputs, first, panel_size, inputs, sums, true,
                   reinterpret_cast<const char*>(first) + AHEAD, P == 1 ? 2 * PANEL * sizeof(W) : 0);
-    for (int p = 0; p < P; ++p)
-      for (int m = 0; m < rows; ++m)
-        finish(product, then, sums + (p * rows + m) * PANEL, panel + p, out + (size_t)m * stride);
+    for (int p = 0; p < P; ++p) finish(product, then, sums + p * rows * PANEL, panel + p, out, {0, rows});
   }
   if constexpr (P > 1)
-    if (panel < to) few_rows<W, 1>(product, then, x, rows, out, stride, panel, to);
+    if (panel < to) few_rows<W, 1>(product, then, x, out, panel, to);
 }
 
-// Many rows: a piece of a panel is used by all tiles while it is in the cache, and the next one is fetched meanwhile.
+// Many rows, from `first` on: a piece of a panel is used by all tiles while it is in the cache, and the next one is
+// fetched meanwhile.
 template <typename W>
-void many_rows(const Product& product, Then then, const Input<W>* x, int rows, float* out, int stride, int from, int to) {
-  const int inputs = product.words<W>();
+void many_rows(const Product& product, Then then, const Input<W>* x, int first, const Results& out, int from, int to) {
+  const int inputs = product.words<W>(), rows = std::min(ROW_BLOCK, out.rows - first);
   const size_t panel_size = (size_t)inputs * PANEL;
   const W* weights = static_cast<const W*>(product.weights);
   const int tiles = tiles_of(rows);
   static thread_local float sums[ROW_BLOCK * PANEL];
+  x += (size_t)first * inputs;
   for (int panel = from; panel < to; ++panel) {
     for (int k = 0; k < inputs; k += DEPTH) {
       const int depth = std::min(DEPTH, inputs - k);
@@ -184,46 +218,45 @@ void many_rows(const Product& product, Then then, const Input<W>* x, int rows, f
       const char* next = reinterpret_cast<const char*>(piece + (size_t)depth * PANEL);
       // Every other input a line is fetched: so many bytes for each tile, one after the other.
       const int share = tiles <= 4 ? (int)(2 * PANEL * sizeof(W)) / tiles : 0;
-      for (int t = 0, row = 0; t < tiles; ++t) {
-        const int count = tile_start(rows, t + 1) - row;
+      for (int t = 0; t < tiles; ++t) {
+        const auto [row, count] = tile_at(rows, t);
         tile_of<W, 1>(count, x + (size_t)row * inputs + (std::is_same_v<W, Pair> ? (size_t)k * count : k), inputs, piece, panel_size, depth,
                       sums + row * PANEL, k == 0, next + (size_t)t * share * (depth / 2), share);
-        row += count;
       }
     }
-    for (int m = 0; m < rows; ++m) finish(product, then, sums + m * PANEL, panel, out + (size_t)m * stride);
+    for (int t = 0; t < tiles; ++t) {
+      const auto [row, count] = tile_at(rows, t);
+      finish(product, then, sums + row * PANEL, panel, out, {first + row, count});
+    }
   }
 }
 
 template <typename W>
-void panels(const Product& product, Then then, const Input<W>* x, int rows, float* out, int stride, int from, int to) {
-  if (rows == 1) return few_rows<W, 4>(product, then, x, rows, out, stride, from, to);
-  if (rows == 2 || (rows == 3 && sizeof(W) == 4)) return few_rows<W, 2>(product, then, x, rows, out, stride, from, to);
-  if (rows <= ROWS) return few_rows<W, 1>(product, then, x, rows, out, stride, from, to);
-  for (int row = 0; row < rows; row += ROW_BLOCK)
-    many_rows<W>(product, then, x + (size_t)row * product.words<W>(), std::min(ROW_BLOCK, rows - row),
-                 out + (size_t)row * stride, stride, from, to);
+void panels(const Product& product, Then then, const Input<W>* x, const Results& out, int from, int to) {
+  const int rows = out.rows;
+  if (rows == 1) return few_rows<W, 4>(product, then, x, out, from, to);
+  if (rows == 2 || (rows == 3 && sizeof(W) == 4)) return few_rows<W, 2>(product, then, x, out, from, to);
+  if (rows <= ROWS) return few_rows<W, 1>(product, then, x, out, from, to);
+  for (int row = 0; row < rows; row += ROW_BLOCK) many_rows<W>(product, then, x, row, out, from, to);
 }
 
-// This thread's part of x [T, K] times the weights, to out [T, stride].
+// This thread's part of x [T, K] times the weights.
 template <typename W>
-void multiply(const Product& product, Then then, const Input<W>* x, int rows, float* out, int stride,
-              Counters& counters, int phase, int threads) {
+void multiply(const Product& product, Then then, const Input<W>* x, const Results& out, Counters& counters, int phase,
+              int threads) {
   const int total = (product.outputs + PANEL - 1) / PANEL;
   const int block = std::max(1, std::min(total / (threads * 4), 8) / 4 * 4);
-  for (int from; (from = counters.take(phase, block)) < total;) {
-    const int to = std::min(from + block, total);
-    panels<W>(product, then, x, rows, out, stride, from, to);
-  }
+  for (int from; (from = counters.take(phase, block)) < total;)
+    panels<W>(product, then, x, out, from, std::min(from + block, total));
 }
 
-// The same, of weights in bfloat16 (`half`) or float32; `pairs` is what of x was rounded, where pairs are multiplied.
-inline void multiply(const Product& product, bool half, Then then, const float* x, const Pair* pairs, int rows,
-                     float* out, int stride, Counters& counters, int phase, int threads) {
+// The same, of weights in bfloat16 (`half`) or float32; `pairs` is x rounded, where pairs are multiplied.
+inline void multiply(const Product& product, bool half, Then then, const float* x, const Pair* pairs,
+                     const Results& out, Counters& counters, int phase, int threads) {
   if (half)
-    multiply<Half>(product, then, as_input<Half>(x, pairs), rows, out, stride, counters, phase, threads);
+    multiply<Half>(product, then, as_input<Half>(x, pairs), out, counters, phase, threads);
   else
-    multiply<float>(product, then, x, rows, out, stride, counters, phase, threads);
+    multiply<float>(product, then, x, out, counters, phase, threads);
 }
 
 }  // namespace

@@ -67,11 +67,13 @@ inline Vec widened(const uint16_t* p) {
 
 inline Vec multiply_add(float input, Vec weights, Vec sums) { return fma(all(input), weights, sums); }
 
-#ifdef __AVX512BF16__
-// Two bfloat16 numbers that are multiplied by two others and added to a sum in one instruction.
+// Two bfloat16 numbers, which some processors multiply by two others and add to a sum in one instruction.
 struct Pair {
   uint16_t first, second;
 };
+#ifdef PAIRS_IN_SOFTWARE  // a header, for tests on other processors
+#include PAIRS_IN_SOFTWARE
+#elif defined(__AVX512BF16__)
 constexpr bool PAIRS = true;
 inline Vec multiply_add(Pair inputs, Vec weights, Vec sums) {
   int word;
@@ -81,14 +83,6 @@ inline Vec multiply_add(Pair inputs, Vec weights, Vec sums) {
 // Rounded to nearest, ties to even.
 inline void to_pairs(Vec numbers, Pair* pairs) {
   _mm256_storeu_si256((__m256i*)pairs, (__m256i)_mm512_cvtneps_pbh(numbers));
-}
-// The same; pair i goes to pairs[i * stride].
-inline void to_pairs(const float* numbers, int size, Pair* pairs, int stride) {
-  for (int i = 0; i < size; i += WIDTH) {
-    Pair found[WIDTH / 2];
-    to_pairs(load(numbers + i), found);
-    for (int j = 0; j < WIDTH / 2; ++j) pairs[(size_t)(i / 2 + j) * stride] = found[j];
-  }
 }
 // Numbers of two rows side by side, one pair of each a word; no second row: zeros.
 inline Vec paired(const uint16_t* first, const uint16_t* second) {
@@ -103,13 +97,21 @@ inline Vec half_of(Vec words, bool second) {
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(words), _mm512_set1_epi32(kept)));
 }
 #else
-struct Pair {};
 constexpr bool PAIRS = false;
 inline void to_pairs(Vec, Pair*) {}
-inline void to_pairs(const float*, int, Pair*, int) {}
 inline Vec paired(const uint16_t*, const uint16_t*) { return zero(); }
 inline Vec half_of(Vec words, bool) { return words; }
 #endif
+
+// To pairs, of which number i goes to pairs[i * stride].
+inline void to_pairs(Vec numbers, Pair* pairs, int stride) {
+  Pair found[WIDTH / 2];
+  to_pairs(numbers, found);
+  for (int i = 0; i < WIDTH / 2; ++i) pairs[(size_t)i * stride] = found[i];
+}
+inline void to_pairs(const float* numbers, int size, Pair* pairs, int stride) {
+  for (int i = 0; i < size; i += WIDTH) to_pairs(load(numbers + i), pairs + (size_t)i / 2 * stride, stride);
+}
 
 // Of all lanes: the upper half is added to the lower one, until one is left.
 inline float sum(Vec v) {

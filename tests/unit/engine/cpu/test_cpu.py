@@ -48,6 +48,30 @@ def _without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.cpu.stack.has_tiles", lambda: False)
 
 
+@pytest.fixture(scope="session")
+def pairs_in_software(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library as for a processor that multiplies pairs of bfloat16 numbers, to be had on any."""
+    path = tmp_path_factory.mktemp("pairs") / "kernels.so"
+    header = Path(__file__).with_name("pairs_in_software.h")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(built, "FLAGS", (*built.FLAGS, "-O2", f'-DPAIRS_IN_SOFTWARE="{header}"'))
+        built._compile("c++", "x86-64-v3", path)
+    return path
+
+
+@pytest.fixture(params=["float32", "bfloat16", "bfloat16 by pairs"])
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
+    """What numbers are held in, and how they are multiplied."""
+    if "pairs" not in request.param:
+        yield getattr(torch, request.param)
+        return
+    path = request.getfixturevalue("pairs_in_software")
+    monkeypatch.setattr(built, "build", lambda _: path)
+    find_library.cache_clear()
+    yield torch.bfloat16
+    find_library.cache_clear()
+
+
 @pytest.fixture
 def library() -> Library:
     found = find_library()
@@ -66,17 +90,15 @@ def engine_of(model: Model, capacity: int = 2048) -> Engine:
     return Engine(model, KVCache(model.layers, capacity, block=model.block, dtype=model.dtype, device="cpu"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("outputs", [1, 31, 32, 70])
-def test_packing_loses_nothing(library: Library, outputs: int, dtype: torch.dtype) -> None:
+def test_packing_loses_nothing(dtype: torch.dtype, library: Library, outputs: int) -> None:
     weight_OI = torch.randn(outputs, 48).to(dtype)
     packed_PIW = library.pack(weight_OI)
     assert packed_PIW.shape == (-(-outputs // (2 * library.width)), 48, 2 * library.width)
     assert torch.equal(library.unpack(packed_PIW, outputs), weight_OI)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_products(library: Library, dtype: torch.dtype, one_thread: None) -> None:
+def test_products(dtype: torch.dtype, library: Library, one_thread: None) -> None:
     """Right, and a row has the same bits among any others and on any number of threads."""
     generator = torch.Generator().manual_seed(3)
     weight_OI, bias_O = torch.randn(150, 608, generator=generator).to(dtype), torch.randn(150, generator=generator)
@@ -95,7 +117,7 @@ def test_products(library: Library, dtype: torch.dtype, one_thread: None) -> Non
             assert torch.equal(some_TO, whole_TO[start : start + rows]), (threads, rows)
 
 
-def test_pairs_round_what_goes_in(library: Library) -> None:
+def test_pairs_round_what_goes_in(dtype: torch.dtype, library: Library) -> None:
     """To nearest, as torch does; without pairs nothing is rounded."""
     generator = torch.Generator().manual_seed(4)
     packed_PIW = library.pack(torch.randn(40, 320, generator=generator).bfloat16())
@@ -139,7 +161,6 @@ def test_without_more_threads_there_is_no_choice(one_thread: None) -> None:
     assert set(computed(ThreadChoice(), 500, {3: 1.0}, 20)) == {3}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_steps_are_those_of_the_plain_path(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save_model(family, tmp_path, **{**SIZES, **FAMILIES[family]})
@@ -157,7 +178,6 @@ def test_random_steps_are_those_of_the_plain_path(family: str, dtype: torch.dtyp
         assert float((found_RV - expected_RV).abs().max() / spread) < tolerance, f"step {number}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_token_has_the_same_bits_in_every_step(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Over several splits of keys: fed at once, in pieces, one by one, in trees, with neighbours."""
@@ -213,7 +233,6 @@ def test_threads_change_no_bit(tmp_path: Path, library: Library, one_thread: Non
     assert all(torch.equal(found[0], one) for one in found[1:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_no_number_stays_with_its_sequence(dtype: torch.dtype, tmp_path: Path) -> None:
     """Nor do rows before it read it, though their keys and values may lie in one word with its own."""
     model = load_tiny("llama", tmp_path, DTYPES[dtype], by_rows=True, **SIZES)
