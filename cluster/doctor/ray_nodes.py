@@ -1,4 +1,4 @@
-"""A Ray cluster: reachable, with room and labels for every pool, and the same Paceline on all nodes."""
+"""A Ray cluster: reachable, guarded, with room and labels for every pool, and the same Paceline on all nodes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from cluster.config.config import Config
 from cluster.config.pools import role_of
+from cluster.config.security import SecurityError, check_worker_exposure
 from cluster.console import CommandError
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.versions import TELLING, installed_version
@@ -27,6 +28,7 @@ from cluster.placement import (
 )
 from cluster.ray.cluster import reason_in
 from cluster.ray.parts import all_settings
+from cluster.ray.token import check_token
 from speculation.events import Role
 
 ANSWER_SECONDS = 60.0
@@ -84,6 +86,16 @@ def check_nodes(nodes: Sequence[Seen], here: Mapping[str, str]) -> Iterator[Find
                 yield warning(subject, text, "install the same versions (requirements.lock)")
     if sound:
         yield ok("nodes", f"all {len(nodes)} run what this machine does")
+
+
+def check_doors(config: Config, address: str, hosts: Sequence[str]) -> Iterator[Finding]:
+    """Whether workers may listen on these nodes, and their cluster, whose control service is there, be served from."""
+    try:
+        for host in hosts:
+            check_worker_exposure(host, config)
+        check_token(config, address, hosts)
+    except (SecurityError, CommandError) as error:
+        yield problem("doors", str(error), "nothing is served before")
 
 
 def versions() -> dict[str, str]:
@@ -146,6 +158,8 @@ def check(config: Config, addresses: dict[Role, list[str]], *, models: bool = Fa
         nodes = list(_nodes(config))
         yield from check_room(config, nodes)
         yield from check_nodes(nodes, versions())
+        hosts = [node.address for node in nodes]
+        yield from check_doors(config, ray.get_runtime_context().gcs_address, hosts)
         yield from check_application(config, addresses)
     finally:
         ray.shutdown()

@@ -1,5 +1,6 @@
 """The guide of operations against what it speaks of: commands, settings, files, figures and alerts exist."""
 
+import ast
 import os
 import re
 import subprocess
@@ -94,6 +95,7 @@ CHECKED = {
     "systemctl": units,
     "git": lambda *_: None,
     "paceline": lambda *_: None,  # parsed by test_docs.py
+    ".venv/bin/paceline": lambda *_: None,
 }
 
 
@@ -206,6 +208,21 @@ def test_every_alert_has_its_section():
     alerts = {rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule}
     sections = {title for title in HEADINGS if title.startswith("Paceline") and " " not in title}
     assert sections == alerts
+
+
+def test_what_is_said_to_be_seen_is_said_by_the_product():
+    """Of what the doctor or a log is quoted with, every piece between what is filled in."""
+    sources = [path for room in ("cluster", "router") for path in (CHECKOUT / room).rglob("*.py")]
+    nodes = [node for path in sources for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    said = "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").split("## It is not faster")[0]
+    cells = re.findall(r"^\| (.*?) \|", page, re.MULTILINE)
+    quoted = [words for cell in cells for words in re.findall("`(.+?)`", cell)]
+    assert len(quoted) >= 20
+    for words in quoted:
+        if not words.startswith(("make ", '"')):  # commands, and what a request says
+            for piece in filter(None, re.split(r"\s*(?:\.\.\.|\bN\b|\d+)[:,;]?\s*", words)):
+                assert piece in said, words
 
 
 def test_settings_that_are_named_exist():

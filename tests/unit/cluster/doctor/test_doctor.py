@@ -17,13 +17,13 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.cli import main
 from cluster.completion import CompletionTally
-from cluster.config.config import Config, RouterConfig
+from cluster.config.config import Config, RouterConfig, SecurityConfig
 from cluster.config.pools import DraftConfig, ModelConfig, TargetConfig
 from cluster.doctor import certificates, endpoint, machine, models, ray_nodes, versions, workers
 from cluster.doctor.finding import Level
 from cluster.doctor.models import WeightsError, read_weights
 from cluster.placement import GPU_CLASS, ClusterNode
-from cluster.ray import status
+from cluster.ray import status, token
 from cluster.ray.declaration import declaration
 from cluster.ray.parts import all_settings
 from cluster.ray.status import ApplicationStatus, DeploymentStatus
@@ -438,6 +438,22 @@ def test_what_runs_on_the_nodes():
     bare = node("10.0.0.4", 1, "small", says=here, lacks=["/srv/models/llama-8b"])
     assert "has no /srv/models/llama-8b" in only(ray_nodes.check_nodes([bare], here))
     assert ray_nodes.inspect([TARGET, "/nowhere"])[1] == ["/nowhere"]
+
+
+def test_what_up_refuses_to_serve_from_is_told_before(monkeypatch):
+    open_to = {"10.0.0.1:6379": True, "10.0.0.1:6380": False}
+    monkeypatch.setattr(token, "answers_anyone", open_to.__getitem__)
+    trusted, guarded = Config(router=RouterConfig(allow_remote=True)), Config(security=SecurityConfig("c", "k", "a"))
+    for config, host, port, words in (
+        (Config(), "127.0.0.2", 6379, ""),
+        (Config(), "10.0.0.2", 6380, "10.0.0.2 can be reached from other machines"),
+        (guarded, "10.0.0.2", 6379, "asks for no token"),
+        (guarded, "10.0.0.2", 6380, ""),
+        (trusted, "10.0.0.2", 6379, ""),
+    ):
+        found = list(ray_nodes.check_doors(config, f"10.0.0.1:{port}", [host]))
+        assert bool(found) == bool(words)
+        assert all(str(finding).startswith("problem  doors: ") and words in str(finding) for finding in found)
 
 
 def test_models_are_looked_for_where_they_may_be_read():
