@@ -6,6 +6,9 @@ The bundled target and a drafter are the loops that serve; what is between them,
 target takes ``--step`` ms and ``--row`` ms for each of its rows, a forward of a drafter ``--forward`` ms, a message
 half a round trip. So what is counted does not depend on the machine, and comes out the same again. What a target that
 never waits for drafts makes of the head is measured beside it.
+
+With ``--simulated`` only the head at the target is measured, for its text, and of all ways it is said what the
+simulator (:mod:`simulation.simulate`) expects: how near it comes to what was measured is how far it can be believed.
 """
 
 from __future__ import annotations
@@ -16,11 +19,15 @@ import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from benchmarks.fit import teacher
+from benchmarks.fit.serving import TargetText
+from benchmarks.fit.settings import FitOptions
 from benchmarks.harness.pair import BUNDLED, ROOT, held_out
 from benchmarks.harness.report import tell
 from draft_service.eagle import HeadLookahead
@@ -29,6 +36,10 @@ from draft_service.service import ROLE as DRAFT
 from draft_service.service import DraftSettings, load_head
 from engine.build import build, build_target, welcome
 from engine.settings import EngineSettings
+from models.pair import VOCABULARY
+from simulation.agreement import AgreementPassage, Passages
+from simulation.costs import FAR, Costs, Curve
+from simulation.simulate import Bounds, SimulationSettings, simulate_texts
 from speculation.messages import (
     Close,
     Limits,
@@ -43,6 +54,7 @@ from speculation.messages import (
     Verification,
 )
 from speculation.verifying import planner
+from target_service.scheduler import Budget
 from target_service.service import ROLE as TARGET
 from target_service.verify_loop import VerifyLoop
 from transport.worker import Outgoing
@@ -172,20 +184,22 @@ def world(way: str, clock: Clock, options: argparse.Namespace, one_way: float) -
     return World(clock, VerifyLoop(verifies, told), drafter, one_way)
 
 
-def measure(way: str, trip: float, options: argparse.Namespace) -> dict[str, object]:
-    """The figures of a way at a round trip in ms."""
+def measure(
+    way: str, trip: float, options: argparse.Namespace, texts: list[TargetText] | None = None
+) -> dict[str, object]:
+    """The figures of a way at a round trip in ms; what was said is added to ``texts``."""
     clock = Clock()
-    speculation = Speculation(sources=frozenset({Source.EAGLE if way == "eagle local" else Source.DRAFT}))
     with ExitStack() as patched:
         patched.enter_context(patch("time.perf_counter", clock))
         if way == NEVER_WAITING:
             patched.enter_context(patch.object(planner, "worth_waiting", lambda *_: None))
         made = world(way, clock, options, trip / 2e3)
         for number, prompt in enumerate(held_out(options.prompts), 1):
-            limits = Limits(len(prompt) + options.tokens)
-            made.run(
-                Open(SessionId(number), 1, prompt, Sampling(temperature=0.0), limits, speculation, prompt=len(prompt))
-            )
+            limits, before = Limits(len(prompt) + options.tokens), len(made.tokens)
+            speculation, greedy = Speculation(sources=sources_of(way)), Sampling(temperature=0.0)
+            made.run(Open(SessionId(number), 1, prompt, greedy, limits, speculation, prompt=len(prompt)))
+            if texts is not None:
+                texts.append(TargetText("held out", prompt, tuple(made.tokens[before:])))
     said = len(made.tokens)
     return {
         "way": way,
@@ -198,6 +212,46 @@ def measure(way: str, trip: float, options: argparse.Namespace) -> dict[str, obj
     }
 
 
+def sources_of(way: str) -> frozenset[Source]:
+    """What its requests allow."""
+    return frozenset({Source.EAGLE if way == "eagle local" else Source.DRAFT})
+
+
+def simulated(
+    way: str, trip: float, options: argparse.Namespace, passages: Sequence[AgreementPassage]
+) -> dict[str, object]:
+    """What the simulator expects of the same texts, first steps and all."""
+    step = Curve((rows, (options.step + options.row * rows) / 1e3, 1.0) for rows in (1, FAR))
+    costs = Costs({1: step}, Curve.straight(options.forward / 1e3, 0.0), to_target=0.0, to_draft=0.0)
+    setting = SimulationSettings(rtt=trip / 1e3, sources=sources_of(way), features=way == "eagle remote")
+    requests, said = len(passages), sum(len(passage.tokens) for passage in passages)
+    texts, bounds = Passages(passages, VOCABULARY), Bounds(drafts_per_session=Budget().drafts_per_session)
+    report = simulate_texts(setting, costs, texts, Random(0), tokens=said - requests, warm_up=0, bounds=bounds)
+    steps = report.verifications + requests
+    return {
+        "way": f"{way}, simulated",
+        "round_trip_ms": trip,
+        "tokens_per_step": round((report.tokens + requests) / steps, 3),
+        "ms_a_token": round(1e3 * report.seconds / (report.tokens + requests), 2),
+        "offered_a_step": round(report.offered / steps, 2),
+        "steps": steps,
+    }
+
+
+def simulate_all(options: argparse.Namespace) -> None:
+    """Tell what is expected of every way."""
+    texts: list[TargetText] = []
+    tell(measure("eagle local", 0.0, options, texts))
+    draft = str(ROOT / "models" / "draft")
+    told = FitOptions(target=str(BUNDLED), drafts=(draft,), eagle=EAGLE, dtype="float32", device="cpu")
+    drafted, by_age = teacher.passages(told, draft, texts), teacher.by_age(told, texts)
+    by_head = [replace(one, places=(), by_age=said) for one, said in zip(drafted, by_age, strict=True)]
+    tell(simulated("eagle local", 0.0, options, by_head))
+    for way, passages in (("eagle remote", by_head), ("draft model", drafted)):
+        for trip in options.trips:
+            tell(simulated(way, trip, options, passages))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Tokens a step of drafts from afar, in made-up time")
     parser.add_argument("--prompts", type=int, default=40, help="prompts (default: 40, all there are)")
@@ -206,8 +260,12 @@ if __name__ == "__main__":
     parser.add_argument("--row", type=float, default=0.3, help="ms of each of its rows (default: 0.3)")
     parser.add_argument("--forward", type=float, default=1.25, help="ms of a forward of a drafter (default: 1.25)")
     parser.add_argument("--trips", type=float, nargs="+", default=[0.0, 5.0, 20.0], help="ms (default: 0 5 20)")
+    parser.add_argument("--simulated", action="store_true", help="say what the simulator expects")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
+    if chosen.simulated:
+        simulate_all(chosen)
+        raise SystemExit
     tell(measure("eagle local", 0.0, chosen))
     for distant in ("eagle remote", NEVER_WAITING, "draft model"):
         for trip in chosen.trips:

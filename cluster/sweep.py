@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -88,14 +88,20 @@ class Simulator:
     """Simulates settings of one set-up; the same one is computed once."""
 
     def __init__(
-        self, costs: Costs, outcomes: Sequence[Outcome], bounds: Bounds, tokens: int, request_tokens: int, seed: int
+        self,
+        costs: Costs,
+        outcomes: Sequence[Outcome],
+        bounds: Bounds,
+        tokens: int,
+        seed: int,
+        common: SimulationSettings,
     ) -> None:
         """See :func:`simulation.simulate.simulate`.
 
-        All settings have requests of ``request_tokens`` tokens and start from ``seed``.
+        All settings are as ``common`` but for what is swept, and start from ``seed``.
         """
         self._costs, self._outcomes, self._bounds = costs, outcomes, bounds
-        self._tokens, self._request_tokens, self._seed = tokens, request_tokens, seed
+        self._tokens, self._seed, self._common = tokens, seed, common
         self._known: dict[SimulationSettings, Report] = {}
 
     def report(self, setting: SimulationSettings) -> Report:
@@ -109,13 +115,14 @@ class Simulator:
 
     def row(self, sweep: Sweep, schedule: str, rtt: float, sessions: int, targets: int, drafters: int) -> SweepRow:
         """One combination; of a baseline, with the draft length that suits it best."""
-        length = self._request_tokens
-        plain = self.report(SimulationSettings(None, sessions=sessions, targets=targets, request_tokens=length))
+        loaded = replace(self._common, sessions=sessions, targets=targets)
+        plain = self.report(replace(loaded, schedule=None))
         kind = SCHEDULES[schedule]
         if kind is None:
             return SweepRow(plain, 1.0)
         lengths = sweep.draft_lengths if kind is not Schedule.TRIE else (0,)
-        settings = [SimulationSettings(kind, drafts, rtt, sessions, targets, drafters, length) for drafts in lengths]
+        drafted = replace(loaded, schedule=kind, rtt=rtt, drafters=drafters)
+        settings = [replace(drafted, draft_length=length) for length in lengths]
         best = max((self.report(setting) for setting in settings), key=lambda report: report.rate)
         return SweepRow(best, best.rate / plain.rate)
 

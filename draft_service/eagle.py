@@ -21,15 +21,13 @@ from draft_service.sequence import DraftSequence
 from engine.eagle.features import unpacked
 from engine.model import Model
 from engine.recorder import Recorder
+from speculation.drafting.eagle import PUSHED
 from speculation.messages import Features, Open, Rule, Token, ToWorker, Verification, Welcome
 from transport.tracing import Tracing
 from transport.worker import Outgoing
 
 MAX_EARLY = 512
 """Features that are kept of tokens which are not known to be committed yet: a verification may be overtaken."""
-
-PUSHED = 4.0
-"""Times the bytes a committed token that a head may push, of what a draft model may. Features make most drafts new."""
 
 
 class _Suffix(Sequence[Token]):

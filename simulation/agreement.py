@@ -7,13 +7,17 @@ and what is made up comes in such stretches too. Once a path has left the text, 
 
 Where sources that read the text take part, its words matter: a :class:`AgreementPassage` has those that the target
 really said.
+
+An EAGLE head goes on from its own states where it has no true ones, and says worse things the further it has gone so:
+what it says at a place depends on its *age*, the tokens by which the place lies behind where its true states let it
+guess. Age 0 is the place behind a text of which it has all there is. Off the text nothing is right at any age.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
@@ -78,7 +82,7 @@ class ReplayedText(ABC):
         """The token of the true text at ``position``."""
 
     @abstractmethod
-    def _said(self, end: int) -> list[Candidate]:
+    def _said(self, end: int, age: int) -> list[Candidate]:
         """What the drafter says after the first ``end`` tokens of the true text."""
 
     @abstractmethod
@@ -89,43 +93,53 @@ class ReplayedText(ABC):
         """What the target says after the prefix of length ``end`` that ``digest`` names."""
         return self.token(end) if self._holds(end, digest) else noise.splitmix64(digest) % self.vocabulary
 
-    def candidates(self, end: int, digest: int) -> list[Candidate]:
-        """What the drafter says there."""
+    def candidates(self, end: int, digest: int, age: int = 0) -> list[Candidate]:
+        """What the drafter says there; ``age``: that of a head, by which no draft model changes what it says."""
         if self._holds(end, digest):
-            return self._said(end)
+            return self._said(end, age)
         wrong = noise.splitmix64(digest)
         confidences = self._anywhere(wrong)
         return [Candidate((wrong + rank) % self.vocabulary, sure) for rank, sure in enumerate(confidences)]
 
-    def _holds(self, end: int, digest: int) -> bool:
-        """Whether a prefix is that of the true text."""
+    def digest(self, end: int) -> int:
+        """Of the first ``end`` tokens of the true text."""
         while len(self._digests) <= end:
             self._digests.append(digests.extend(self._digests[-1], self.token(len(self._digests) - 1)))
-        return self._digests[end] == digest
+        return self._digests[end]
+
+    def _holds(self, end: int, digest: int) -> bool:
+        """Whether a prefix is that of the true text."""
+        return self.digest(end) == digest
 
 
 class Replayed(ReplayedText):
     """Made-up words that the models agree on as in ``outcomes``, from index ``first`` on, round and round."""
 
-    def __init__(self, outcomes: Sequence[Outcome], first: int, seed: int) -> None:
-        """``seed`` sets the words."""
+    def __init__(self, outcomes: Sequence[Outcome], first: int, seed: int, retention: float = 1.0) -> None:
+        """``seed`` sets the words. ``retention``: the share of what is right that stays so with each token of age."""
         super().__init__(VOCABULARY)
-        self._outcomes, self._first, self._seed = outcomes, first, seed
+        self._outcomes, self._first, self._seed, self._retention = outcomes, first, seed, retention
 
     def token(self, position: int) -> Token:
         """The token of the true text at ``position``."""
         return noise.splitmix64(self._seed ^ position) % VOCABULARY
 
-    def _said(self, end: int) -> list[Candidate]:
+    def _said(self, end: int, age: int) -> list[Candidate]:
         outcome = self._outcomes[(self._first + end) % len(self._outcomes)]
-        right = self.token(end)
+        right, kept = self.token(end), self._retention**age
+        luck = noise.splitmix64(noise.splitmix64(self._seed ^ end)) / 2**64  # what is right is so at lower ages too
+        rank_right = outcome.right if luck < kept else NONE_RIGHT
         return [
-            Candidate((right if rank == outcome.right else right + 1 + rank) % VOCABULARY, confidence)
+            Candidate((right if rank == rank_right else right + 1 + rank) % VOCABULARY, kept * confidence)
             for rank, confidence in enumerate(outcome.confidences)
         ]
 
     def _anywhere(self, at: int) -> tuple[float, ...]:
         return self._outcomes[at % len(self._outcomes)].confidences
+
+
+ByAge = tuple[tuple[tuple[Candidate, ...], ...], ...]
+"""Candidates by place, as of a draft model, at ages 0, 1, ...; older, a head says what it does at the last of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +152,18 @@ class AgreementPassage:
     """Best first; ``places[i]`` stands for ``tokens[i]``. Empty: no drafter was asked."""
     guesses: tuple[HeadGuesses, ...] = ()
     """What the target's Medusa heads say of ``tokens[i]`` and those after it. Empty: it has none."""
+    by_age: ByAge = ()
+    """What an EAGLE head would say. Empty: there is none."""
 
     def __post_init__(self) -> None:
         assert self.prompt and len(self.tokens) > 1, "a text without a prompt, or of one token, has no pace"
         assert len(self.places) in (0, len(self.tokens))
         assert len(self.guesses) in (0, len(self.tokens))
+        assert all(len(places) == len(self.tokens) for places in self.by_age)
+
+    def said(self, age: int) -> tuple[tuple[Candidate, ...], ...]:
+        """What the drafter says at each place: a draft model, or a head of that age where there is none."""
+        return self.places if self.places or not self.by_age else self.by_age[min(age, len(self.by_age) - 1)]
 
 
 class Spoken(ReplayedText):
@@ -160,12 +181,12 @@ class Spoken(ReplayedText):
             return self._words[position]
         return noise.splitmix64(self._seed ^ position) % self.vocabulary
 
-    def _said(self, end: int) -> list[Candidate]:
-        at = end - len(self._passage.prompt)
-        return list(self._passage.places[at]) if 0 <= at < len(self._passage.places) else []
+    def _said(self, end: int, age: int) -> list[Candidate]:
+        at, places = end - len(self._passage.prompt), self._passage.said(age)
+        return list(places[at]) if 0 <= at < len(places) else []
 
     def _anywhere(self, at: int) -> tuple[float, ...]:
-        places = self._passage.places
+        places = self._passage.said(0)
         return tuple(candidate.confidence for candidate in places[at % len(places)])
 
 
@@ -179,6 +200,8 @@ class ReplayedRequest:
     """A position."""
     guesses: tuple[HeadGuesses, ...] = ()
     """Of Medusa heads, for each position from the end of the prompt on."""
+    head: ReplayedText | None = None
+    """What an EAGLE head says at the target, if there is one."""
     scope: str = ""
     """Requests of one scope may draft from each other's outputs."""
 
@@ -198,14 +221,16 @@ class Replays:
     outcomes: Sequence[Outcome]
     tokens: int
     start: int = 0
+    retention: float = 1.0
+    """See :class:`Replayed`."""
 
     def __post_init__(self) -> None:
         assert self.tokens > 1, "a request of one token has no pace"
 
     def request(self, number: int, seed: int) -> ReplayedRequest:
         """As :class:`Texts` says."""
-        text = Replayed(self.outcomes, (self.start + number * self.tokens) % len(self.outcomes), seed)
-        return ReplayedRequest(text, (text.token(0),), 1 + self.tokens)
+        text = Replayed(self.outcomes, (self.start + number * self.tokens) % len(self.outcomes), seed, self.retention)
+        return ReplayedRequest(text, (text.token(0),), 1 + self.tokens, head=text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,4 +246,5 @@ class Passages:
         passage = self.passages[index]
         end = len(passage.prompt) + len(passage.tokens)
         text = Spoken(passage, self.vocabulary, seed)
-        return ReplayedRequest(text, passage.prompt, end, passage.guesses, scope=str(lap))
+        head = Spoken(replace(passage, places=()), self.vocabulary, seed) if passage.by_age else None
+        return ReplayedRequest(text, passage.prompt, end, passage.guesses, head, scope=str(lap))

@@ -76,14 +76,17 @@ class Costs:
     jitter: float = 0.0
     """Relative standard deviation of a step's time."""
     heads: Mapping[int, Curve] = field(default_factory=dict)
-    """As ``verify``, of steps in which Medusa heads guess; empty: there are none."""
+    """As ``verify``, of steps of which a head reads the hidden states: at the target it guesses besides, for one
+    elsewhere they are fused. Empty: that takes nothing."""
+    feature_seconds: float = 0.0
+    """On the way to a head elsewhere, of what it reads of one token: its bytes over those that pass in a second."""
 
     def verify_seconds(self, sessions: int, tokens: int, *, heads: bool = False) -> float:
         """A step of the target; where so many sessions were not measured, as with the next fewer.
 
-        ``heads``: whether Medusa heads guess in it.
+        ``heads``: whether a head reads its hidden states.
         """
-        curves = self.heads if heads else self.verify
+        curves = (heads and self.heads) or self.verify
         known = [count for count in curves if count <= sessions]
         curve = curves[max(known) if known else min(curves)]
         return curve(rows_for(tokens, self.row_classes)) + self.verify_each * sessions

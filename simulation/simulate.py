@@ -28,7 +28,7 @@ from simulation.simulated_world import Bounds as Bounds
 from simulation.simulated_world import OwnSources, RecordedHeads, SimulatedWorld
 from simulation.simulated_world import SimulationSettings as SimulationSettings
 from speculation.drafting.draft_session import Outcome
-from speculation.messages import Limits, Open, Proposal, Sampling, SessionId, Source, Verification
+from speculation.messages import Limits, Open, Proposal, Sampling, Schedule, SessionId, Verification
 from speculation.trie import VerificationTree
 from speculation.verifying.planner import Asked, Planner
 from speculation.verifying.target_session import TargetSession
@@ -93,7 +93,7 @@ def simulate(
 
     ``outcomes``: the text that is replayed, round and round; each request goes on where the one before it ends.
     """
-    texts = Replays(outcomes, setting.request_tokens, rng.randrange(len(outcomes)))
+    texts = Replays(outcomes, setting.request_tokens, rng.randrange(len(outcomes)), setting.retention)
     return simulate_texts(setting, costs, texts, rng, tokens=tokens, bounds=bounds)
 
 
@@ -178,6 +178,11 @@ class _Verified:
     drafter: SimulatedDrafter | None
     heads: RecordedHeads | None
 
+    @property
+    def read(self) -> bool:
+        """Whether a head reads the hidden states of its next step."""
+        return self.session.fed or (self.heads is not None and self.heads.guessing)
+
 
 class _Target:
     """The verify loop over sessions whose prompts are in the cache."""
@@ -185,7 +190,8 @@ class _Target:
     def __init__(self, world: _Run) -> None:
         self._world = world
         self._planner = Planner(row_classes=world.costs.row_classes)
-        self._sources = OwnSources(world.setting.sources, world.bounds.suffix_tokens)
+        allowed = world.setting.sources if world.setting.schedule is Schedule.TRIE else frozenset()
+        self._sources = OwnSources(allowed, world.bounds.suffix_tokens)
         self._held: dict[SessionId, _Verified] = {}
         self._inbox: list[tuple[Proposal, float]] = []
         self._idle = True
@@ -196,6 +202,7 @@ class _Target:
         session = self._planner.session(
             opened, request.text.vocabulary, [one for one in (heads, outputs) if one is not None]
         )
+        session.fed = drafter is not None and self._world.setting.features
         self._held[opened.session] = _Verified(session, request, slot, drafter, heads)
         self._wake()
 
@@ -226,7 +233,7 @@ class _Target:
         tokens = sum(1 + len(tree.nodes) for _, tree in going)
         world = self._world
         world.verifying += 1
-        heads = any(one.heads is not None and one.heads.guessing for one, _ in going)
+        heads = any(one.read for one, _ in going)
         seconds = world.varied(world.costs.verify_seconds(len(going), tokens, heads=heads))
         if any(tree.branched for _, tree in going):
             seconds *= world.costs.branching
@@ -257,22 +264,28 @@ class _Target:
             before = one.session.committed_at
             verification = one.session.commit(drawn, world.now).verification
             if one.heads is not None:
-                one.heads.stepped(verified=any(node.source is Source.MEDUSA for node in tree.nodes))
+                one.heads.stepped(verified=any(node.source is one.heads.source for node in tree.nodes))
             if before is not None:
                 world.totals.count(verification, world.now - before)
             committed += len(verification.tokens)
-            self._tell(one, verification)
+            self._tell(one, verification, committed)
         self._planner.observe(len(going), tokens, seconds, committed)
         world.after(world.costs.verify_pause, self._step)
 
-    def _tell(self, one: _Verified, verification: Verification) -> None:
-        """Tell the drafter, and go on with the next request after the last token."""
+    def _tell(self, one: _Verified, verification: Verification, sent: int) -> None:
+        """Tell the drafter, and go on with the next request after the last token.
+
+        ``sent``: tokens of the step by then, whose features leave one after the other.
+        """
         world = self._world
         own = tuple(one.request.text.token(position) for position in range(verification.position, verification.end))
         assert verification.tokens == own, "the text differs from that of the target alone"
         if one.drafter is not None:
-            drafter = one.drafter
-            world.after(world.costs.to_draft + world.setting.rtt / 2, lambda: drafter.hear(verification))
+            drafter, way = one.drafter, world.costs.to_draft + world.setting.rtt / 2
+            world.after(way, lambda: drafter.hear(verification))
+            if one.session.fed:
+                features = way + world.costs.feature_seconds * sent
+                world.after(features, lambda: drafter.feed(verification.session, verification.end))
         if verification.finish:
             del self._held[verification.session]
             self._sources.keep(one.request, one.session.tokens)

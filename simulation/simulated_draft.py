@@ -6,12 +6,14 @@ A part of :mod:`simulation.simulate`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from simulation.agreement import ReplayedText
 from simulation.simulated_world import SimulatedWorld
 from speculation import digest as digests
 from speculation.drafting.draft_session import DraftSession, Sync, best_places
+from speculation.drafting.eagle import PUSHED
 from speculation.drafting.guesses import MAX_GUESSES, MAX_SESSIONS, Forward, Guesses, draft_along
 from speculation.messages import Open, Proposal, SessionId, Source, Verification
 from speculation.sources.lookup import PromptLookup
@@ -32,15 +34,23 @@ class SimulatedDraft:
     """A session, the text it is about, and the target that has it. Nothing takes time here."""
 
     def __init__(
-        self, session: DraftSession, text: ReplayedText, target: SimulatedTarget, calibration: Calibration
+        self,
+        session: DraftSession,
+        text: ReplayedText,
+        target: SimulatedTarget,
+        calibration: Calibration,
+        *,
+        features: bool,
     ) -> None:
-        """``calibration``: what guesses have been worth in other sessions."""
+        """``calibration``: what guesses have been worth in other sessions. ``features``: whether a head drafts."""
         self.session, self.target = session, target
-        self._text = text
+        self._text, self._features = text, features
         self._computed: set[Node] = set()
         """Drafts that the model has read."""
         self._cached = 0
         """Committed tokens that it has read."""
+        self._fed_end = 0
+        """End of the text of which a head has all features; 0: of none."""
         self._guesses = Guesses(text.vocabulary, calibration)
         self._known = PromptLookup()
 
@@ -53,6 +63,17 @@ class SimulatedDraft:
         sync = self.session.verified(verification)
         self._computed.intersection_update(self.session.trie)
         return sync
+
+    def fed(self, end: int) -> None:
+        """Features have come up to the ``end`` of a text: a head reads again what it read without, and drafts again."""
+        self._cached, self._fed_end = min(self._cached, self._fed_end), end
+        self._computed.clear()
+        self.session.redraft()
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether there is anything to read: a head needs features."""
+        return self._fed_end > 0 or not self._features
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -69,7 +90,8 @@ class SimulatedDraft:
             self._cached = len(self.session.tokens)
         else:
             self._computed.add(node)
-        self.session.expand(node, self._text.candidates(node.end, node.digest))
+        age = node.end - self._fed_end if self._features else 0
+        self.session.expand(node, self._text.candidates(node.end, node.digest, age))
 
     def guess(self, place: Node) -> list[float]:
         """Guess what the model says behind a place; the chances that it does and that the text gets there, falling."""
@@ -104,7 +126,7 @@ class SimulatedDrafter:
         """Nothing is open."""
         self._world = world
         self._sequences: dict[SessionId, SimulatedDraft] = {}
-        self._inbox: list[Verification] = []
+        self._inbox: list[Callable[[], None]] = []
         self._calibration, self._guess_calibration = Calibration(), Calibration()
         self._cost = StepCost()
         self._resting = False
@@ -112,19 +134,27 @@ class SimulatedDrafter:
 
     def open(self, opened: Open, text: ReplayedText, target: SimulatedTarget) -> None:
         """Draft for a session from now on, until its last token is heard of; ``target`` has it."""
+        limits, features = self._world.bounds.draft, self._world.setting.features
         session = DraftSession(
             opened,
             vocabulary=text.vocabulary,
-            limits=self._world.bounds.draft,
+            limits=replace(limits, bytes_a_token=PUSHED * limits.bytes_a_token) if features else limits,
             calibration=self._calibration,
             resting=self._resting,
         )
-        self._sequences[opened.session] = SimulatedDraft(session, text, target, self._guess_calibration)
+        self._sequences[opened.session] = SimulatedDraft(
+            session, text, target, self._guess_calibration, features=features
+        )
         self._wake()
 
     def hear(self, verification: Verification) -> None:
         """A verification has come."""
-        self._inbox.append(verification)
+        self._inbox.append(lambda: self._follow(verification))
+        self._wake()
+
+    def feed(self, session: SessionId, end: int) -> None:
+        """Features have come, of a session's text up to ``end``."""
+        self._inbox.append(lambda: self._sequences[session].fed(end) if session in self._sequences else None)
         self._wake()
 
     def _wake(self) -> None:
@@ -133,8 +163,8 @@ class SimulatedDrafter:
             self._world.after(0.0, self._step)
 
     def _step(self) -> None:
-        for verification in self._inbox:
-            self._follow(verification)
+        for take in self._inbox:
+            take()
         self._inbox.clear()
         places = self._places()
         if places:
@@ -167,7 +197,7 @@ class SimulatedDrafter:
         found: dict[SimulatedDraft, list[Node]] = {}
         further: list[tuple[SimulatedDraft, Sequence[Node]]] = []
         for sequence in self._sequences.values():
-            frontier = sequence.session.frontier()
+            frontier = sequence.session.frontier() if sequence.can_draft else []
             if frontier and frontier[0] is sequence.session.trie.root:
                 found[sequence] = [frontier[0]]
             else:

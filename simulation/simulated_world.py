@@ -1,7 +1,7 @@
 """What all simulated workers share: what is simulated, the clock, the sums of what has happened, and sources.
 
 A part of :mod:`simulation.simulate`. The draft sources at a target are those that need more than the text of their
-session. What Medusa heads say was recorded along the text; earlier outputs are those of
+session. What heads say was recorded along the text, or made up; earlier outputs are those of
 the requests that a target has ended, in the very store that serves. What indexing takes is left out: an output can be
 found as soon as its request has ended.
 """
@@ -11,12 +11,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from functools import reduce
 from math import inf
 from random import Random
 
-from simulation.agreement import ReplayedRequest
+from simulation.agreement import ReplayedRequest, ReplayedText
 from simulation.costs import Costs
-from speculation.drafting.draft_session import DraftLimits
+from speculation import digest as digests
+from speculation.drafting.draft_session import Candidate, DraftLimits
+from speculation.drafting.eagle import MAX_LEVELS, GrowingTree
 from speculation.drafting.medusa import HeadGuesses, likeliest
 from speculation.drafting.state_drafts import NODES, GuessTree, StateDrafts
 from speculation.messages import Schedule, Source, Sources, Speculation, Token, Verification
@@ -64,8 +67,12 @@ class SimulationSettings:
     max_depth: int = Speculation().max_depth
     """Longest path of drafts verified in one step, under the trie."""
     sources: frozenset[Source] = frozenset({Source.DRAFT})
-    """Draft sources, under the trie: of those at the target, such as read the text, what was recorded of Medusa heads
-    along it, or earlier outputs."""
+    """Draft sources, under the trie: of those at the target, such as read the text, what was recorded of heads along
+    it, or earlier outputs."""
+    features: bool = False
+    """Whether drafters have an EAGLE head in place of a draft model, which reads what the target sends it."""
+    retention: float = 1.0
+    """Of a text that is made up: see :class:`simulation.agreement.Replayed`."""
     guesses: bool = False
     """Whether drafters have guesses of lookup at their own text verified beside their drafts (staged drafting)."""
 
@@ -152,7 +159,7 @@ class RecordedHeads:
     def __init__(self, first: int, guesses: Sequence[HeadGuesses]) -> None:
         """``guesses[i]`` are those for position ``first + i``; none for a place where the heads had nothing to read."""
         self.depth = max(map(len, guesses), default=0)
-        self._drafts = StateDrafts(Source.MEDUSA, self.depth)
+        self._drafts = StateDrafts(self.source, self.depth)
         self._first, self._guesses = first, guesses
         self._end = 0
 
@@ -174,9 +181,37 @@ class RecordedHeads:
     def propose(self, depth: int) -> GuessTree:
         """The likeliest of what was guessed for this very place."""
         if self.guessing:
-            places = self._guesses[self._end - self._first]
-            self._drafts.guess(self._end, likeliest(places[:depth], NODES))
+            self._drafts.guess(self._end, self._tree(depth))
         return self._drafts.propose(depth)
+
+    def _tree(self, depth: int) -> GuessTree:
+        return likeliest(self._guesses[self._end - self._first][:depth], NODES)
+
+
+class RecordedEagle(RecordedHeads):
+    """An EAGLE head at the target, which grows its tree as the one that serves does, to its full depth every time."""
+
+    source = Source.EAGLE
+
+    def __init__(self, first: int, text: ReplayedText) -> None:
+        """``text``: what it says; it has something to read behind position ``first``."""
+        super().__init__(first, ())
+        self.depth, self._text = MAX_LEVELS, text
+
+    @property
+    def guessing(self) -> bool:
+        """As of other heads."""
+        return self._end > self._first and not self._drafts.rests
+
+    def _tree(self, depth: int) -> GuessTree:
+        tree = GrowingTree()
+        while (places := tree.frontier()) and len(places[0].path) < min(depth, self.depth):
+            tree.grow([(place, self._said(place.path)) for place in places])
+        return tree.likeliest(NODES)
+
+    def _said(self, path: Sequence[Token]) -> Sequence[Candidate]:
+        digest = reduce(digests.extend, path, self._text.digest(self._end))
+        return self._text.candidates(self._end + len(path), digest, age=len(path))
 
 
 class OwnSources:
@@ -184,12 +219,16 @@ class OwnSources:
 
     def __init__(self, allowed: Sources, capacity: int) -> None:
         """``allowed``: what their requests ask for; ``capacity``: tokens of earlier outputs that are kept."""
-        self._heads = Source.MEDUSA in allowed
+        self._allowed = allowed
         self._store = SuffixStore(capacity) if Source.SUFFIX in allowed else None
 
     def heads(self, request: ReplayedRequest) -> RecordedHeads | None:
         """What the heads say for a request that is opened, if there are any."""
-        return RecordedHeads(len(request.prompt), request.guesses) if self._heads and request.guesses else None
+        if Source.EAGLE in self._allowed and request.head is not None:
+            return RecordedEagle(len(request.prompt), request.head)
+        if Source.MEDUSA in self._allowed and request.guesses:
+            return RecordedHeads(len(request.prompt), request.guesses)
+        return None
 
     def outputs(self, request: ReplayedRequest) -> SuffixLookup | None:
         """What it can find in earlier outputs, if any are kept."""

@@ -64,11 +64,15 @@ def configuration(
         found["speculation"] = {"enabled": False}
     else:
         way = chosen.way
-        if way.heads:
-            found["target"]["medusa"] = _path(options.medusa)
+        found["target"] |= {
+            str(source): _path(folder) for source, folder in options.heads.items() if source in way.local
+        }
         if way.draft is not None:
             paid = [one for one in loaded if one.speedup >= PAYS] or list(loaded[:1])
             found["draft"] = _worker(options, way.draft) | {"replicas": paid[-1].drafters}
+            if way.draft == options.away:
+                found["target"] |= {"eagle": _path(options.eagle), "eagle_at": options.eagle_at}
+                del found["draft"]["model"]  # it drafts with the target's head
             if way.draft in translated:
                 found["draft"]["target_tokenizer"] = _path(options.target)
         found["speculation"] = {

@@ -81,15 +81,19 @@ def agreement(way: Way, passages: Sequence[AgreementPassage]) -> Agreement:
 
 
 def _drafted(passage: AgreementPassage) -> list[DraftRun]:
-    """What comes of following the draft model's first choice."""
+    """What comes of following the first choice of a draft model, or of a head, which ages on the way."""
     found: list[DraftRun] = []
-    right = 0
-    for place in range(len(passage.tokens) - 1, -1, -1):
-        said = passage.places[place]
-        right = right + 1 if said and said[0].token == passage.tokens[place] else 0
-        among = any(candidate.token == passage.tokens[place] for candidate in said)
-        found.append(DraftRun(min(len(passage.tokens) - place, DEPTH) if said else 0, min(right, DEPTH), among))
-    return found[::-1]
+    for place, token in enumerate(passage.tokens):
+        ahead = range(min(len(passage.tokens) - place, DEPTH))
+        right = next((age for age in ahead if not _is_right(passage, place + age, age)), len(ahead))
+        said = passage.said(0)[place]
+        found.append(DraftRun(len(ahead) if said else 0, right, any(one.token == token for one in said)))
+    return found
+
+
+def _is_right(passage: AgreementPassage, place: int, age: int) -> bool:
+    said = passage.said(age)[place]
+    return bool(said) and said[0].token == passage.tokens[place]
 
 
 def _local(way: Way, request: ReplayedRequest, sources: OwnSources) -> list[LocalSource]:

@@ -14,6 +14,8 @@ from benchmarks.harness.command import Bench
 from benchmarks.harness.options import BadInput
 from cluster.config.checks import check_heads, check_model, check_tokenizer
 from cluster.config.environment import BUNDLED
+from cluster.config.pools import AT_TARGET
+from speculation.messages import Source
 
 if TYPE_CHECKING:
     from benchmarks.harness.prompts import Prompt
@@ -27,6 +29,7 @@ steps cost on this machine, and simulates the rest. Prints tables, one line of a
   paceline fit --target ./llama-8b --draft ./llama-1b --draft ./llama-3b --prompts traffic.jsonl --out fit
   paceline fit --target ./llama-8b --draft ./qwen-0.5b --source lookup --round-trip 20 --validate
   paceline fit --target ./llama-8b --medusa ./llama-8b-medusa --source lookup,medusa,suffix
+  paceline fit --target ./llama-8b --draft ./llama-1b --eagle ./llama-8b-eagle --eagle-at drafter
 
 Prompts: JSON lines with "prompt" or "messages" and perhaps "kind", or plain text with a prompt a line. Without any,
 short sets of code, JSON, prose and creative writing are taken. Keep the machine quiet meanwhile.
@@ -47,7 +50,7 @@ class FitBench(Bench):
             options,
             target=options.target or str(BUNDLED / "target"),
             drafts=options.drafts or (() if options.target else (str(BUNDLED / "draft"),)),
-            sources=options.sources or ("none", "lookup", *(("medusa",) if options.medusa else ())),
+            sources=options.sources or ("none", "lookup", *map(str, options.heads)),
             prompts=tuple(_prompts([Path(str(file)) for file in options.prompts])),
             sessions=tuple(sorted({1, *options.sessions})),
         )
@@ -73,13 +76,18 @@ def _prompts(files: Sequence[Path]) -> list[Prompt]:
 def _check_models(options: FitOptions) -> None:
     check_model(options.target, "--target")
     check_tokenizer(options.target)
-    if options.medusa and "medusa" not in options.sources:
-        given = f"--source has {', '.join(options.sources)}"
-        raise BadInput(f"--medusa {options.medusa}: {given}; add medusa, or leave --medusa out")
-    if "medusa" in options.sources:
-        if not options.medusa:
-            raise BadInput("--source medusa: give the folder of the heads with --medusa DIR")
-        check_heads(options.medusa, "--medusa", "Medusa heads")
+    if options.medusa and options.eagle:
+        raise BadInput("--medusa and --eagle: a target has one of them; give one at a time")
+    for source, what in ((Source.MEDUSA, "Medusa heads"), (Source.EAGLE, "an EAGLE-3 head")):
+        folder = options.heads.get(source, "")
+        if folder and source not in options.sources:
+            given = f"--source has {', '.join(options.sources)}"
+            raise BadInput(f"--{source} {folder}: {given}; add {source}, or leave --{source} out")
+        if not folder and source in options.sources:
+            at = f" and --eagle-at {AT_TARGET}" if options.away else ""
+            raise BadInput(f"--source {source}: give the folder of the heads with --{source} DIR{at}")
+        check_heads(folder, f"--{source}", what)
+    check_heads(options.away, "--eagle", "an EAGLE-3 head")
     for draft in options.drafts:
         check_model(draft, "--draft")
 

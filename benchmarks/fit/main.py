@@ -71,22 +71,23 @@ def fit(options: FitOptions) -> report.FitResult:
 def learned(
     options: FitOptions, watched: Watched, texts: Sequence[TargetText], progress: Callable[[str], None]
 ) -> Known:
-    """Costs from the records, and what each draft model, and Medusa heads, say along the texts."""
-    passages: dict[str | None, list[AgreementPassage]] = {
-        None: [AgreementPassage(text.prompt, text.tokens) for text in texts]
-    }
-    for draft in options.drafts:
-        progress(f"what {draft} says along the text")
-        passages[draft] = teacher.passages(options, draft, texts)
+    """Costs from the records, and what each draft model, and heads, say along the texts."""
+    alone = [AgreementPassage(text.prompt, text.tokens) for text in texts]
     if options.medusa:
         progress(f"what the heads of {options.medusa} say along the text")
-        guesses = teacher.guesses(options, texts)
-        passages = {
-            draft: [replace(one, guesses=said) for one, said in zip(found, guesses, strict=True)]
-            for draft, found in passages.items()
-        }
-    costs = {draft: watched.costs(draft) for draft in passages}
-    return Known(costs, passages, [text.kind for text in texts], watched.vocabulary, heads=watched.heads)
+        alone = [replace(one, guesses=said) for one, said in zip(alone, teacher.guesses(options, texts), strict=True)]
+    if options.eagle:
+        progress(f"what {options.eagle} says along the text")
+        alone = [replace(one, by_age=said) for one, said in zip(alone, teacher.by_age(options, texts), strict=True)]
+    passages: dict[str | None, list[AgreementPassage]] = {None: alone}
+    if options.away:
+        passages[options.away] = alone
+    for draft in options.drafts:
+        progress(f"what {draft} says along the text")
+        drafted = teacher.passages(options, draft, texts)
+        passages[draft] = [replace(one, places=said.places) for one, said in zip(alone, drafted, strict=True)]
+    costs, kinds = {draft: watched.costs(draft) for draft in passages}, [text.kind for text in texts]
+    return Known(costs, passages, kinds, watched.vocabulary, heads=watched.heads, away=options.away)
 
 
 def _predict(options: FitOptions, known: Known, progress: Callable[[str], None]) -> report.FitResult:

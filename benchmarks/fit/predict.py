@@ -66,7 +66,9 @@ class Known:
     translated: frozenset[str] = frozenset()
     """Draft models with another tokenizer than the target."""
     heads: Mapping[int, Curve] = field(default_factory=dict)
-    """A step of the target in which its Medusa heads guess, by sessions and tokens; empty: it has none."""
+    """A step of the target in which heads of its own guess, by sessions and tokens; empty: it has none."""
+    away: str = ""
+    """The EAGLE head among the draft models, if one is."""
 
     def of(self, way: Way, kind: str | None = None) -> list[AgreementPassage]:
         """The texts as a way meets them; of one kind, or all."""
@@ -168,7 +170,8 @@ class Predictor:
             drafters=load.drafters if way.draft is not None else 0,
             max_depth=depth,
             sources=way.sources,
-            guesses=way.draft not in self.known.translated,
+            guesses=way.draft not in (self.known.away, *self.known.translated),
+            features=way.draft == self.known.away,
         )
 
 

@@ -92,7 +92,7 @@ def _costs(result: FitResult) -> Table:
         for name, costs in verifying.items()
         for n in result.options.sessions
     ]
-    for draft in result.options.drafts:
+    for draft in result.options.drafters:
         curve = result.known.costs[draft].draft
         lines.append((f"{short(draft)} drafts", "", *(_ms(curve(1 + drafts)) for drafts in (0, *SHOWN))))
     columns = ("worker", "at a time", *(f"{1 + drafts} tokens" for drafts in (0, *SHOWN)))
@@ -217,8 +217,9 @@ def _sentences(result: FitResult) -> Iterator[str]:
 def as_json(result: FitResult) -> dict[str, Any]:
     """Everything, in seconds and shares."""
     options, chosen = result.options, result.chosen
-    drafts: Sequence[str | None] = (None, *options.drafts)
-    named = ("target", "drafts", "medusa", "tokens", "temperature", "seed", "dtype", "device", "threads")
+    drafts: Sequence[str | None] = (None, *options.drafters)
+    models = ("target", "drafts", "medusa", "eagle", "eagle_at")
+    named = (*models, "tokens", "temperature", "seed", "dtype", "device", "threads")
     heads = replace(result.known.costs[None], verify=result.known.heads)
     return {
         "options": {"prompts": len(options.prompts), **{name: getattr(options, name) for name in named}},

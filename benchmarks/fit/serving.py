@@ -2,7 +2,7 @@
 
 The text is decoded plainly. What a target's step costs by the tokens that it verifies is then found without any
 drafter: requests carry the text just decoded as their ``prediction``, so every draft is right and the depth allowed
-sets the size of the step. With Medusa heads, each such run is followed by one in which they guess, too. What a
+sets the size of the step. With heads at the target, each such run is followed by one in which they guess, too. What a
 drafter's steps cost, and messages between the two, shows when it drafts for a few of the prompts, in turn with plain
 decoding and with drafting and verification in turn, where one waits for the other.
 """
@@ -76,11 +76,11 @@ class Watched:
     ahead: dict[str, list[Span]] = field(default_factory=dict)
     """When the draft drafted while the target verified."""
     guessing: list[Span] = field(default_factory=list)
-    """When Medusa heads guessed in each step of the target, and no drafter was there."""
+    """When heads guessed in each step of the target, and no drafter was there."""
 
     @property
     def heads(self) -> Mapping[int, Curve]:
-        """What steps take in which Medusa heads guess; nothing without any."""
+        """What steps take in which heads guess; nothing without any."""
         steps = _within(self.lines[None], self.guessing)
         return costs_in(steps, drafter=False).verify if self.guessing else {}
 
@@ -107,7 +107,7 @@ async def watch(options: FitOptions, prompts: Sequence[tuple[Token, ...]], folde
     Raises :class:`FitError`, :class:`benchmarks.harness.prompts.PromptError` or what workers raise.
     """
     windows: dict[str | None, Span] = {}
-    files = {draft: folder / f"draft-{number}.jsonl" for number, draft in enumerate(options.drafts)}
+    files = {draft: folder / f"draft-{number}.jsonl" for number, draft in enumerate(options.drafters)}
     report(f"loading {options.target}")
     async with serving(options, Role.TARGET, options.target, folder / "target.jsonl") as target:
         async with connected(target) as dispatcher:
@@ -117,7 +117,7 @@ async def watch(options: FitOptions, prompts: Sequence[tuple[Token, ...]], folde
             await _decode(requests, prompts, watched, report)
             await _time_verification(requests, watched, report)
             windows[None] = began, time.perf_counter()
-        for draft in options.drafts:
+        for draft in options.drafters:
             report(f"loading {draft}")
             async with (
                 serving(options, Role.DRAFT, draft, files[draft]) as drafter,
@@ -135,14 +135,18 @@ async def watch(options: FitOptions, prompts: Sequence[tuple[Token, ...]], folde
 
 @asynccontextmanager
 async def serving(options: FitOptions, role: Role, model: str, record: Path) -> AsyncIterator[ReadyProcess]:
-    """One worker, on a core of its own if one is all that it computes with."""
+    """One worker, on a core of its own if one is all that it computes with; ``model`` may be the head of a drafter."""
     core = None if options.threads > 1 else 0 if role is Role.TARGET else 1
     flags = ["--dtype", options.dtype, "--device", options.device, "--threads", str(options.threads)]
     flags += [] if on_cpu(options.device) else ["--set", f"{role}.gpus={GPU_SHARES[role]}"]
-    if role is Role.DRAFT:
+    if role is Role.DRAFT and model == options.away:
+        flags += ["--draft-eagle", model]
+        model = options.target
+    elif role is Role.DRAFT:
         flags += ["--target-tokenizer", options.target]  # translates nothing if it is its own
     else:
         flags += ["--medusa", options.medusa] if options.medusa else []
+        flags += ["--draft-eagle", options.eagle, "--eagle-at", options.eagle_at] if options.eagle else []
         flags += ["--suffix-tokens", str(kept(options))]
     async with running(WorkerPlan(role, Path(model), core, record, flags)) as worker:
         yield worker
@@ -231,13 +235,14 @@ async def _time_verification(requests: Requests, watched: Watched, report: Repor
                     enabled=depth > 0, max_depth=max(depth, 1), sources=frozenset({Source.PREDICTION})
                 )
                 await requests.run(texts_of_run, speculation, predicted=depth > 0)
-                if requests.options.medusa:
+                if requests.options.heads:
                     await _time_heads(requests, texts_of_run, speculation, watched)
 
 
 async def _time_heads(requests: Requests, texts: Sequence[TargetText], without: Speculation, watched: Watched) -> None:
     """The same with heads; where nothing is predicted, their guesses alone are verified, as far as that pays."""
-    speculation = replace(without, enabled=True, sources=frozenset({Source.PREDICTION, Source.MEDUSA}))
+    sources = frozenset({Source.PREDICTION, *requests.options.heads})
+    speculation = replace(without, enabled=True, sources=sources)
     began = time.perf_counter()
     await requests.run(texts, speculation, predicted=without.enabled)
     watched.guessing.append((began, time.perf_counter()))

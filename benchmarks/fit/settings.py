@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.harness.options import BadInput, Options, flag
 from cluster.config.flags import count, round_trip
-from cluster.config.pools import DTYPES
+from cluster.config.pools import AT_DRAFTER, AT_TARGET, DTYPES
 from cluster.local.threads import usable_cores
 from speculation.messages import Sampling, Source, Speculation
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from benchmarks.harness.prompts import Prompt
 
 NONE = "none"
-SOURCES = {str(source): source for source in (Source.LOOKUP, Source.MEDUSA, Source.SUFFIX)}
+SOURCES = {str(source): source for source in (Source.LOOKUP, Source.MEDUSA, Source.EAGLE, Source.SUFFIX)}
 """Sources at the target that can be compared, by the names of the flag."""
 DEPTH = Speculation().max_depth
 """Longest path of drafts that is tried: what a request gets that asks for nothing."""
@@ -34,16 +34,11 @@ class FitError(BadInput):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to draft: a draft model, sources at the target, or both; with neither, plain decoding."""
+    """A way to draft: a draft worker, sources at the target, or both; with neither, plain decoding."""
 
     draft: str | None = None
-    """As it was given: a folder or a hub id."""
+    """Its model, or its EAGLE head, as it was given: a folder or a hub id."""
     local: frozenset[Source] = frozenset()
-
-    @property
-    def heads(self) -> bool:
-        """Whether Medusa heads guess for it."""
-        return Source.MEDUSA in self.local
 
     @property
     def remembers(self) -> bool:
@@ -86,10 +81,11 @@ _compared, _case, _workers, _results = (
 )
 _DRAFTS = "folder or hub id of a draft model; repeat (default: the bundled draft, for the bundled target)"
 _SOURCES = (
-    "sources at the target, compared in every combination, beside each draft and alone: lookup, medusa, suffix "
-    "(earlier answers to these prompts); none: also each draft alone; repeat (default: none,lookup, and medusa "
-    "with --medusa)"
+    "sources at the target, compared in every combination, beside each draft and alone: lookup, medusa, eagle, suffix "
+    "(earlier answers to these prompts); none: also each draft alone; repeat (default: none,lookup, and medusa or "
+    "eagle where heads are given)"
 )
+_EAGLE_AT = "where that head drafts: target, as a source, or drafter: on a draft worker, as a draft does"
 _PROMPTS = "file with prompts of your traffic; repeat (default: bundled ones, by kind of text)"
 _TRIPS = "from router to drafters and back, in ms; the first decides (default: 0,5,20)"
 _SESSIONS = "requests at a time to measure steps with (default: 1,4,16)"
@@ -108,6 +104,8 @@ class FitOptions(Options):
     target: str = _compared("", "folder or hub id (default: the bundled target)", metavar="MODEL")
     drafts: tuple[str, ...] = _compared((), _DRAFTS, name="--draft", metavar="MODEL", whole=True)
     medusa: str = _compared("", "folder of Medusa heads for the target (default: none)", metavar="DIR")
+    eagle: str = _compared("", "folder of an EAGLE-3 head for the target (default: none)", metavar="DIR")
+    eagle_at: str = _compared(AT_TARGET, _EAGLE_AT, choices=(AT_TARGET, AT_DRAFTER))
     sources: tuple[str, ...] = _compared((), _SOURCES, name="--source", metavar="X,Y", parse=_source)
     prompts: tuple[Prompt, ...] = _compared((), _PROMPTS, metavar="FILE", whole=True)
     tokens: int = _case(64, "new tokens a prompt", least=16, most=4096)
@@ -137,10 +135,26 @@ class FitOptions(Options):
         return Sampling(temperature=self.temperature, seed=self.seed)
 
     @property
+    def away(self) -> str:
+        """The EAGLE head that drafts on a worker of its own, if one does."""
+        return self.eagle if self.eagle_at == AT_DRAFTER else ""
+
+    @property
+    def heads(self) -> dict[Source, str]:
+        """The folders of heads that guess at the target, by what they are as a source."""
+        given = {Source.MEDUSA: self.medusa, Source.EAGLE: "" if self.away else self.eagle}
+        return {source: folder for source, folder in given.items() if folder}
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """What draft workers draft with, one after the other."""
+        return (*self.drafts, self.away) if self.away else self.drafts
+
+    @property
     def ways(self) -> list[Way]:
         """All that drafts, those with the fewest parts first."""
         names = [SOURCES[name] for name in self.sources if name != NONE]
         least = 0 if NONE in self.sources else 1
         local = [frozenset(some) for count in range(least, len(names) + 1) for some in combinations(names, count)]
-        drafts: Sequence[str | None] = (None, *self.drafts)
+        drafts: Sequence[str | None] = (None, *self.drafters)
         return [way for draft in drafts for some in local if (way := Way(draft, some)).sources]

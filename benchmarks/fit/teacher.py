@@ -1,4 +1,4 @@
-"""What draft models and Medusa heads say along the target's text: a forward over prompt and text, all places at once.
+"""What draft models and heads say along the target's text: a forward over prompt and text, all places at once.
 
 The model, the shape of its candidates and the noise are those of a draft worker, so what it says at a place is what it
 would say there while serving, whatever was drafted before.
@@ -8,19 +8,24 @@ drafted stays as it is, and where the text leaves its drafts the end is cut anew
 (:mod:`draft_service.translation.own_text`). Its first choice is taken to have been read ahead, as by a worker that is
 not late.
 
-Heads are those of a target worker (:mod:`target_service.drafting.medusa`), in model, guesses and noise.
+Heads are those of a target worker (:mod:`target_service.drafting.medusa`), in model, guesses and noise. What an EAGLE
+head says of a place depends on how far it has gone on by itself to get there, and on that alone as long as its guesses
+before were right, which is all that counts; so each place is asked once for each such age.
 
-Tensor legend: R places, D hidden size, H heads, V vocabulary.
+Tensor legend: R places, T tokens, N rows, D hidden size, H heads, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from alignment.heads.eagle import unroll
 from benchmarks.fit.serving import TargetText
 from benchmarks.fit.settings import FitError, FitOptions
 from draft_service.translation.reading import Reader
@@ -28,22 +33,27 @@ from draft_service.translation.translation import TEXTS, Vocabularies, read_voca
 from engine.build import build
 from engine.cache.kv_cache import CachedSequence
 from engine.cache.kv_store import PAGE
+from engine.eagle.head import EagleHead
 from engine.interface import Chunk
 from engine.loading.loader import read_config
 from engine.medusa import MedusaHeads, read
 from engine.sampling.sampling import Draw, candidates
 from engine.settings import EngineSettings
 from engine.step import Engine
-from simulation.agreement import AgreementPassage
+from simulation.agreement import AgreementPassage, ByAge
 from speculation.drafting.draft_session import Candidate, DraftLimits
+from speculation.drafting.eagle import WIDTH as EAGLE_WIDTH
 from speculation.drafting.medusa import HeadGuesses
 from speculation.messages import Sampling, Token
+from target_service.drafting.features import KEPT
 from target_service.drafting.medusa import WIDTH
 
 FED = 512
 """Tokens of one forward."""
 PLACES = 32
 """At which the heads are asked at once; each gives as many rows of logits as there are heads."""
+AGES = 16
+"""At which an EAGLE head is asked: twice as far as it guesses at a target, as drafters run ahead of their features."""
 
 
 def translated(options: FitOptions) -> frozenset[str]:
@@ -160,21 +170,51 @@ def guesses(options: FitOptions, texts: Sequence[TargetText]) -> list[tuple[Head
 
     There the target has only just read the prompt, and nothing of its own was drawn yet.
     """
-    longest = max(len(text.prompt) + len(text.tokens) for text in texts)
-    settings = EngineSettings(
-        options.target,
-        dtype=options.dtype,
-        device=options.device,
-        threads=options.threads,
-        medusa=options.medusa,
-        cache_tokens=longest + FED,
-    )
-    engine = build(settings)
-    try:
+    with _target(options, texts) as engine:
         assert engine.heads is not None
         return [((), *_said(engine, engine.heads, text, options.sampling)) for text in texts]
+
+
+def by_age(options: FitOptions, texts: Sequence[TargetText]) -> list[ByAge]:
+    """For each text what the EAGLE head says at every place, by age. Raises :class:`engine.model.ModelError`."""
+    with _target(options, texts) as engine:
+        assert engine.eagle is not None
+        return [_said_by_age(engine, engine.eagle, text, options.sampling) for text in texts]
+
+
+@contextmanager
+def _target(options: FitOptions, texts: Sequence[TargetText]) -> Iterator[Engine]:
+    """The target with its heads, with room for each of the texts."""
+    longest = max(len(text.prompt) + len(text.tokens) for text in texts)
+    settings = _settings(options, options.target, longest)
+    engine = build(replace(settings, medusa=options.medusa, eagle=options.eagle))
+    try:
+        yield engine
     finally:
         engine.close()
+
+
+@torch.inference_mode()
+def _said_by_age(engine: Engine, head: EagleHead, text: TargetText, sampling: Sampling) -> ByAge:
+    """Of a prompt it reads as much as targets send to one elsewhere."""
+    aux: list[Tensor] = []
+    for _ in _along(engine, text, 1):
+        assert engine.aux is not None
+        aux.append(engine.aux)
+    cut = max(len(text.prompt) - KEPT, 0)
+    words, first = (text.prompt + text.tokens)[cut:], len(text.prompt) - cut
+    # Row i of an age guesses token i + 2 + age; the last token needs one row at age 0, and at others rows before it.
+    tokens_1T = torch.tensor([[*words, *[0] * (AGES - 2)]], device=aux[0].device)
+    found: list[tuple[tuple[Candidate, ...], ...]] = []
+    for age, said_1NV in enumerate(unroll(head, tokens_1T, torch.cat(aux)[None, cut:], AGES)):
+        rows_RV = said_1NV[0, max(first - 2 - age, 0) : len(words) - 2 - age].float()
+        logits_RV = rows_RV.new_full((len(rows_RV), head.config.vocab_size), float("-inf"))
+        logits_RV.index_copy_(1, head.target_ids, rows_RV)
+        missing = len(text.tokens) - len(rows_RV)
+        draws = [Draw(sampling, len(text.prompt) + place) for place in range(missing, len(text.tokens))]
+        said = candidates(logits_RV[:, : engine.model.vocabulary], draws, EAGLE_WIDTH)
+        found.append(((),) * missing + tuple(map(tuple, said)))
+    return tuple(found)
 
 
 def _said(engine: Engine, heads: MedusaHeads, text: TargetText, sampling: Sampling) -> list[HeadGuesses]:

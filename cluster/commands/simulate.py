@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.config.config import default_of
 from cluster.config.flags import BAD_INPUT, Parser, Value, count, number, round_trip, values
+from cluster.config.pools import AT_DRAFTER, AT_TARGET
 from cluster.console import CommandError, stages
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ or from figures:
   paceline simulate --target-step-ms 30 --draft-step-ms 2 --acceptance 0.8 --rtt 20 \\
     --sessions 1,4,16,64 --drafters 1,2,4
 
+An EAGLE-3 head in place of the draft model, at the target or on draft workers that the target sends features:
+
+  paceline simulate --head drafter --target-step-ms 18 --draft-step-ms 1 --rtt 0,5,20 --feature-kb 8
+
 A GPU that pads its steps to classes of rows, and that target and drafter share:
 
   paceline simulate --rows 16:6.2,32:6.4,64:6.8,128:8.5 --session-ms 0.1 --draft-step-ms 1.1 --launch-ms 0.2 \\
@@ -44,7 +49,7 @@ Flags of a sweep take several values, separated by commas or by repeating the fl
 MADE_UP = {
     "target_step_ms": (30.0, 0.001, 60_000.0, "a step of the target that computes one token"),
     "verify_slope": (0.01, 0.0, 10.0, "cost of each further token, as a share of that"),
-    "draft_step_ms": (2.0, 0.001, 60_000.0, "a step of the drafter that expands one place"),
+    "draft_step_ms": (2.0, 0.001, 60_000.0, "a step of the drafter, or of a head, that expands one place"),
     "draft_slope": (0.04, 0.0, 10.0, "cost of each further place, as a share of that"),
     "relay_ms": (1.4, 0.0, 60_000.0, "way of a message from worker to worker, without any distance"),
     "launch_ms": (0.0, 0.0, 60_000.0, "what the host does between two steps of a worker"),
@@ -53,6 +58,13 @@ MADE_UP = {
     "acceptance": (0.8, 0.0, 1.0, "chance that the drafter's first choice is right"),
 }
 """A made-up set-up: what holds where the flags do not say otherwise, the bounds of each, and what it is."""
+HEAD = {
+    "retention": (0.98, 0.01, 1.0, "share of its right guesses that stay so with each token it goes on by itself"),
+    "fuse_ms": (0.05, 0.0, 60_000.0, "what fusing the hidden states it reads adds to a step of the target"),
+    "feature_kb": (8.0, 0.0, 1e6, "KB of features of a token, sent to a head on a draft worker"),
+    "feature_gbit": (10.0, 1e-3, 1e6, "Gbit of them a second that get there"),
+}
+"""The same of an EAGLE head."""
 SHARED_CONTENTION, SHARED_DRAFT_CONTENTION = 1.25, 2.3
 """How many times as long steps of a target and of a drafter take beside each other, as measured on an H100 that they
 share by time: 4.5B parameters and 6.2 ms a step for the one, the bundled draft and 1.1 ms for the other."""
@@ -81,6 +93,10 @@ def add(parser: Parser) -> None:
     made_up = parser.add_argument_group("a made-up set-up")
     for name, (default, _, _, about) in MADE_UP.items():
         made_up.add_argument(_flag(name), type=float, metavar="X", help=f"{about} (default: {default:g})")
+    about = "an EAGLE-3 head drafts, in the target's process or on draft workers, in place of a draft model"
+    made_up.add_argument("--head", choices=(AT_TARGET, AT_DRAFTER), help=about)
+    for name, (default, _, _, about) in HEAD.items():
+        made_up.add_argument(_flag(name), type=float, metavar="X", help=f"with --head: {about} (default: {default:g})")
     about = "chance that a further choice is right where those before it are not (default: 0.6 of --acceptance)"
     made_up.add_argument("--coverage", type=float, metavar="X", help=about)
     about = "numbers of rows that the target's steps are padded to, and what they take, instead of --target-step-ms"
@@ -141,11 +157,13 @@ def _flag(name: str) -> str:
 
 
 def _sweep(args: argparse.Namespace) -> Sweep:
-    from cluster.sweep import SCHEDULES, Sweep
+    from cluster.sweep import PLAIN, SCHEDULES, Sweep
+
+    schedules = ("trie", PLAIN) if args.head else tuple(SCHEDULES)
 
     def schedule(text: str) -> str:
-        if text not in SCHEDULES:
-            raise ValueError(f"one of {', '.join(SCHEDULES)}")
+        if text not in schedules:
+            raise ValueError(f"one of {', '.join(schedules)}" + " with --head" * bool(args.head))
         return text
 
     def workers(text: str) -> int:
@@ -155,7 +173,7 @@ def _sweep(args: argparse.Namespace) -> Sweep:
         return values(args, name, SWEEP[name][0], parse)
 
     return Sweep(
-        schedules=of("schedule", schedule),
+        schedules=values(args, "schedule", ",".join(schedules), schedule),
         draft_lengths=of("draft_length", workers),
         rtts=of("rtt", round_trip),
         sessions=of("sessions", workers),
@@ -184,13 +202,20 @@ def _check_results(args: argparse.Namespace, sweep: Sweep) -> None:
 
 def _simulator(args: argparse.Namespace) -> Simulator:
     from cluster.sweep import Simulator
-    from simulation.simulate import Bounds
+    from simulation.simulate import Bounds, SimulationSettings
+    from speculation.messages import Source
 
     for name, (minimum, maximum) in LENGTHS.items():
         _within(name, getattr(args, name), minimum, maximum)
     costs, outcomes = _set_up(args)
     bounds = Bounds(drafts_per_session=args.max_draft)
-    return Simulator(costs, outcomes, bounds, args.tokens, args.request_tokens, args.seed)
+    common = SimulationSettings(
+        request_tokens=args.request_tokens,
+        sources=frozenset({Source.EAGLE if args.head == AT_TARGET else Source.DRAFT}),
+        features=args.head == AT_DRAFTER,
+        retention=_given(args, HEAD)["retention"] if args.head else 1.0,
+    )
+    return Simulator(costs, outcomes, bounds, args.tokens, args.seed, common)
 
 
 def _set_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
@@ -208,19 +233,24 @@ def _within(name: str, value: float, minimum: float, maximum: float) -> None:
 
 def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
     from simulation.agreement import made_up
-    from simulation.costs import Costs, Curve
+    from simulation.costs import FAR, Costs, Curve
+    from speculation.drafting.eagle import MAX_LEVELS
 
-    given = {}
-    for name, (default, minimum, maximum, _) in MADE_UP.items():
-        given[name] = default if getattr(args, name) is None else getattr(args, name)
-        _within(name, given[name], minimum, maximum)
+    given = _given(args, MADE_UP | HEAD)
     if args.coverage is not None:
         _within("coverage", args.coverage, 0, 1)
+    for name in HEAD:
+        if getattr(args, name) is not None and not args.head:
+            raise CommandError(f"{_flag(name)} needs --head: it is for an EAGLE-3 head", BAD_INPUT)
     relay, launch = given["relay_ms"] / 1000, given["launch_ms"] / 1000
-    steps = _steps(args)
-    verify = Curve.straight(given["target_step_ms"] / 1000, given["verify_slope"])
+    steps, step = _steps(args), given["target_step_ms"] / 1000
+    sizes = steps or {1: step, FAR: step * (1 + given["verify_slope"] * (FAR - 1))}
+    levels = MAX_LEVELS if args.head == AT_TARGET else 0
+    reading = (given["fuse_ms"] + levels * given["draft_step_ms"]) / 1000
     costs = Costs(
-        verify={1: Curve((rows, seconds, 1.0) for rows, seconds in steps.items()) if steps else verify},
+        verify={1: Curve((rows, seconds, 1.0) for rows, seconds in sizes.items())},
+        heads={1: Curve((rows, seconds + reading, 1.0) for rows, seconds in sizes.items())} if args.head else {},
+        feature_seconds=given["feature_kb"] * 8e-6 / given["feature_gbit"],
         draft=Curve.straight(given["draft_step_ms"] / 1000, given["draft_slope"]),
         to_target=relay,
         to_draft=relay,
@@ -233,6 +263,15 @@ def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
     if args.shared_device:
         costs = replace(costs, contention=SHARED_CONTENTION, draft_contention=SHARED_DRAFT_CONTENTION)
     return costs, made_up(Random(args.seed), given["acceptance"], args.coverage)
+
+
+def _given(args: argparse.Namespace, known: Mapping[str, tuple[float, float, float, str]]) -> dict[str, float]:
+    """What is made up, by name: as the flags say, or what holds without."""
+    given = {}
+    for name, (default, minimum, maximum, _) in known.items():
+        given[name] = default if getattr(args, name) is None else getattr(args, name)
+        _within(name, given[name], minimum, maximum)
+    return given
 
 
 def _steps(args: argparse.Namespace) -> dict[int, float]:
@@ -263,7 +302,7 @@ def _steps(args: argparse.Namespace) -> dict[int, float]:
 def _recorded(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
     from simulation.recorded import UselessRecord, read
 
-    for name in [*MADE_UP, "coverage", "rows", "shared_device"]:
+    for name in [*MADE_UP, *HEAD, "head", "coverage", "rows", "shared_device"]:
         if getattr(args, name) is not None:
             raise CommandError(f"{_flag(name)} belongs to a made-up set-up; --record says it already", BAD_INPUT)
     try:

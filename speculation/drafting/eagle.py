@@ -16,6 +16,10 @@ from speculation.messages import ANCHOR, Token
 
 WIDTH = 4
 """Guesses for the token behind a place, and places of a session that a level goes on from; one for chains."""
+MAX_LEVELS = 8
+"""Deepest guesses at a target; requests may allow fewer (``max_depth``)."""
+PUSHED = 4.0
+"""Times the bytes a committed token that a head may push, of what a draft model may. Features make most drafts new."""
 MIN_CHANCE = 0.05
 """Of a path; below, it is not gone on with."""
 

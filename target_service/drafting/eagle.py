@@ -30,7 +30,7 @@ from engine.interface import FATAL, Chunk, StepEngine
 from engine.sampling.sampling import Draw, candidates
 from engine.shaping.shaping import RowShaping, shaped
 from speculation.acceptance import AcceptanceResult
-from speculation.drafting.eagle import WIDTH, GrowingTree, GuessPlace
+from speculation.drafting.eagle import MAX_LEVELS, WIDTH, GrowingTree, GuessPlace
 from speculation.drafting.state_drafts import NODES, StateDrafts
 from speculation.messages import ANCHOR, Open, Rule, Sampling, Schedule, Source
 from speculation.trie import VerificationTree
@@ -41,8 +41,6 @@ from target_service.verdicts import Fault, Verdict
 
 log = logging.getLogger(__name__)
 
-MAX_LEVELS = 8
-"""Deepest guesses; requests may allow fewer (``max_depth``)."""
 RECOMPUTED = 64
 """Tokens of a prefix that the target computes again at most, so that the head knows all of it."""
 FIRST_LEVELS, PROBE_EVERY = 32, 64

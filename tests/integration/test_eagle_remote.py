@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 
-from draft_service.eagle import PUSHED, HeadLookahead
+from draft_service.eagle import HeadLookahead
 from draft_service.lookahead import LookaheadLimits
 from draft_service.service import ROLE as DRAFT
 from draft_service.service import DraftSettings, load_head
@@ -25,6 +25,7 @@ from engine.model import ModelError
 from engine.settings import EngineSettings
 from router.service import Router, RouterSettings
 from speculation.drafting.draft_session import FIRST_CREDIT, DraftLimits
+from speculation.drafting.eagle import PUSHED
 from speculation.drafting.proposals import proposal_bytes
 from speculation.messages import (
     Close,

@@ -24,8 +24,10 @@ from router.text.tokenizer import Tokenizer
 from simulation.agreement import AgreementPassage
 from simulation.costs import Costs, Curve
 from speculation import digest as digests
+from speculation.drafting.eagle import MAX_LEVELS
 from speculation.events import Role
-from speculation.messages import Limits, Open, SessionId, Source, Verification
+from speculation.messages import ANCHOR, Limits, Open, SessionId, Source, Verification
+from target_service.drafting.eagle import EagleDrafter
 from target_service.drafting.medusa import HeadDrafter
 from target_service.drafting.suffix_cache import SuffixSettings
 from target_service.verify_loop import TargetLimits, VerifyLoop
@@ -34,7 +36,8 @@ from tests.stack import settings
 from transport.worker import Worker
 
 TOKENS = 16
-TARGET, DRAFT, OTHER, HEADS = (str(MODELS / name) for name in ("target", "draft", "draft_other", "medusa"))
+TARGET, DRAFT, OTHER = (str(MODELS / name) for name in ("target", "draft", "draft_other"))
+HEADS, EAGLE = (str(MODELS / name) for name in ("medusa", "eagle"))
 PROMPTS = (
     Prompt("code", "code: line 1", "import re\nimport functools\n\n\ndef "),
     Prompt("json", "json: line 1", '{"a": 1, "b": 2}\n{"a": 1, "b": 2}\n{"a": 1, '),
@@ -224,7 +227,7 @@ def test_what_heads_are_said_to_say_is_what_they_say_while_they_serve(engines, m
     monkeypatch.setattr(HeadDrafter, "_guesses", unused)
     options = replace(OPTIONS, temperature=temperature, seed=3, medusa=HEADS, sources=("medusa",))
     prompt = tokens_of(options)[0]
-    text = serving.TargetText("code", prompt, written_with_heads(engines[Role.TARGET], prompt, options))
+    text = serving.TargetText("code", prompt, written_with(Source.MEDUSA, engines[Role.TARGET], prompt, options))
     (guesses,) = teacher.guesses(options, [text])
     assert sorted(said) == [len(prompt) + place for place in range(1, TOKENS)], "at each step but that of the prompt"
     assert guesses[0] == ()
@@ -237,16 +240,47 @@ def test_what_heads_are_said_to_say_is_what_they_say_while_they_serve(engines, m
             assert [one.confidence for one in place] == pytest.approx([one.confidence for one in other], abs=2e-3)
 
 
-def written_with_heads(engine, prompt, options: FitOptions) -> tuple[int, ...]:
+def written_with(heads: Source, engine, prompt, options: FitOptions) -> tuple[int, ...]:
     """A text as a target worker writes it; whatever its heads say goes unused here, so every place has a step."""
-    loop = VerifyLoop(engine, welcome(settings("target"), engine.model, "target"))
-    alone = Way(None, frozenset({Source.MEDUSA})).speculation()
+    loop = VerifyLoop(engine, welcome(settings("target"), engine.model, "target"), TargetLimits(adaptive=False))
+    alone = Way(None, frozenset({heads})).speculation()
     end = Limits(len(prompt) + TOKENS)
     loop.receive("router", Open(SessionId(1), 1, prompt, options.sampling, end, speculation=alone))
     found = []
     while (sent := loop.step()) is not None:
         found += [token for _, message in sent if isinstance(message, Verification) for token in message.tokens]
     return tuple(found)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_what_an_eagle_head_is_said_to_say_is_what_it_says_while_it_serves(monkeypatch, temperature):
+    """At every place along the text, and after each number of its own guesses that were right."""
+    trees = {}
+
+    def unused(_, one):
+        one.session.rows.rollback()
+        trees[one.sequence.session.trie.position] = one.tree.likeliest(1000)
+
+    monkeypatch.setattr(EagleDrafter, "_finish", unused)
+    options = replace(OPTIONS, temperature=temperature, seed=3, eagle=EAGLE, sources=("eagle",))
+    engine = build_target(replace(settings("target", 2048), eagle=EAGLE))
+    prompt = tokens_of(options)[0]
+    text = serving.TargetText("code", prompt, written_with(Source.EAGLE, engine, prompt, options))
+    (by_age,) = teacher.by_age(options, [text])
+    assert sorted(trees) == [len(prompt) + place for place in range(1, TOKENS - 1)], "before the last nothing fits"
+    compared = [0] * MAX_LEVELS
+    for position, tree in trees.items():
+        node, place = ANCHOR, position - len(prompt)
+        for age, token in enumerate(text.tokens[place : place + MAX_LEVELS]):
+            said = {tree.tokens[i]: tree.confidence[i] for i, parent in enumerate(tree.parents) if parent == node}
+            if not said:
+                break
+            assert said == pytest.approx({one.token: one.confidence for one in by_age[age][place + age]}, abs=2e-3)
+            compared[age] += 1
+            if token not in said:
+                break
+            node = next(i for i, parent in enumerate(tree.parents) if (parent, tree.tokens[i]) == (node, token))
+    assert compared[0] == TOKENS - 2 and compared[3], compared
 
 
 def test_heads_of_another_size_are_refused_in_one_line(tmp_path):

@@ -83,6 +83,40 @@ def test_heads_say_what_was_recorded_and_no_more_of_them_than_there_are(right, d
     assert ignored.tokens_per_verification == pytest.approx(1.0, abs=0.02), "requests that do not ask for heads"
 
 
+def aged(tokens: tuple[int, ...], right: int, ages: int = 8) -> AgreementPassage:
+    """What an EAGLE head says that is right at so many ages, and wrong at those beyond."""
+    wrong = tuple((token + 1) % VOCABULARY for token in tokens)
+    by_age = tuple(
+        tuple((Candidate(token, 0.95),) for token in (tokens if age < right else wrong)) for age in range(ages)
+    )
+    return AgreementPassage((1, 2), tokens, by_age=by_age)
+
+
+EAGLE = SimulationSettings(sources=frozenset({Source.EAGLE}), drafters=0)
+AWAY = SimulationSettings(features=True)
+
+
+@pytest.mark.parametrize(("right", "expected"), [(0, 1.0), (2, 3.0), (8, 9.0)])
+def test_a_head_at_the_target_is_asked_as_far_from_its_true_states_as_its_tree_is_deep(right, expected):
+    texts = Passages([aged(words(Random(SEED)), right)], VOCABULARY)
+    report = simulate_texts(EAGLE, COSTS, texts, Random(SEED), tokens=400)
+    assert report.tokens_per_verification == pytest.approx(expected, rel=0.08)
+
+
+def test_a_head_elsewhere_reads_features_as_they_come_and_distance_makes_what_it_says_old():
+    def tokens_a_step(right: int, costs: Costs = COSTS, rtt: float = 0.0) -> float:
+        texts = Passages([aged(words(Random(SEED)), right)], VOCABULARY)
+        setting = replace(AWAY, rtt=rtt)
+        return simulate_texts(setting, costs, texts, Random(SEED), tokens=400).tokens_per_verification
+
+    assert tokens_a_step(8) > 6, "what does not age is drafted far ahead"
+    assert 2 < tokens_a_step(4) <= 5, "no more than it says without true states"
+    assert tokens_a_step(4, rtt=0.1) < 0.7 * tokens_a_step(4)
+    assert tokens_a_step(8, rtt=0.02) > 1.2 * tokens_a_step(4, rtt=0.02)
+    assert tokens_a_step(4, replace(COSTS, feature_seconds=0.1)) < 0.7 * tokens_a_step(4), "features that crawl"
+    assert tokens_a_step(4, replace(COSTS, feature_seconds=9.0)) == pytest.approx(1.0, abs=0.02), "or never come"
+
+
 def test_earlier_outputs_of_a_round_are_known_and_those_of_the_round_before_are_not():
     rng = Random(SEED)
     different = [AgreementPassage((rng.randrange(VOCABULARY), 2), words(rng)) for _ in range(4)]

@@ -43,6 +43,13 @@ def written(folder, *lines, cut: str = ""):
         (["--rows", "16:0"], "--rows '16:0': must be rows and milliseconds"),
         (["--rows", "16:6", "--target-step-ms", "6"], "--target-step-ms and --rows say what a step takes"),
         (["--record", "/nowhere/steps.jsonl", "--shared-device"], "--shared-device belongs to a made-up set-up"),
+        (["--retention", "0.9"], "--retention needs --head: it is for an EAGLE-3 head"),
+        (
+            ["--head", "target", "--schedule", "parallel"],
+            "--schedule 'parallel': must be one of trie, plain with --head",
+        ),
+        (["--head", "drafter", "--feature-gbit", "0"], "--feature-gbit 0: must be from 0.001"),
+        (["--record", "/nowhere/steps.jsonl", "--head", "target"], "--head belongs to a made-up set-up"),
         (["--tokens", "0"], "--tokens 0: must be from 1"),
         (["--request-tokens", "1"], "--request-tokens 1: must be from 2"),
         (["--max-draft", "65"], "--max-draft 65: must be from 0 to 64"),
@@ -161,6 +168,16 @@ def test_what_a_gpu_adds_to_costs_slows_it_down(tmp_path, capsys):
     for dearer in (["--shared-device"], ["--launch-ms", "0.5"], ["--session-ms", "1"], ["--branching", "1.5"]):
         assert pace(tmp_path, *dearer) < 0.98 * plain, dearer
     assert pace(tmp_path, "--launch-ms", "1.5", schedule="plain") == pytest.approx(1 / 0.0075, rel=0.01)
+    capsys.readouterr()
+
+
+def test_what_a_head_costs_slows_it_down(tmp_path, capsys):
+    """Its levels in the target's step; elsewhere what its features take, and how it ages."""
+    here, away = ["--head", "target"], ["--head", "drafter", "--rtt", "5"]
+    assert pace(tmp_path, *here, "--draft-step-ms", "0.1") > 1.5 * pace(tmp_path, *here)
+    for dearer in (["--retention", "0.7"], ["--fuse-ms", "3"], ["--feature-kb", "4000"]):
+        assert pace(tmp_path, *away, *dearer) < 0.9 * pace(tmp_path, *away), dearer
+    assert pace(tmp_path, *here, schedule="plain") == pytest.approx(1 / 0.006, rel=0.01)
     capsys.readouterr()
 
 

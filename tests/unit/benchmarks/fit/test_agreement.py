@@ -12,7 +12,7 @@ from speculation.messages import Source
 
 DRAFT = Way("draft")
 LOOKUP = Way(None, frozenset({Source.LOOKUP}))
-HEADS, SUFFIX = (Way(None, frozenset({source})) for source in (Source.MEDUSA, Source.SUFFIX))
+HEADS, EAGLE, SUFFIX = (Way(None, frozenset({one})) for one in (Source.MEDUSA, Source.EAGLE, Source.SUFFIX))
 BOTH = Way("draft", frozenset({Source.LOOKUP}))
 
 
@@ -52,6 +52,16 @@ def test_where_nothing_is_proposed_nothing_is_right():
     found = agreement(DRAFT, [passage("1 1-")])
     assert [run.offered > 0 for run in found.runs] == [True, False, True, True]
     assert [run.right for run in found.runs] == [1, 0, 1, 0]
+
+
+def test_a_head_goes_on_until_it_is_too_far_from_its_true_states():
+    tokens = tuple(range(100, 106))
+    by_age = tuple(tuple((Candidate(token + (age > 2), 0.9),) for token in tokens) for age in range(4))
+    text = AgreementPassage((1, 2, 3), tokens, by_age=by_age)
+    for way in (DRAFT, EAGLE):
+        rights = [run.right for run in agreement(way, [text]).runs]
+        assert rights[1:] == [3, 3, 3, 2, 1], way
+    assert rights[0] == 0, "at the target it has read nothing yet"
 
 
 def test_lookup_copies_what_stood_there_before():

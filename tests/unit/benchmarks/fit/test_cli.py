@@ -15,6 +15,8 @@ from speculation.events import Role
 from speculation.messages import Source
 from tests.bundled import MODELS, with_other_vocabulary
 
+EAGLE = str(MODELS / "eagle")
+
 
 @pytest.fixture
 def started(monkeypatch):
@@ -27,10 +29,15 @@ def started(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--source", "crystal-ball"], "--source 'crystal-ball': must be one of none, lookup, medusa, suffix"),
+        (["--source", "crystal-ball"], "--source 'crystal-ball': must be one of none, lookup, medusa, eagle"),
         (["--source", "medusa"], "--source medusa: give the folder of the heads with --medusa DIR"),
         (["--medusa", str(MODELS / "medusa"), "--source", "lookup"], "--source has lookup; add medusa, or leave"),
         (["--medusa", "/nowhere/heads"], "--medusa /nowhere/heads: not a folder of Medusa heads"),
+        (["--source", "eagle"], "--source eagle: give the folder of the heads with --eagle DIR"),
+        (["--eagle", EAGLE, "--source", "lookup"], "--source has lookup; add eagle, or leave --eagle out"),
+        (["--eagle", EAGLE, "--eagle-at", "drafter", "--source", "eagle"], "with --eagle DIR and --eagle-at target"),
+        (["--eagle", "/nowhere/head", "--eagle-at", "drafter"], "--eagle /nowhere/head: not a folder of an EAGLE-3"),
+        (["--eagle", EAGLE, "--medusa", str(MODELS / "medusa")], "--medusa and --eagle: a target has one of them"),
         (["--source", "none", "--target", str(MODELS / "target")], "nothing to compare: give a --draft, or --source"),
         (["--round-trip", "0,-5"], "--round-trip '-5': must be milliseconds from 0 to"),
         (["--sessions", "1,65"], "--sessions '65': must be a whole number from 1 to 64"),
@@ -113,6 +120,14 @@ def test_heads_are_compared_once_they_are_given(started):
     assert main(["fit", "--medusa", heads, "--source", "medusa,suffix"]) == 0
     usual, asked = started
     assert (usual.medusa, usual.sources, asked.sources) == (heads, ("none", "lookup", "medusa"), ("medusa", "suffix"))
+
+
+def test_an_eagle_head_is_a_source_or_drafts_on_a_worker_of_its_own(started):
+    assert main(["fit", "--eagle", EAGLE]) == 0
+    assert main(["fit", "--eagle", EAGLE, "--eagle-at", "drafter"]) == 0
+    here, away = started
+    assert here.sources == ("none", "lookup", "eagle")
+    assert [str(way) for way in away.ways] == ["lookup", "draft", "draft + lookup", "eagle", "eagle + lookup"]
 
 
 def test_the_bundled_draft_belongs_to_the_bundled_target(started):

@@ -237,6 +237,18 @@ def test_the_configuration_has_what_the_way_needs_at_the_target_and_no_more(way,
     assert "suffix_tokens" not in unasked, "where it was not compared, nothing is known against it"
 
 
+@pytest.mark.parametrize(
+    ("at", "way"), [("target", Way(None, frozenset({Source.EAGLE}))), ("drafter", Way("/models/eagle")), ("drafter", A)]
+)
+def test_the_configuration_says_where_an_eagle_head_drafts(at, way, tmp_path):
+    options = FitOptions(target="Org/t", drafts=("a",), sources=("eagle",), eagle="/models/eagle", eagle_at=at)
+    file = tmp_path / "paceline.yaml"
+    file.write_text(advice.configuration(options, one(way, 2.0), loaded(2.0)))
+    config, used = load(file), way != A
+    assert (config.target.eagle, config.target.eagle_at) == ("/models/eagle" * used, at if used else "target")
+    assert config.draft.eagle == ("/models/eagle" if used and at == "drafter" else "")
+
+
 def test_sources_are_compared_in_every_combination():
     options = FitOptions(target="t", drafts=("a",), sources=("none", "lookup", "medusa"), medusa="heads")
     alone = ["lookup", "medusa", "lookup + medusa"]
