@@ -1,11 +1,11 @@
-"""Tokens a step with drafts from afar: a draft model or an EAGLE-3 head, at round trips in made-up time.
+"""Tokens a step with drafts from afar, by depth too: a draft model or an EAGLE-3 head, at round trips in made-up time.
 
     python -m benchmarks.remote_heads
 
 The bundled target and a drafter are the loops that serve; what is between them, and time, is made up: a step of the
 target takes ``--step`` ms and ``--row`` ms for each of its rows, a forward of a drafter ``--forward`` ms, a message
-half a round trip. So what is counted does not depend on the machine, and comes out the same again. What a target that
-never waits for drafts makes of the head is measured beside it.
+half a round trip. So what is counted does not depend on the machine, and comes out the same again. Measured beside it
+are what a target that never waits for drafts makes of the head, and heads in the target's process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.harness.pair import BUNDLED, ROOT, held_out
+from benchmarks.harness.pair import BUNDLED, EAGLE, HEADS, ROOT, held_out
 from benchmarks.harness.report import tell
 from draft_service.eagle import HeadLookahead
 from draft_service.lookahead import Lookahead
@@ -31,6 +31,7 @@ from engine.build import build, build_target, welcome
 from engine.settings import EngineSettings
 from speculation.messages import (
     Close,
+    FeatureFormat,
     Limits,
     Open,
     Proposal,
@@ -47,10 +48,14 @@ from target_service.service import ROLE as TARGET
 from target_service.verify_loop import VerifyLoop
 from transport.worker import Outgoing
 
-EAGLE = str(ROOT / "models" / "eagle")
 TARGET_SETTINGS = EngineSettings(str(BUNDLED), dtype="fp32", device="cpu", cache_tokens=4096, threads=1)
 LINK = "router"
+DEPTHS = range(1, 9)
+"""Places at which it is told how many steps kept a draft there."""
+HERE = {"eagle local": Source.EAGLE, "medusa": Source.MEDUSA}
+"""Ways that draft in the target's process, whose time is left out."""
 NEVER_WAITING = "eagle remote, never waiting"
+WAYS = (*HERE, "eagle remote", NEVER_WAITING, "draft model")
 SOON = 1e-5
 """Seconds after which a worker that computed nothing looks again."""
 
@@ -103,7 +108,9 @@ class World:
         self._number = itertools.count()
         self.tokens: list[Token] = []
         """All that was said."""
-        self.steps = self.offered = self.pushes = 0
+        self.accepted: list[int] = []
+        """Drafts kept, of each step."""
+        self.offered = self.pushes = 0
 
     def run(self, one: Open) -> None:
         """A session from its opening to its end."""
@@ -142,7 +149,7 @@ class World:
         for _, message in outgoing:
             if isinstance(message, Verification):
                 self.tokens += message.tokens
-                self.steps += 1
+                self.accepted.append(message.accepted)
                 self.offered += message.offered
                 done = done or bool(message.finish)
             self.pushes += isinstance(message, Proposal)
@@ -153,8 +160,11 @@ class World:
 
 def world(way: str, clock: Clock, options: argparse.Namespace, one_way: float) -> World:
     """The loops of a way to draft, ``one_way`` seconds apart."""
-    local = way == "eagle local"
-    settings = replace(TARGET_SETTINGS, eagle="" if way == "draft model" else EAGLE, eagle_away=not local)
+    settings = TARGET_SETTINGS
+    if way == "medusa":
+        settings = replace(settings, medusa=str(HEADS))
+    elif way != "draft model":
+        settings = replace(settings, eagle=str(EAGLE), eagle_away=way not in HERE)
     engine = build_target(settings)
     told, drafter = welcome(settings, engine.model, TARGET), None
     forward = options.forward / 1e3
@@ -163,8 +173,8 @@ def world(way: str, clock: Clock, options: argparse.Namespace, one_way: float) -
         own: Any = build(small, invariant=False)
         timed: Any = Timed(own, clock, forward)
         drafter = Lookahead(timed, welcome(small, own.model, DRAFT))
-    elif not local:
-        head, introduction = load_head(DraftSettings(replace(TARGET_SETTINGS, eagle=EAGLE)))
+    elif way not in HERE:
+        head, introduction = load_head(DraftSettings(settings, eagle_format=options.format))
         computes: Any = Timed(head._head, clock, forward)
         head._head = computes
         drafter, told = HeadLookahead(head, introduction), replace(told, head=introduction.head)
@@ -175,7 +185,7 @@ def world(way: str, clock: Clock, options: argparse.Namespace, one_way: float) -
 def measure(way: str, trip: float, options: argparse.Namespace) -> dict[str, object]:
     """The figures of a way at a round trip in ms."""
     clock = Clock()
-    speculation = Speculation(sources=frozenset({Source.EAGLE if way == "eagle local" else Source.DRAFT}))
+    speculation = Speculation(sources=frozenset({HERE.get(way, Source.DRAFT)}))
     with ExitStack() as patched:
         patched.enter_context(patch("time.perf_counter", clock))
         if way == NEVER_WAITING:
@@ -186,15 +196,16 @@ def measure(way: str, trip: float, options: argparse.Namespace) -> dict[str, obj
             made.run(
                 Open(SessionId(number), 1, prompt, Sampling(temperature=0.0), limits, speculation, prompt=len(prompt))
             )
-    said = len(made.tokens)
+    said, steps = len(made.tokens), len(made.accepted)
     return {
         "way": way,
         "round_trip_ms": trip,
-        "tokens_per_step": round(said / made.steps, 3),
+        "tokens_per_step": round(said / steps, 3),
         "ms_a_token": round(1e3 * clock.now / said, 2),
-        "offered_a_step": round(made.offered / made.steps, 2),
+        "offered_a_step": round(made.offered / steps, 2),
         "pushes_a_token": round(made.pushes / said, 2),
-        "steps": made.steps,
+        "steps_reaching_place": [round(sum(kept >= k for kept in made.accepted) / steps, 3) for k in DEPTHS],
+        "steps": steps,
     }
 
 
@@ -206,9 +217,10 @@ if __name__ == "__main__":
     parser.add_argument("--row", type=float, default=0.3, help="ms of each of its rows (default: 0.3)")
     parser.add_argument("--forward", type=float, default=1.25, help="ms of a forward of a drafter (default: 1.25)")
     parser.add_argument("--trips", type=float, nargs="+", default=[0.0, 5.0, 20.0], help="ms (default: 0 5 20)")
+    parser.add_argument("--ways", choices=WAYS, nargs="+", default=WAYS, help="to draft (default: all)")
+    parser.add_argument("--format", choices=list(FeatureFormat), default=FeatureFormat.BF16, help="of what heads read")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    tell(measure("eagle local", 0.0, chosen))
-    for distant in ("eagle remote", NEVER_WAITING, "draft model"):
-        for trip in chosen.trips:
-            tell(measure(distant, trip, chosen))
+    for one in chosen.ways:
+        for each in chosen.trips if one not in HERE else (0.0,):
+            tell(measure(one, each, chosen))
