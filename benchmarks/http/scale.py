@@ -123,16 +123,15 @@ def carried(points: Iterable[LoadPoint], contender: str, streams: int) -> float:
     )
 
 
-def features_over_router(points: Iterable[LoadPoint]) -> float | None:
+def features_over_router(points: Sequence[LoadPoint]) -> float | None:
     """Processor time a token with features over that without, in the median of what both kept up with; None: none."""
-    spent = {(point.contender, point.streams, point.asked): point.cpu_us_per_token for point in points if point.kept_up}
-    ratios = [
-        own / spent[ROUTER, *of]
-        for (contender, *of), own in spent.items()
-        if contender == FEATURES
-        if (ROUTER, *of) in spent
-    ]
-    return median(ratios) if ratios else None
+
+    def spent(contender: str) -> dict[tuple[int, float], float]:
+        own = (point for point in points if point.contender == contender and point.kept_up)
+        return {(point.streams, point.asked): point.cpu_us_per_token for point in own}
+
+    features, alone = spent(FEATURES), spent(ROUTER)
+    return median(features[at] / alone[at] for at in both) if (both := features.keys() & alone.keys()) else None
 
 
 def summary(points: Sequence[LoadPoint]) -> dict[str, float]:
