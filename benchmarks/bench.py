@@ -35,7 +35,7 @@ measures servers that run already. Keep the machine quiet meanwhile.
 """
 
 
-PARTS = ("medusa", "repetition", "vocabularies", "structured", "placement")
+PARTS = ("medusa", "eagle", "steps", "repetition", "vocabularies", "structured", "placement")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +57,8 @@ class DraftingOptions(Options):
 
 DRAFTING = Bench(
     "every way to draft without a small sibling, drafts of JSON, and where a draft model works",
-    "Parts: medusa, repetition, vocabularies, structured, placement. The quick run leaves the last two out and takes\n"
-    "about five minutes, the full one half an hour.",
+    f"Parts: {', '.join(PARTS)}.\n"
+    "The quick run leaves the last two out and takes about five minutes, the full one half an hour.",
     DraftingOptions,
     "benchmarks.drafting",
 )

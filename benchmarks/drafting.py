@@ -15,11 +15,20 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from benchmarks import step_costs
 from benchmarks.bench import DraftingOptions
 from benchmarks.grammar_prompts import KINDS
 from benchmarks.harness.contenders import OURS, PLAIN, rows
 from benchmarks.harness.measure import Batch, Run, served, take_turns
-from benchmarks.harness.pair import ROOT, Shape, held_out, noiseless_target, stretched_heads, stretched_pair
+from benchmarks.harness.pair import (
+    ROOT,
+    Shape,
+    held_out,
+    noiseless_target,
+    stretched_eagle,
+    stretched_heads,
+    stretched_pair,
+)
 from benchmarks.harness.processes import WorkerPlan, all_running, connected, serving
 from benchmarks.harness.report import Goal, Result, against, goals_table, table_of, tell
 from cluster.console import say
@@ -88,6 +97,59 @@ def steps_reaching_place(runs: Sequence[Run]) -> list[float]:
     """Share of steps that kept a draft at the first place, the second, and so on."""
     kept = [commit.accepted for run in runs for commit in run.counted]
     return [round(sum(accepted > place for accepted in kept) / len(kept), 3) for place in range(4)]
+
+
+# -- an EAGLE-3 head, at the target and away from it -------------------------------------------------------------------
+
+REMOTE, LOCAL = "head at a draft worker", "head at the target"
+
+
+async def eagle(size: Size) -> AsyncIterator[Row]:
+    """The bundled head for the stretched target without noise; three targets, of which one at a time is at work.
+
+    Every contender finds nothing of another's text in a cache, and no prompt comes twice.
+    """
+    shape = Shape()
+    target, head = noiseless_target(shape.hidden, shape.layers), stretched_eagle(shape)
+    flags = ("--dtype", "bfloat16")
+    headed = (*flags, "--draft-eagle", str(head))
+    plans = [
+        WorkerPlan(Role.TARGET, target, 0, flags=flags),
+        WorkerPlan(Role.TARGET, target, 0, flags=(*headed, "--eagle-at", "drafter")),
+        WorkerPlan(Role.DRAFT, target, 1, flags=headed),
+        WorkerPlan(Role.TARGET, target, 0, flags=headed),
+    ]
+    async with (
+        all_running(plans) as (alone, sending, drafting, both),
+        connected(alone) as without,
+        connected(sending, drafting) as away,
+        connected(both) as beside,
+    ):
+        for seed, temperature in enumerate(size.temperatures):
+            scope = RequestOptions(scope=f"at {temperature}")
+            runners = {
+                PLAIN.name: served(without, PLAIN.speculation, scope),
+                REMOTE: served(away, OURS.speculation, scope),
+                LOCAL: served(beside, Speculation(sources=frozenset({Source.EAGLE}), remember=False), scope),
+            }
+            prompts = held_out(WARM_UP + size.rounds)
+            batches = [Batch((prompt,), size.tokens, temperature, seed) for prompt in prompts]
+            runs = await take_turns(runners, batches, 0)
+            counted = {name: own[WARM_UP:] for name, own in runs.items()}
+            for row in rows(counted, exact=False):
+                reached = steps_reaching_place(counted[row["contender"]])
+                yield {"temperature": temperature, **row, "steps_reaching_place": reached}
+
+
+async def steps(size: Size) -> AsyncIterator[Row]:
+    """What drafting takes from a target's steps, on the stretched target, one session and eight."""
+    shape = Shape()
+    target = noiseless_target(shape.hidden, shape.layers)
+    loops = step_costs.costed_loops(target, stretched_eagle(shape), stretched_heads(shape))
+    prompts = itertools.cycle(held_out())
+    for sessions in (1, 8):
+        for row in step_costs.measure(loops, prompts, sessions, size.rounds, size.tokens):
+            yield row
 
 
 # -- output that repeats, drafted for without a model ------------------------------------------------------------------
@@ -264,8 +326,15 @@ def _alone(part: str, *contenders: str, **where: object) -> Callable[[Found], fl
     return best
 
 
+def _dearest_step(found: Found) -> float | None:
+    ratios = [float(row["ratio_to_none"]) for row in found.get("steps", ()) if row["drafting"] == step_costs.REMOTE]
+    return max(ratios, default=None)
+
+
 PARTS = (
     Part("medusa", medusa, Size(12, 96, (0.0, 0.8)), Size(3, 48, (0.0, 0.8))),
+    Part("eagle", eagle, Size(12, 96, (0.0, 0.8)), Size(3, 48, (0.0,))),
+    Part("steps", steps, Size(6, 96, ()), Size(1, 48, ())),
     Part("repetition", repetition, Size(6, 200, (0.0, 0.7)), Size(2, 200, (0.0,))),
     Part("vocabularies", vocabularies, Size(10, 96, (0.0, 0.8)), Size(3, 48, (0.0,))),
     Part("structured", structured, Size(12, 200, (0.0,))),
@@ -273,6 +342,8 @@ PARTS = (
 )
 GOALS: tuple[Goal[Found], ...] = (
     Goal("medusa", "Medusa heads alone over plain decoding", 1.3, False, _alone("medusa", "medusa alone")),
+    Goal("eagle", "an EAGLE-3 head at a draft worker over plain decoding", 2.5, False, _alone("eagle", REMOTE)),
+    Goal("steps", "a target's step with such a head over one without any", 1.02, True, _dearest_step),
     *(
         Goal(
             f"repetition_{kind}",

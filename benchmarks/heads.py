@@ -5,7 +5,8 @@
 The bundled target writes greedily behind prompts that nothing was trained on. A step begins where the one before ended,
 drafts a chain, and ends at its first token that is not the target's; that one comes from the target. What is drafted
 behind the target's own tokens is all that counts, so every place is computed at once, from the text: no serving, no
-time. The draft model reads all of the text; heads read hidden states of all but its last token.
+time. The draft model reads all of the text; heads read hidden states of all but its last token. The EAGLE-3 head also
+reads them as they are rounded where it drafts away from the target.
 
 Tensor legend: T tokens, N places, K guesses in a row.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,14 @@ from torch import Tensor
 
 from alignment.heads.eagle import guesses, read_target
 from alignment.writing import Writer
-from benchmarks.harness.pair import BUNDLED, HEADS, ROOT, held_out
+from benchmarks.harness.pair import BUNDLED, EAGLE, HEADS, ROOT, held_out
 from benchmarks.harness.report import tell
 from cluster.console import say
+from engine.eagle.features import packed, unpacked
 from engine.eagle.loading import load_alone
 from engine.medusa import read
 from models.pair import load
+from speculation.messages import FeatureFormat, Features, SessionId
 
 CPU = torch.device("cpu")
 Guesses = Callable[[Tensor], Tensor]
@@ -57,9 +61,14 @@ def medusa(target: Any, folder: Path) -> Guesses:
     return guess
 
 
-def eagle(target: Any, folder: Path, depth: int) -> Guesses:
-    """The state of token p - 1 with the embedding of token p guesses token p + 1, and on from there."""
+def eagle(target: Any, folder: Path, depth: int, sent: FeatureFormat | None = None) -> Guesses:
+    """The state of token p - 1 with the embedding of token p guesses token p + 1, and on from there.
+
+    ``sent``: how the states are rounded on their way from the target; None: the head is there, too.
+    """
     head = load_alone(str(folder), str(BUNDLED), CPU, torch.float32)
+    if sent is not None:
+        head.fuse = partial(_sent, head.fuse, sent)  # type: ignore[method-assign]
 
     def guess(tokens_T: Tensor) -> Tensor:
         padded_1T = torch.cat((tokens_T, tokens_T[-1:].expand(depth)))[None]
@@ -67,6 +76,14 @@ def eagle(target: Any, folder: Path, depth: int) -> Guesses:
         return _columns(list(guesses(head, padded_1T, aux_1TA, depth)), 1, len(tokens_T))
 
     return guess
+
+
+def _sent(fuse: Callable[[Tensor], Tensor], wanted: FeatureFormat, aux_1TA: Tensor) -> Tensor:
+    """The states as a drafter elsewhere has them, ``[1, T, D]``."""
+    states_TD = fuse(aux_1TA)[0]
+    values, scales = packed(states_TD, wanted)
+    features = Features(SessionId(0), 0, 0, 0, states_TD.shape[1], values, wanted, scales)
+    return unpacked(features, states_TD.shape[1], torch.float32)[None]
 
 
 def _columns(rows: Sequence[Tensor], behind: int, length: int) -> Tensor:
@@ -108,7 +125,8 @@ def main(prompts: int, tokens: int, depth: int) -> None:
     ways = {
         "draft model": draft_model(ROOT / "models" / "draft", depth),
         "medusa": medusa(target, HEADS),
-        "eagle": eagle(target, ROOT / "models" / "eagle", depth),
+        "eagle": eagle(target, EAGLE, depth),
+        **{f"eagle, states in {sent}": eagle(target, EAGLE, depth, sent) for sent in FeatureFormat},
     }
     began = time.monotonic()
     written = Writer(target, {target.config.eos_token_id}).write([*held_out(prompts)], tokens, 0.0, 0)

@@ -1,11 +1,11 @@
-"""Tokens a step with drafts from afar: a draft model or an EAGLE-3 head, at round trips in made-up time.
+"""Tokens a step with drafts from afar, by depth too: a draft model or an EAGLE-3 head, at round trips in made-up time.
 
     python -m benchmarks.remote_heads
 
 The bundled target and a drafter are the loops that serve; what is between them, and time, is made up: a step of the
 target takes ``--step`` ms and ``--row`` ms for each of its rows, a forward of a drafter ``--forward`` ms, a message
-half a round trip. So what is counted does not depend on the machine, and comes out the same again. What a target that
-never waits for drafts makes of the head is measured beside it.
+half a round trip. So what is counted does not depend on the machine, and comes out the same again. Measured beside it
+are what a target that never waits for drafts makes of the head, and heads in the target's process.
 
 With ``--simulated`` only the head at the target is measured, for its text, and of all ways it is said what the
 simulator (:mod:`simulation.simulate`) expects: how near it comes to what was measured is how far it can be believed.
@@ -28,8 +28,9 @@ import torch
 from benchmarks.fit import teacher
 from benchmarks.fit.serving import TargetText
 from benchmarks.fit.settings import FitOptions
-from benchmarks.harness.pair import BUNDLED, ROOT, held_out
+from benchmarks.harness.pair import BUNDLED, EAGLE, HEADS, ROOT, held_out
 from benchmarks.harness.report import tell
+from cluster.config.config import SpeculationConfig
 from draft_service.eagle import HeadLookahead
 from draft_service.lookahead import Lookahead
 from draft_service.service import ROLE as DRAFT
@@ -42,6 +43,7 @@ from simulation.costs import FAR, Costs, Curve
 from simulation.simulate import Bounds, SimulationSettings, simulate_texts
 from speculation.messages import (
     Close,
+    FeatureFormat,
     Limits,
     Open,
     Proposal,
@@ -56,13 +58,19 @@ from speculation.messages import (
 from speculation.verifying import planner
 from target_service.scheduler import Budget
 from target_service.service import ROLE as TARGET
-from target_service.verify_loop import VerifyLoop
+from target_service.verify_loop import TargetLimits, VerifyLoop
 from transport.worker import Outgoing
 
-EAGLE = str(ROOT / "models" / "eagle")
 TARGET_SETTINGS = EngineSettings(str(BUNDLED), dtype="fp32", device="cpu", cache_tokens=4096, threads=1)
+LIMITS = TargetLimits(budget=Budget(drafts_per_session=SpeculationConfig().max_draft))
+"""As a target serves."""
 LINK = "router"
+DEPTHS = range(1, 9)
+"""Places at which it is told how many steps kept a draft there."""
+HERE = {"eagle local": Source.EAGLE, "medusa": Source.MEDUSA}
+"""Ways that draft in the target's process, whose time is left out."""
 NEVER_WAITING = "eagle remote, never waiting"
+WAYS = (*HERE, "eagle remote", NEVER_WAITING, "draft model")
 SOON = 1e-5
 """Seconds after which a worker that computed nothing looks again."""
 
@@ -102,6 +110,8 @@ class Actor:
     machine: Any
     free_at: float = 0.0
     idle: bool = True
+    waiting: bool = False
+    """For a message, or for ``free_at``."""
 
 
 class World:
@@ -115,7 +125,9 @@ class World:
         self._number = itertools.count()
         self.tokens: list[Token] = []
         """All that was said."""
-        self.steps = self.offered = self.pushes = 0
+        self.accepted: list[int] = []
+        """Drafts kept, of each step."""
+        self.offered = self.pushes = 0
 
     def run(self, one: Open) -> None:
         """A session from its opening to its end."""
@@ -140,12 +152,12 @@ class World:
         if self._mail and (busy is None or self._mail[0][0] <= busy.free_at):
             at, _, to, message = heapq.heappop(self._mail)
             self._clock.now = at
-            to.idle, to.free_at = False, max(to.free_at, at)
+            to.idle, to.free_at = False, at if to.waiting else max(to.free_at, at)
             return self._send(to, to.machine.receive(LINK, message, at))
         assert busy is not None, "everyone waits"
         self._clock.now = busy.free_at
         found, due = busy.machine.step(), busy.machine.due()
-        busy.idle = found is None and due is None
+        busy.idle, busy.waiting = found is None and due is None, found is None
         busy.free_at = max(self._clock.now, due or 0.0 if found is None else 0.0, busy.free_at + SOON)
         return self._send(busy, found or [])
 
@@ -154,7 +166,7 @@ class World:
         for _, message in outgoing:
             if isinstance(message, Verification):
                 self.tokens += message.tokens
-                self.steps += 1
+                self.accepted.append(message.accepted)
                 self.offered += message.offered
                 done = done or bool(message.finish)
             self.pushes += isinstance(message, Proposal)
@@ -165,8 +177,11 @@ class World:
 
 def world(way: str, clock: Clock, options: argparse.Namespace, one_way: float) -> World:
     """The loops of a way to draft, ``one_way`` seconds apart."""
-    local = way == "eagle local"
-    settings = replace(TARGET_SETTINGS, eagle="" if way == "draft model" else EAGLE, eagle_away=not local)
+    settings = TARGET_SETTINGS
+    if way == "medusa":
+        settings = replace(settings, medusa=str(HEADS))
+    elif way != "draft model":
+        settings = replace(settings, eagle=str(EAGLE), eagle_away=way not in HERE)
     engine = build_target(settings)
     told, drafter = welcome(settings, engine.model, TARGET), None
     forward = options.forward / 1e3
@@ -175,13 +190,13 @@ def world(way: str, clock: Clock, options: argparse.Namespace, one_way: float) -
         own: Any = build(small, invariant=False)
         timed: Any = Timed(own, clock, forward)
         drafter = Lookahead(timed, welcome(small, own.model, DRAFT))
-    elif not local:
-        head, introduction = load_head(DraftSettings(replace(TARGET_SETTINGS, eagle=EAGLE)))
+    elif way not in HERE:
+        head, introduction = load_head(DraftSettings(settings, eagle_format=options.format))
         computes: Any = Timed(head._head, clock, forward)
         head._head = computes
         drafter, told = HeadLookahead(head, introduction), replace(told, head=introduction.head)
     verifies: Any = Timed(engine, clock, options.step / 1e3, options.row / 1e3)
-    return World(clock, VerifyLoop(verifies, told), drafter, one_way)
+    return World(clock, VerifyLoop(verifies, told, LIMITS), drafter, one_way)
 
 
 def measure(
@@ -200,21 +215,22 @@ def measure(
             made.run(Open(SessionId(number), 1, prompt, greedy, limits, speculation, prompt=len(prompt)))
             if texts is not None:
                 texts.append(TargetText("held out", prompt, tuple(made.tokens[before:])))
-    said = len(made.tokens)
+    said, steps = len(made.tokens), len(made.accepted)
     return {
         "way": way,
         "round_trip_ms": trip,
-        "tokens_per_step": round(said / made.steps, 3),
+        "tokens_per_step": round(said / steps, 3),
         "ms_a_token": round(1e3 * clock.now / said, 2),
-        "offered_a_step": round(made.offered / made.steps, 2),
+        "offered_a_step": round(made.offered / steps, 2),
         "pushes_a_token": round(made.pushes / said, 2),
-        "steps": made.steps,
+        "steps_reaching_place": [round(sum(kept >= k for kept in made.accepted) / steps, 3) for k in DEPTHS],
+        "steps": steps,
     }
 
 
 def sources_of(way: str) -> frozenset[Source]:
     """What its requests allow."""
-    return frozenset({Source.EAGLE if way == "eagle local" else Source.DRAFT})
+    return frozenset({HERE.get(way, Source.DRAFT)})
 
 
 def simulated(
@@ -225,7 +241,7 @@ def simulated(
     costs = Costs({1: step}, Curve.straight(options.forward / 1e3, 0.0), to_target=0.0, to_draft=0.0)
     setting = SimulationSettings(rtt=trip / 1e3, sources=sources_of(way), features=way == "eagle remote")
     requests, said = len(passages), sum(len(passage.tokens) for passage in passages)
-    texts, bounds = Passages(passages, VOCABULARY), Bounds(drafts_per_session=Budget().drafts_per_session)
+    texts, bounds = Passages(passages, VOCABULARY), Bounds(drafts_per_session=LIMITS.budget.drafts_per_session)
     report = simulate_texts(setting, costs, texts, Random(0), tokens=said - requests, warm_up=0, bounds=bounds)
     steps = report.verifications + requests
     return {
@@ -243,7 +259,7 @@ def simulate_all(options: argparse.Namespace) -> None:
     texts: list[TargetText] = []
     tell(measure("eagle local", 0.0, options, texts))
     draft = str(ROOT / "models" / "draft")
-    told = FitOptions(target=str(BUNDLED), drafts=(draft,), eagle=EAGLE, dtype="float32", device="cpu")
+    told = FitOptions(target=str(BUNDLED), drafts=(draft,), eagle=str(EAGLE), dtype="float32", device="cpu")
     drafted, by_age = teacher.passages(told, draft, texts), teacher.by_age(told, texts)
     by_head = [replace(one, places=(), by_age=said) for one, said in zip(drafted, by_age, strict=True)]
     tell(simulated("eagle local", 0.0, options, by_head))
@@ -260,13 +276,14 @@ if __name__ == "__main__":
     parser.add_argument("--row", type=float, default=0.3, help="ms of each of its rows (default: 0.3)")
     parser.add_argument("--forward", type=float, default=1.25, help="ms of a forward of a drafter (default: 1.25)")
     parser.add_argument("--trips", type=float, nargs="+", default=[0.0, 5.0, 20.0], help="ms (default: 0 5 20)")
+    parser.add_argument("--ways", choices=WAYS, nargs="+", default=WAYS, help="to draft (default: all)")
+    parser.add_argument("--format", choices=list(FeatureFormat), default=FeatureFormat.BF16, help="of what heads read")
     parser.add_argument("--simulated", action="store_true", help="say what the simulator expects")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     if chosen.simulated:
         simulate_all(chosen)
         raise SystemExit
-    tell(measure("eagle local", 0.0, chosen))
-    for distant in ("eagle remote", NEVER_WAITING, "draft model"):
-        for trip in chosen.trips:
-            tell(measure(distant, trip, chosen))
+    for one in chosen.ways:
+        for each in chosen.trips if one not in HERE else (0.0,):
+            tell(measure(one, each, chosen))

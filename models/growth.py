@@ -18,13 +18,14 @@ a draft.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.initialization import no_init_weights
 
+from engine.eagle.head import EagleHead
 from engine.medusa import MedusaHeads
 from models.pair import placed
 
@@ -208,4 +209,23 @@ def stretch_heads(heads: MedusaHeads, hidden_size: int) -> MedusaHeads:
     for (_, new), (_, old) in zip(grown.named_parameters(), heads.named_parameters(), strict=True):
         new.zero_()
         new[tuple(slice(size) for size in old.shape)] = old
+    return grown
+
+
+@torch.no_grad()
+def stretch_eagle(head: EagleHead, growth: Growth) -> EagleHead:
+    """An EAGLE-3 head of the old model for the grown one: it drafts the same from its hidden states.
+
+    Those are the old ones and zeros, read in front of layers that stand elsewhere now. So only what fuses them grows,
+    by columns that read zeros; the embedding cannot be the target's any more.
+    """
+    assert not head.config.norm_before_fc and not head.config.fc_norm, "norms before fc are not supported"
+    layers = growth.old.num_hidden_layers
+    aux = tuple(layer * growth.layers // layers for layer in head.config.aux_layers_of(layers))
+    grown = EagleHead(replace(head.config, target_hidden_size=growth.hidden_size, aux_layers=aux))
+    parts = zip(grown.fc.weight.zero_().chunk(len(aux), 1), head.fc.weight.chunk(len(aux), 1), strict=True)
+    for new, old in parts:
+        new[:, : old.shape[1]] = old
+    grown.load_state_dict(head.state_dict() | {"fc.weight": grown.fc.weight.to(head.fc.weight.dtype)}, assign=True)
+    grown.target_ids = head.target_ids
     return grown

@@ -24,7 +24,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from alignment.writing import continuations
 from engine.medusa import read, save
 from models.corpus import read_prompts
-from models.growth import Growth, grow_to, set_noise, stretch, stretch_heads
+from models.growth import Growth, grow_to, set_noise, stretch, stretch_eagle, stretch_heads
 from models.pair import load, load_tokenizer, save_tokenizer
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "grow_to",
     "set_noise",
     "stretch",
+    "stretch_eagle",
     "stretch_heads",
 ]
 

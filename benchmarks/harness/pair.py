@@ -19,14 +19,16 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from cluster.config.environment import CHECKOUT
+from engine.eagle import loading as eagle
 from engine.medusa import read, save
 from models.corpus import read_prompts
 from models.pair import VOCABULARY, load, load_tokenizer, parameter_count, save_tokenizer
-from models.stretch import calibrate_noise, calibration_prompts, stretch, stretch_heads
+from models.stretch import calibrate_noise, calibration_prompts, grow_to, stretch, stretch_eagle, stretch_heads
 
 ROOT = CHECKOUT
 BUNDLED = ROOT / "models" / "target"
 HEADS = ROOT / "models" / "medusa"
+EAGLE = ROOT / "models" / "eagle"
 CACHE = ROOT / "benchmarks" / ".cache"
 SEED = 0
 
@@ -101,6 +103,19 @@ def stretched_heads(shape: Shape) -> Path:
     made = sha256((HEADS / "medusa_lm_head.pt").read_bytes()).hexdigest()[:8]
     folder = CACHE / f"{made}-medusa-h{shape.hidden}"
     _once(folder, lambda fresh: save(stretch_heads(read(HEADS), shape.hidden), fresh, "stretched target"))
+    return folder
+
+
+def stretched_eagle(shape: Shape) -> Path:
+    """The bundled EAGLE-3 head for the stretched target of this shape; it drafts what it does for the bundled one."""
+    folder = CACHE / f"{_checkpoint(EAGLE)}-eagle-h{shape.hidden}-l{shape.layers}"
+
+    def build(fresh: Path) -> None:
+        target = load(BUNDLED, torch.bfloat16)
+        head = eagle.read(EAGLE, lambda _: target.model.embed_tokens.weight)
+        eagle.save(stretch_eagle(head, grow_to(target, shape.hidden, shape.layers)), fresh, embedding=True)
+
+    _once(folder, build)
     return folder
 
 

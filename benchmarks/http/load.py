@@ -66,6 +66,8 @@ class ProcessUsage:
     cpu: float
     load_cpu: float
     memory_kb: float
+    relayed: int
+    """Bytes that have come from worker to worker."""
 
 
 class Client(asyncio.Protocol):
@@ -211,7 +213,8 @@ class Contest:
 
     async def _usage(self, server: ReadyProcess) -> ProcessUsage:
         told = json.loads(await server.ask("usage"))
-        return ProcessUsage(time.monotonic(), told["cpu"], time.process_time(), told["memory_kb"])
+        relayed = sum(worker.relayed_bytes for workers in self.workers.values() for worker in workers)
+        return ProcessUsage(time.monotonic(), told["cpu"], time.process_time(), told["memory_kb"], relayed)
 
     async def _commits(self, server: ReadyProcess) -> dict[str, list[float]]:
         if self.contender == BARE:
@@ -261,4 +264,5 @@ class Contest:
             (first.memory_kb - before.memory_kb) / more,
             self._relayed(Role.TARGET, Role.DRAFT, first.at, last.at),
             self._relayed(Role.DRAFT, Role.TARGET, first.at, last.at),
+            (last.relayed - first.relayed) / delivered,
         )

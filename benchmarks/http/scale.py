@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, ClassVar
 
 from benchmarks.harness.command import Bench, BenchError
@@ -94,6 +95,8 @@ class LoadPoint:
     """A commit's way from its target to its drafter, in the median; None: there are no drafters."""
     proposed_ms: float | None = None
     """And a proposal's way back."""
+    relayed_bytes: float = 0.0
+    """Of what workers say to each other through the server, by committed token."""
 
     @property
     def kept_up(self) -> bool:
@@ -118,6 +121,17 @@ def carried(points: Iterable[LoadPoint], contender: str, streams: int) -> float:
         ),
         default=0.0,
     )
+
+
+def features_over_router(points: Sequence[LoadPoint]) -> float | None:
+    """Processor time a token with features over that without, in the median of what both kept up with; None: none."""
+
+    def spent(contender: str) -> dict[tuple[int, float], float]:
+        own = (point for point in points if point.contender == contender and point.kept_up)
+        return {(point.streams, point.asked): point.cpu_us_per_token for point in own}
+
+    features, alone = spent(FEATURES), spent(ROUTER)
+    return median(features[at] / alone[at] for at in both) if (both := features.keys() & alone.keys()) else None
 
 
 def summary(points: Sequence[LoadPoint]) -> dict[str, float]:
@@ -151,13 +165,14 @@ def table(points: Sequence[LoadPoint]) -> Table:
             f"{point.first_ms:.1f}",
             f"{point.kb_per_stream:.0f}",
             f"{cell(point.verified_ms)} / {cell(point.proposed_ms)}" if point.verified_ms else "",
+            f"{point.relayed_bytes:.0f}",
         )
         for point in points
     ]
     columns = (
         *("server", "streams", "asked tokens/s", "delivered", "added ms p50", "p99", "most", "CPU us/token"),
         *("tokens/s a core", "busy % server/load", "CPU ms/request", "first ms", "KB/stream"),
-        "relayed ms, there / back",
+        *("relayed ms, there / back", "relayed bytes/token"),
     )
     return Table("What one carries", columns, lines)
 
@@ -172,8 +187,9 @@ GOALS: tuple[Goal[Sequence[LoadPoint]], ...] = (
         lambda points: summary(points)["p99_added_ms"],
     ),
     Goal("kb_per_stream", "memory of a stream, KB", 64, True, lambda points: summary(points)["kb_per_stream"]),
+    Goal("features_cpu", "CPU a token with features, over that without", 1.3, True, features_over_router),
 )
-"""Of the router with the most streams."""
+"""Of the router with the most streams, but for the last one."""
 
 
 def notes(options: ScaleOptions) -> list[str]:
@@ -196,6 +212,7 @@ def result(options: ScaleOptions, points: Sequence[LoadPoint], **about: Any) -> 
     tables = [table(points)]
     document: dict[str, Any] = {"points": [asdict(point) for point in points]}
     if any(point.contender == ROUTER for point in points):
-        tables += [goals_table(GOALS, points)]
-        document = {**against(GOALS, points), "summary": summary(points), **document}
+        goals = [goal for goal in GOALS if goal.ours(points) is not None]
+        tables += [goals_table(goals, points)]
+        document = {**against(goals, points), "summary": summary(points), **document}
     return Result("scale", "What one router carries", options, tables, notes(options), document, width=200, **about)

@@ -33,10 +33,8 @@ from speculation.messages import (
 )
 from transport.codec import decode_to_worker, encode_from_worker
 
-OPEN, PROPOSE, VERIFIED, CLOSE = 0x0A, 0x12, 0x1A, 0x22
-"""First bytes of these entries of a router's frame."""
-FEATURES = bytes((6 << 3 | 2,))
-"""First byte of this entry of a target's."""
+OPEN, PROPOSE, VERIFIED, CLOSE, FEATURES = 0x0A, 0x12, 0x1A, 0x22, 0x32
+"""First bytes of these entries of a router's frame; the last one of a target's, too."""
 PING, PONG = 0x11, 0x19
 """First bytes of these fields of a frame: eight bytes follow."""
 LOAD_SECONDS = 0.25
@@ -110,6 +108,8 @@ class FakeWorker:
         """By request: when each of its commits, or proposals, was made, by the clock that all processes share."""
         self.heard: dict[str, dict[int, float]] = {}
         """By request and number: when those of the other worker came."""
+        self.relayed_bytes = 0
+        """Of all that came of the other worker, features too."""
         self._role, self._script, self._pace, self._phase = role, script, pace, phase
         self._kind = bytes((2 << 3 | 2,)) if role is Role.TARGET else bytes((3 << 3 | 2,))
         self._features = _body(script.features) if role is Role.TARGET and script.feature_width else b""
@@ -152,8 +152,10 @@ class FakeWorker:
             for entry in self._entries(frame):
                 if entry[0] in (OPEN, CLOSE):
                     self._hear(decode_to_worker(entry))
-                elif entry[0] in (PROPOSE, VERIFIED):
-                    self._relayed(entry)
+                elif entry[0] in (PROPOSE, VERIFIED, FEATURES):
+                    self.relayed_bytes += len(entry)
+                    if entry[0] != FEATURES:
+                        self._relayed(entry)
 
     def _entries(self, frame: bytes) -> Iterator[bytes]:
         """Of a router's frame; answers its ping."""
@@ -227,7 +229,7 @@ class FakeWorker:
         """Of its next commit."""
         position = len(self._script.prompt) + session.commits * self._script.commit
         about = session.heading + b"\x18" + varint(position) + self._features
-        return FEATURES + varint(len(about)) + about
+        return bytes((FEATURES,)) + varint(len(about)) + about
 
     def _body(self, number: int) -> tuple[bytes, bytes]:
         """What a commit or a proposal says beside its heading; the other one ends the text."""

@@ -7,7 +7,18 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.http import load
-from benchmarks.http.scale import BARE, CONTENDERS, ROUTER, LoadPoint, ScaleOptions, carried, result, summary
+from benchmarks.http.scale import (
+    BARE,
+    CONTENDERS,
+    FEATURES,
+    ROUTER,
+    LoadPoint,
+    ScaleOptions,
+    carried,
+    features_over_router,
+    result,
+    summary,
+)
 from cluster.cli import main
 
 POINT = LoadPoint(ROUTER, 64, 1000.0, 990.0, (1.0, 20.0, 30.0), 25.0, 0.5, 0.1, 1.5, 3.0, 40.0)
@@ -34,6 +45,13 @@ def test_what_is_carried_is_the_highest_pace_that_is_kept_up_with_in_time() -> N
     }
 
 
+def test_features_are_compared_where_both_kept_up() -> None:
+    with_features = replace(POINT, contender=FEATURES, cpu_us_per_token=30.0)
+    late = replace(POINT, asked=9000.0, cpu_us_per_token=1.0)
+    assert features_over_router([POINT, with_features, late, replace(late, contender=FEATURES)]) == 1.2
+    assert features_over_router([POINT, late, replace(late, contender=FEATURES)]) is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -49,7 +67,7 @@ def test_a_mistake_is_answered_in_one_line(arguments, words, capsys) -> None:
 
 async def test_every_event_is_matched_with_its_commit(tmp_path) -> None:
     options = ScaleOptions(
-        streams=(3,), tokens=(90,), seconds=0.5, drafters=True, features=8, json=tmp_path / "scale.json"
+        streams=(3,), tokens=(90,), seconds=0.5, drafters=True, features=64, json=tmp_path / "scale.json"
     )
     points = await load.measure(options)
     assert [point.contender for point in points] == list(CONTENDERS)
@@ -57,12 +75,13 @@ async def test_every_event_is_matched_with_its_commit(tmp_path) -> None:
         assert 0 < point.delays_ms[0] <= point.delays_ms[1] <= point.delays_ms[2]
         assert min(point.delivered, point.cpu_us_per_token, point.request_ms, point.first_ms) > 0
         if point.contender == BARE:
-            assert point.verified_ms is point.proposed_ms is None
+            assert point.verified_ms is point.proposed_ms is None and not point.relayed_bytes
         else:
             assert point.verified_ms is not None and point.proposed_ms is not None
             assert min(point.verified_ms, point.proposed_ms) > 0
+            assert (point.relayed_bytes > 2 * options.features) is (point.contender == FEATURES)  # else some 30
     result(options, points).publish()
     assert (
         options.command
-        == "paceline bench scale --streams 3 --tokens 90 --sessions 64 --commit 3 --seconds 0.5 --drafters --features 8"
+        == "paceline bench scale --streams 3 --tokens 90 --sessions 64 --commit 3 --seconds 0.5 --drafters --features 64"
     )

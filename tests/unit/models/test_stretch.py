@@ -10,11 +10,23 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from alignment.heads.eagle import guesses, read_target
 from cluster.config.config import Config
 from cluster.console import Stages
 from cluster.local import stretched
+from engine.eagle.config import EagleConfig
+from engine.eagle.head import EagleHead
+from engine.eagle.loading import load_alone, save
 from engine.medusa import MedusaHeads
-from models.stretch import bisect_noise, calibrate_noise, greedy_acceptance, stretch, stretch_heads
+from models.stretch import (
+    bisect_noise,
+    calibrate_noise,
+    greedy_acceptance,
+    grow_to,
+    stretch,
+    stretch_eagle,
+    stretch_heads,
+)
 
 SIZES = [
     {"hidden_size": 128},
@@ -166,6 +178,41 @@ def test_stretched_heads_say_the_same(model: LlamaForCausalLM, shared: bool) -> 
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
     with pytest.raises(ValueError, match="at least the old one, 64, got 32"):
         stretch_heads(heads, 32)
+
+
+def test_a_stretched_eagle_head_drafts_the_same_from_the_stretched_target(
+    model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    config = EagleConfig(
+        hidden_size=32,
+        target_hidden_size=64,
+        vocab_size=97,
+        draft_vocab_size=97,
+        layers=1,
+        heads=4,
+        kv_heads=2,
+        head_size=8,
+        intermediate_size=48,
+        rms_eps=1e-5,
+        max_positions=64,
+        rope={"rope_type": "default", "rope_theta": 500.0},
+        aux_layers=(0, 1, 2),
+    )
+    head = EagleHead(config)
+    with torch.no_grad():
+        for number, parameter in enumerate(head.parameters()):
+            parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(number))
+    save(stretch_eagle(head, grow_to(model, **BOTH)), tmp_path, embedding=True, dtype=torch.float32)
+    grown = load_alone(str(tmp_path), "", torch.device("cpu"), torch.float32)
+    assert (grown.config.target_hidden_size, grown.config.aux_layers) == (128, (0, 2, 4))
+    tokens_1T = tokens()[:1]
+    with torch.inference_mode():
+        aux_1TA, _ = read_target(model, tokens_1T, head.config)
+        grown_aux_1TA, _ = read_target(stretch(model, **BOTH), tokens_1T, grown.config)
+        torch.testing.assert_close(grown.fuse(grown_aux_1TA), head.fuse(aux_1TA), atol=1e-3, rtol=1e-3)
+        expected, found = guesses(head, tokens_1T, aux_1TA, 4), guesses(grown, tokens_1T, grown_aux_1TA, 4)
+    assert len(expected.unique()) > 20, "the head under test must say something"
+    assert torch.equal(found, expected)
 
 
 def test_the_stretched_target_has_the_bundled_ones_name_and_is_built_anew_when_that_changes(
