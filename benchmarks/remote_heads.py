@@ -50,7 +50,8 @@ from transport.worker import Outgoing
 EAGLE = str(ROOT / "models" / "eagle")
 TARGET_SETTINGS = EngineSettings(str(BUNDLED), dtype="fp32", device="cpu", cache_tokens=4096, threads=1)
 LINK = "router"
-NEVER_WAITING = "eagle remote, never waiting"
+LOCAL, NEVER_WAITING = "eagle local", "eagle remote, never waiting"
+WAYS = (LOCAL, "eagle remote", NEVER_WAITING, "draft model")
 SOON = 1e-5
 """Seconds after which a worker that computed nothing looks again."""
 
@@ -153,7 +154,7 @@ class World:
 
 def world(way: str, clock: Clock, options: argparse.Namespace, one_way: float) -> World:
     """The loops of a way to draft, ``one_way`` seconds apart."""
-    local = way == "eagle local"
+    local = way == LOCAL
     settings = replace(TARGET_SETTINGS, eagle="" if way == "draft model" else EAGLE, eagle_away=not local)
     engine = build_target(settings)
     told, drafter = welcome(settings, engine.model, TARGET), None
@@ -175,7 +176,7 @@ def world(way: str, clock: Clock, options: argparse.Namespace, one_way: float) -
 def measure(way: str, trip: float, options: argparse.Namespace) -> dict[str, object]:
     """The figures of a way at a round trip in ms."""
     clock = Clock()
-    speculation = Speculation(sources=frozenset({Source.EAGLE if way == "eagle local" else Source.DRAFT}))
+    speculation = Speculation(sources=frozenset({Source.EAGLE if way == LOCAL else Source.DRAFT}))
     with ExitStack() as patched:
         patched.enter_context(patch("time.perf_counter", clock))
         if way == NEVER_WAITING:
@@ -206,9 +207,9 @@ if __name__ == "__main__":
     parser.add_argument("--row", type=float, default=0.3, help="ms of each of its rows (default: 0.3)")
     parser.add_argument("--forward", type=float, default=1.25, help="ms of a forward of a drafter (default: 1.25)")
     parser.add_argument("--trips", type=float, nargs="+", default=[0.0, 5.0, 20.0], help="ms (default: 0 5 20)")
+    parser.add_argument("--only", choices=WAYS, nargs="+", default=WAYS, help="ways (default: all)")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    tell(measure("eagle local", 0.0, chosen))
-    for distant in ("eagle remote", NEVER_WAITING, "draft model"):
-        for trip in chosen.trips:
-            tell(measure(distant, trip, chosen))
+    for one in chosen.only:
+        for trip in [0.0] if one == LOCAL else chosen.trips:
+            tell(measure(one, trip, chosen))
