@@ -28,8 +28,11 @@ from transport.worker import Outgoing
 MAX_EARLY = 512
 """Features that are kept of tokens which are not known to be committed yet: a verification may be overtaken."""
 
-PUSHED = 4.0
+PUSHED = 16.0
 """Times the bytes a committed token that a head may push, of what a draft model may. Features make most drafts new."""
+WIDER = 2
+"""Times the drafts that a session may have, and the places expanded in one step, of what a draft model has. After each
+verification a head drafts anew beside what it sent before, and eight rows of one layer take no longer than four."""
 
 
 class _Suffix(Sequence[Token]):
@@ -112,7 +115,13 @@ class HeadLookahead(Lookahead):
         tracing: Tracing | None = None,
     ) -> None:
         """As of :class:`Lookahead`; ``welcome`` names the head."""
-        draft = replace(limits.draft, bytes_a_token=PUSHED * limits.draft.bytes_a_token)
+        draft = replace(
+            limits.draft,
+            nodes=WIDER * limits.draft.nodes,
+            width=WIDER * limits.draft.width,
+            children=limits.draft.children + 1,
+            bytes_a_token=PUSHED * limits.draft.bytes_a_token,
+        )
         super().__init__(engine, welcome, replace(limits, draft=draft), recorder, tracing, HeadReader(engine.model))
         self._head = engine
 
