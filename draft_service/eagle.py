@@ -21,7 +21,7 @@ from draft_service.sequence import DraftSequence
 from engine.eagle.features import unpacked
 from engine.model import Model
 from engine.recorder import Recorder
-from speculation.drafting.eagle import PUSHED
+from speculation.drafting.eagle import limits_elsewhere
 from speculation.messages import Features, Open, Rule, Token, ToWorker, Verification, Welcome
 from transport.tracing import Tracing
 from transport.worker import Outgoing
@@ -110,7 +110,7 @@ class HeadLookahead(Lookahead):
         tracing: Tracing | None = None,
     ) -> None:
         """As of :class:`Lookahead`; ``welcome`` names the head."""
-        draft = replace(limits.draft, bytes_a_token=PUSHED * limits.draft.bytes_a_token)
+        draft = limits_elsewhere(limits.draft)
         super().__init__(engine, welcome, replace(limits, draft=draft), recorder, tracing, HeadReader(engine.model))
         self._head = engine
 

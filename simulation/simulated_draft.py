@@ -13,7 +13,7 @@ from simulation.agreement import ReplayedText
 from simulation.simulated_world import SimulatedWorld
 from speculation import digest as digests
 from speculation.drafting.draft_session import DraftSession, Sync, best_places
-from speculation.drafting.eagle import PUSHED
+from speculation.drafting.eagle import limits_elsewhere
 from speculation.drafting.guesses import MAX_GUESSES, MAX_SESSIONS, Forward, Guesses, draft_along
 from speculation.messages import Open, Proposal, SessionId, Source, Verification
 from speculation.sources.lookup import PromptLookup
@@ -138,7 +138,7 @@ class SimulatedDrafter:
         session = DraftSession(
             opened,
             vocabulary=text.vocabulary,
-            limits=replace(limits, bytes_a_token=PUSHED * limits.bytes_a_token) if features else limits,
+            limits=limits_elsewhere(limits) if features else limits,
             calibration=self._calibration,
             resting=self._resting,
         )

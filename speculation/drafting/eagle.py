@@ -8,9 +8,9 @@ head is :mod:`engine.eagle`'s.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from speculation.drafting.draft_session import Candidate
+from speculation.drafting.draft_session import Candidate, DraftLimits
 from speculation.drafting.state_drafts import GuessTree
 from speculation.messages import ANCHOR, Token
 
@@ -18,10 +18,26 @@ WIDTH = 4
 """Guesses for the token behind a place, and places of a session that a level goes on from; one for chains."""
 MAX_LEVELS = 8
 """Deepest guesses at a target; requests may allow fewer (``max_depth``)."""
-PUSHED = 4.0
-"""Times the bytes a committed token that a head may push, of what a draft model may. Features make most drafts new."""
 MIN_CHANCE = 0.05
 """Of a path; below, it is not gone on with."""
+PUSHED = 16.0
+"""Times the bytes a committed token that a head elsewhere may push, of what a draft model may. Features make most
+drafts new."""
+WIDER = 2
+"""Times the drafts that a session of it may have, and the places expanded in one step, of what a draft model has. After
+each verification a head drafts anew beside what it sent before, and eight rows of one layer take no longer than four.
+"""
+
+
+def limits_elsewhere(limits: DraftLimits) -> DraftLimits:
+    """What a head on a draft worker may do, where a draft model may do ``limits``."""
+    return replace(
+        limits,
+        nodes=WIDER * limits.nodes,
+        width=WIDER * limits.width,
+        children=limits.children + 1,
+        bytes_a_token=PUSHED * limits.bytes_a_token,
+    )
 
 
 @dataclass(frozen=True, slots=True)
