@@ -6,7 +6,6 @@ A part of :mod:`simulation.simulate`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from simulation.agreement import ReplayedText
