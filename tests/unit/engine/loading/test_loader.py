@@ -416,7 +416,7 @@ def test_threads(llama: Path) -> None:
     try:
         in_cpp = isinstance(load(str(llama), threads=2, self_test=False).attention, CpuRows)
         assert torch.get_num_threads() == (1 if in_cpp else 2)
-        load(str(llama), threads=2, self_test=False, quantization="int8")
+        load(str(llama), threads=2, self_test=False, by_rows=False)
         assert torch.get_num_threads() == 2
         load(str(llama), threads=2, self_test=False)
         assert torch.get_num_threads() == 2
