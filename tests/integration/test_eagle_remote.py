@@ -431,7 +431,10 @@ async def test_metrics_say_what_became_of_features() -> None:
                 while not drafter.counters.features:  # until the router knows the drafter
                     await complete(client)
                 told: dict[str, float] = {}
-                while told.get("paceline_features_received_tokens_total") != drafter.counters.features:
+                while (
+                    told.get("paceline_features_received_tokens_total") != drafter.counters.features
+                    or told["paceline_feature_tokens_total"] != target.counters.features
+                ):
                     told = values((await client.get("/metrics")).text)
         finally:
             await router.stop()
