@@ -223,11 +223,13 @@ class Planner:
         self, session: TargetSession, tree: VerificationTree, age: float, come: int, behind: int
     ) -> list[tuple[float, float, float]]:
         """Moments to wait for, in seconds from now, ``age`` seconds after a miss: drafts kept, and there, by then."""
-        plain, agreement = self.cost(1)(1), session.agreement
+        plain = self.cost(1)(1)
         if not session.fed:
             moments = session.draft_latency.moments(age, behind)
             allowed = [one for one in moments if one.seconds <= LONGEST_WAIT * plain]
-            return [(one.seconds, *kept_after_miss(one.shares, agreement, behind)) for one in allowed]
+            return [(one.seconds, *kept_after_miss(one.shares, session.agreement, behind)) for one in allowed]
+        # What steps have committed is no bound here: many verified drafts that were made before the last outcome.
+        agreement = session.lookahead_policy.agreement
         moments, at_hand = session.draft_latency.moments(age, come), sum(tree.odds)
         trust, found = self._waits.factor(WAITS_PRIOR), list[tuple[float, float, float]]()
         for one in moments:

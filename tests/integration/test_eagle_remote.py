@@ -25,7 +25,7 @@ from engine.model import ModelError
 from engine.settings import EngineSettings
 from router.service import Router, RouterSettings
 from speculation.drafting.draft_session import FIRST_CREDIT, DraftLimits
-from speculation.drafting.eagle import PUSHED, WIDER
+from speculation.drafting.eagle import MORE, PUSHED, WIDER
 from speculation.drafting.proposals import proposal_bytes
 from speculation.messages import (
     Close,
@@ -200,7 +200,7 @@ def test_a_head_may_hold_and_expand_more_drafts_than_a_draft_model(folders: Fold
     one = opening(1, GREEDY)
     drafter.receive("r", one)
     session = drafter._sequences["r", one.session].session
-    assert (session.trie.limits.nodes, session.width, session.children) == (10 * WIDER, WIDER, 3)
+    assert (session.trie.limits.nodes, session.width, session.children) == (10 * WIDER, WIDER, 2 + MORE)
 
 
 def test_the_head_reads_what_the_target_has_of_committed_tokens(folders: Folders) -> None:
@@ -431,7 +431,10 @@ async def test_metrics_say_what_became_of_features() -> None:
                 while not drafter.counters.features:  # until the router knows the drafter
                     await complete(client)
                 told: dict[str, float] = {}
-                while told.get("paceline_features_received_tokens_total") != drafter.counters.features:
+                while (
+                    told.get("paceline_features_received_tokens_total") != drafter.counters.features
+                    or told["paceline_feature_tokens_total"] != target.counters.features
+                ):
                     told = values((await client.get("/metrics")).text)
         finally:
             await router.stop()

@@ -175,7 +175,7 @@ def test_what_a_head_costs_slows_it_down(tmp_path, capsys):
     """Its levels in the target's step; elsewhere what its features take, and how it ages."""
     here, away = ["--head", "target"], ["--head", "drafter", "--rtt", "5"]
     assert pace(tmp_path, *here, "--draft-step-ms", "0.1") > 1.5 * pace(tmp_path, *here)
-    for dearer in (["--retention", "0.7"], ["--fuse-ms", "3"], ["--feature-kb", "4000"]):
+    for dearer in (["--retention", "0.5"], ["--fuse-ms", "3"], ["--feature-kb", "8000"]):
         assert pace(tmp_path, *away, *dearer) < 0.9 * pace(tmp_path, *away), dearer
     assert pace(tmp_path, *here, schedule="plain") == pytest.approx(1 / 0.006, rel=0.01)
     capsys.readouterr()

@@ -19,6 +19,7 @@ from speculation.messages import (
     Speculation,
     Support,
 )
+from speculation.trie import VerificationTree
 from speculation.verifying.draft_latency import Miss
 from speculation.verifying.payoff import FIRST_PROBE, PROBE, SETTLE
 from speculation.verifying.planner import DEAF_AFTER, Asked, Planner
@@ -305,6 +306,18 @@ def test_new_drafts_that_are_late_wrong_or_never_come_are_not_waited_for(served)
     served.steps(60)
     assert not any(served.waits[-30:])
     assert max(served.waits) <= served.planner.cost(1)(1)
+
+
+def test_what_steps_have_committed_does_not_bound_what_drafts_made_again_are_expected_to_bring():
+    """They verified drafts that were made before the last outcome."""
+    served = Fed(after=0.003)
+    served.steps(20)
+    one, made = served.session, served.planner
+    expected = made._later(one, VerificationTree(), 0.0, 0, 0)
+    assert max(kept for _, kept, _ in expected) > 1.0
+    one.throughput.tokens = 1.01
+    assert made._later(one, VerificationTree(), 0.0, 0, 0) == expected
+    assert one.agreement < 0.02, "the bound is there"
 
 
 def test_waits_that_have_brought_less_than_hoped_for_are_not_repeated():
