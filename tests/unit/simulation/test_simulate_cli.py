@@ -173,7 +173,7 @@ def test_what_a_gpu_adds_to_costs_slows_it_down(tmp_path, capsys):
 
 def test_what_a_head_costs_slows_it_down(tmp_path, capsys):
     """Its levels in the target's step; elsewhere what its features take, and how it ages."""
-    here, away = ["--head", "target"], ["--head", "drafter", "--rtt", "5"]
+    here, away = ["--head", "target"], ["--head", "drafter", "--rtt", "0.5"]
     assert pace(tmp_path, *here, "--draft-step-ms", "0.1") > 1.5 * pace(tmp_path, *here)
     for dearer in (["--retention", "0.5"], ["--fuse-ms", "3"], ["--feature-kb", "8000"]):
         assert pace(tmp_path, *away, *dearer) < 0.9 * pace(tmp_path, *away), dearer
