@@ -26,6 +26,7 @@ class FakeServer:
 
     def __init__(self, *scripts):
         self.scripts = list(scripts)
+        self.replies = []
 
     async def __aenter__(self):
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -40,13 +41,20 @@ class FakeServer:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         await reader.readexactly(int(head.split("content-length: ")[1].split()[0]))
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
-        for step in script:
+        for number, step in enumerate(script):
             if isinstance(step, float):
+                await self._heard(sum(str(said).startswith("data: ") for said in script[:number]))
                 await asyncio.sleep(step)
             else:
                 writer.write(step.encode())
                 await writer.drain()
         writer.close()
+
+    async def _heard(self, events):
+        """Until the client has noted all events so far: on a busy machine it may be late, and a silence then shorter."""
+        async with asyncio.timeout(60):
+            while len(self.replies[-1].chunks) < events:
+                await asyncio.sleep(0.005)
 
 
 def head(status: int = 200, *headers: str) -> str:
@@ -68,6 +76,7 @@ GOOD = [head(), *map(piece, PARTS), DONE]
 async def counted(*scripts, finish=5.0):
     """What a workload of one stream counts. It is stopped as soon as every script was asked for."""
     async with FakeServer(*scripts) as server, Workload(server.url, [body("p", 4, 1, 0.8)], 1) as load:
+        server.replies = load.replies
         async with asyncio.timeout(60):
             while len(load.replies) < len(scripts):
                 await asyncio.sleep(0.005)
