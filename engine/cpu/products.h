@@ -33,6 +33,8 @@ inline void weights_at(const Pair* panel, int k, Vec& first, Vec& second) {
   weights_at(reinterpret_cast<const float*>(panel), k, first, second);
 }
 
+inline void fetch(const char* line) { _mm_prefetch(line, _MM_HINT_T0); }
+
 using Half = std::conditional_t<PAIRS, Pair, uint16_t>;  // how weights in bfloat16 are held
 template <typename W>
 using Input = std::conditional_t<std::is_same_v<W, Pair>, Pair, float>;
@@ -44,8 +46,10 @@ const Input<W>* as_input(const float* x, const Pair* pairs) {
     return x;
 }
 
-// M rows times P panels over inputs [0, depth): sums are taken up from and left in `sums` [P][M][PANEL].
-template <typename W, int M, int P>
+// M rows times P panels over inputs [0, depth): sums are taken up from and left in `sums` [P][M][PANEL]. With each input
+// LINES of the cache are fetched, from `ahead` on and `ahead_step` bytes further each time; a branch would cost more than
+// fetching a line twice.
+template <typename W, int M, int P, int LINES>
 inline void tile(const Input<W>* x, int stride, const W* panels, size_t panel_size, int depth, float* sums, bool fresh,
                  const char* ahead, int ahead_step) {
   Vec acc[P][M][2];
@@ -54,14 +58,10 @@ inline void tile(const Input<W>* x, int stride, const W* panels, size_t panel_si
       for (int v = 0; v < 2; ++v) acc[p][m][v] = fresh ? zero() : load(sums + ((p * M + m) * 2 + v) * WIDTH);
 #pragma GCC unroll 4
   for (int k = 0; k < depth; ++k) {
-    if (P > 1 && M > 1 && (sizeof(W) == 4 || !(k & 1)))  // sums of one row leave time for what the processor fetches
+    if (P > 1 && M > 1)  // sums of one row leave time for what the processor fetches
       for (int p = 0; p < P; ++p)
-        _mm_prefetch(reinterpret_cast<const char*>(panels + p * panel_size + (size_t)k * PANEL) + AHEAD / 2,
-                     _MM_HINT_T0);
-    if (ahead_step && !(k & 1)) {
-      const char* line = ahead + (size_t)(k >> 1) * ahead_step;
-      for (int byte = 0; byte < std::max(ahead_step, 64); byte += 64) _mm_prefetch(line + byte, _MM_HINT_T0);
-    }
+        fetch(reinterpret_cast<const char*>(panels + p * panel_size + (size_t)k * PANEL) + AHEAD / 2);
+    for (int line = 0; line < LINES; ++line) fetch(ahead + (size_t)k * ahead_step + 64 * line);
     Vec w[P][2];
     for (int p = 0; p < P; ++p) weights_at(panels + p * panel_size, k, w[p][0], w[p][1]);
     for (int m = 0; m < M; ++m) {
@@ -75,19 +75,22 @@ inline void tile(const Input<W>* x, int stride, const W* panels, size_t panel_si
       for (int v = 0; v < 2; ++v) store(sums + ((p * M + m) * 2 + v) * WIDTH, acc[p][m][v]);
 }
 
-template <typename W, int P>
+template <typename W, int P, int LINES>
 void tile_of(int rows, const Input<W>* x, int stride, const W* panels, size_t panel_size, int depth, float* sums,
              bool fresh, const char* ahead, int ahead_step) {
   switch (rows) {
 #define CASE(M)                                                                                   \
   case M:                                                                                         \
     if constexpr (M <= ROWS && M * P <= 2 * ROWS)                                                 \
-      tile<W, M, P>(x, stride, panels, panel_size, depth, sums, fresh, ahead, ahead_step);        \
+      tile<W, M, P, LINES>(x, stride, panels, panel_size, depth, sums, fresh, ahead, ahead_step); \
     break;
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
   }
 }
+
+template <typename W>
+constexpr int ONE = PANEL * sizeof(W);  // bytes of a panel's weights of one input
 
 // Rows are divided into tiles as even as can be, ROW_BLOCK rows for themselves.
 struct Tile {
@@ -193,8 +196,8 @@ void few_rows(const Product& product, Then then, const Input<W>* x, const Result
   int panel = from;
   for (; panel + P <= to; panel += P) {
     const W* first = weights + panel * panel_size;
-    tile_of<W, P>(rows, x, inputs, first, panel_size, inputs, sums, true,
-                  reinterpret_cast<const char*>(first) + AHEAD, P == 1 ? 2 * PANEL * sizeof(W) : 0);
+    tile_of<W, P, P == 1 ? (ONE<W> + 63) / 64 : 0>(rows, x, inputs, first, panel_size, inputs, sums, true,
+                                                   reinterpret_cast<const char*>(first) + AHEAD, ONE<W>);
     for (int p = 0; p < P; ++p) finish(product, then, sums + p * rows * PANEL, panel + p, out, {0, rows});
   }
   if constexpr (P > 1)
@@ -216,12 +219,12 @@ void many_rows(const Product& product, Then then, const Input<W>* x, int first, 
       const int depth = std::min(DEPTH, inputs - k);
       const W* piece = weights + panel * panel_size + (size_t)k * PANEL;
       const char* next = reinterpret_cast<const char*>(piece + (size_t)depth * PANEL);
-      // Every other input a line is fetched: so many bytes for each tile, one after the other.
-      const int share = tiles <= 4 ? (int)(2 * PANEL * sizeof(W)) / tiles : 0;
+      const int share = tiles <= 4 ? ONE<W> / tiles : 0;  // each tile fetches its part of it
       for (int t = 0; t < tiles; ++t) {
         const auto [row, count] = tile_at(rows, t);
-        tile_of<W, 1>(count, x + (size_t)row * inputs + (std::is_same_v<W, Pair> ? (size_t)k * count : k), inputs, piece, panel_size, depth,
-                      sums + row * PANEL, k == 0, next + (size_t)t * share * (depth / 2), share);
+        const Input<W>* in = x + (size_t)row * inputs + (std::is_same_v<W, Pair> ? (size_t)k * count : k);
+        tile_of<W, 1, 1>(count, in, inputs, piece, panel_size, depth, sums + row * PANEL, k == 0,
+                         next + (size_t)t * share * depth, share);
       }
     }
     for (int t = 0; t < tiles; ++t) {
