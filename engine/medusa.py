@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from engine.layers.linear import pack_linears
+from engine.cpu.stack import pack_head
 from engine.model import Model, ModelError, first_line
 
 CONFIG = "config.json"
@@ -133,7 +133,7 @@ def load_heads(path: str, model: Model) -> MedusaHeads:
         )
     ready = heads.to(device=model.device, dtype=model.dtype).eval().requires_grad_(False)
     if model.device.type == "cpu":
-        pack_linears(ready)
+        pack_head(ready)
     return ready
 
 

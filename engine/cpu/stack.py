@@ -23,8 +23,8 @@ from engine.cache.kv_store import BLOCK, KVStore
 from engine.cpu.library import DTYPES, CLayer, CRows, CStack, Library, find_library
 from engine.cpu.thread_choice import ThreadChoice
 from engine.host.memory import collapse
-from engine.layers.fused import FusedLayer, FusedStack, Unrecognised, fuse, unfuse
-from engine.layers.linear import has_tiles
+from engine.layers.fused import FAMILIES, FusedLayer, FusedStack, Unrecognised, fuse, unfuse
+from engine.layers.linear import has_tiles, pack_linears, packs_bfloat16
 
 READ_TOGETHER = 64
 """Queries that read keys together at most, all heads that share a key head counted."""
@@ -83,6 +83,21 @@ class RowLinear(nn.Module):
         return found_TO.to(x_NI.dtype).view(*x_NI.shape[:-1], self.out_features)
 
 
+def pack_head(module: nn.Module) -> None:
+    """Replace every linear layer inside ``module``, which drafts beside a model and need not be exact, by a faster one.
+
+    That is oneDNN's, or where it has none for bfloat16 (without AVX-512, torch multiplies a number at a time) ours.
+    """
+    library = None if packs_bfloat16() else find_library()
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if library is None or type(child) is not nn.Linear or child.weight.dtype != torch.bfloat16:
+                continue
+            if child.in_features % library.width == 0:
+                setattr(parent, name, RowLinear(library, child))
+    pack_linears(module)
+
+
 def packed(library: Library, weight_OI: Tensor) -> Tensor:
     """A weight as products read it, in huge pages where there are some."""
     found = library.pack(weight_OI)
@@ -98,7 +113,7 @@ class CpuStack(FusedStack):
 
         Raises :class:`engine.layers.fused.Unrecognised` for sizes that are not computed here; then nothing has changed.
         """
-        if reason := _obstacle(stock, library.width):
+        if reason := _obstacle(stock.config, library.width):
             raise Unrecognised(reason)
         super().__init__(stock)
         self._library, self._current, self._threads = library, current, ThreadChoice()
@@ -238,15 +253,23 @@ class CpuStack(FusedStack):
         return rows_O.reshape(-1, 2, self._library.width, *shape).transpose(0, 1).reshape(-1, *shape)
 
 
-def _obstacle(stock: Any, width: int) -> str:
-    """What of a recognised model is not computed here; empty if all is."""
-    config, attention = stock.config, stock.layers[0].self_attn
+def _obstacle(config: Any, width: int) -> str:
+    """What of a model of this configuration is not computed here; empty if all is."""
     sizes = (
-        ("heads", attention.head_dim, 2 * width),
+        ("heads", getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads, 2 * width),
         ("a hidden size", config.hidden_size, width),
         ("an intermediate size", config.intermediate_size, width),
     )
     return next((f"{name} of {size}, no multiple of {unit}" for name, size, unit in sizes if size % unit), "")
+
+
+def widens(config: Any) -> bool:
+    """Whether a model of this configuration is stored in bfloat16, and its layers would be computed here from that."""
+    config = config.get_text_config(decoder=True)
+    if config.dtype != torch.bfloat16 or config.model_type not in FAMILIES or has_tiles():
+        return False
+    library = find_library()
+    return library is not None and not _obstacle(config, library.width)
 
 
 def fuse_on_cpu(module: Any, context: int) -> CpuRows:

@@ -28,9 +28,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from engine.cpu.stack import pack_head
 from engine.eagle.config import CONFIG, EagleConfig
 from engine.eagle.head import EagleHead
-from engine.layers.linear import pack_linears
 from engine.model import Model, ModelError
 
 WEIGHTS = "model.safetensors"
@@ -79,7 +79,7 @@ def ready(head: EagleHead, device: torch.device, dtype: torch.dtype) -> EagleHea
         parameter.data = parameter.data.to(dtype)
     head.eval().requires_grad_(False)
     if device.type == "cpu":
-        pack_linears(head)
+        pack_head(head)
     return head
 
 

@@ -95,13 +95,15 @@ def no_cuda_hint(devices: Path = Path("/dev")) -> list[str]:
     return []  # a driver that is too old, for instance, which torch says
 
 
-def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+def choose_dtype(dtype: str, device: torch.device, *, widened: bool = False) -> torch.dtype:
     """The number format of this name; auto: bfloat16 where the device computes it, else float32. Raises ModelError.
 
-    Never float16 unless asked for: what was trained in bfloat16 may overflow there.
+    ``widened``: the weights are stored in bfloat16, and are widened as they are read, so that numbers between products
+    are float32 all the same and a step reads half as much. Never float16 unless asked for: what was trained in bfloat16
+    may overflow there.
     """
     if dtype == "auto":
-        return torch.bfloat16 if _computes_bfloat16(device) else torch.float32
+        return torch.bfloat16 if widened or _computes_bfloat16(device) else torch.float32
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is unknown; choose auto or one of {', '.join(DTYPES)}")
     return DTYPES[dtype]

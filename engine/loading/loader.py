@@ -18,7 +18,7 @@ import torch
 
 from engine.attention.attention import NAME, current_step
 from engine.attention.row_attention import RowAttention, find_attention
-from engine.cpu.stack import CpuRows, fuse_on_cpu, unfuse_on_cpu
+from engine.cpu.stack import CpuRows, fuse_on_cpu, unfuse_on_cpu, widens
 from engine.cpu.thread_choice import leave_cores_to_steps, set_threads
 from engine.layers.fused import RowOpsStack, Unrecognised, fuse, unfuse
 from engine.layers.linear import pack_linears
@@ -80,7 +80,7 @@ def load(
 ) -> Model:
     """Load the causal language model in the folder ``path``, or of the hub id ``Org/Name``. Raises ModelError.
 
-    ``dtype`` auto: bfloat16 where the hardware computes it, else float32. ``threads``: CPU threads (default 1),
+    ``dtype`` auto: bfloat16 where the hardware computes it or our C++ widens it, else float32. ``threads``: CPU threads (default 1),
     ``max_threads``: of steps with many rows (default: as many).
     ``quantization``: one of :data:`engine.loading.quantisation.CHOICES`. ``pack``: store linear layers in oneDNN's
     layout (CPU only). ``without_speculation``: take a model that cannot speculate as well, if it is not to be quantised
@@ -96,7 +96,8 @@ def load(
     set_threads(threads, max_threads)
     is_folder(path)  # or nothing else is said
     chosen_device = choose_device(device) if group is None else group.device
-    chosen_dtype = choose_dtype(dtype, chosen_device)
+    in_cpp = pack and by_rows and group is None and quantization == NONE and chosen_device.type == "cpu"
+    chosen_dtype = choose_dtype(dtype, chosen_device, widened=dtype == "auto" and in_cpp and widens(read_config(path)))
     check(quantization, chosen_dtype, chosen_device)
     report(f"reading {Path(path).name} in {str(chosen_dtype).removeprefix('torch.')} on {chosen_device}")
     with quiet():

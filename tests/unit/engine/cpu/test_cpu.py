@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from engine.build import welcome
 from engine.cache.kv_cache import CachedSequence, KVCache
@@ -366,3 +367,21 @@ def test_who_may_go_on_with_a_text(dtype: str, apart: bool, tmp_path: Path) -> N
     models = [load(settings.model, dtype=dtype, device="cpu", self_test=False, by_rows=b) for b in (True, False)]
     one, other = (welcome(settings, model, "target").revision for model in models)
     assert (one != other) == apart
+
+
+def test_by_default_weights_stay_as_they_are_stored_where_they_are_widened_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a processor without bfloat16; whatever is computed in another way is float32 there."""
+    monkeypatch.setattr("engine.loading.checkpoint._computes_bfloat16", lambda _: False)
+    half, single, odd = (tmp_path / name for name in ("half", "single", "odd"))
+    for folder, sizes in ((half, SIZES), (single, SIZES), (odd, {**SIZES, "head_dim": 12})):
+        save_model("llama", folder, **sizes)
+    for folder in (half, odd):
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    found = load(str(half), device="cpu")
+    assert found.dtype == torch.bfloat16
+    assert isinstance(found.attention, CpuRows)
+    others = (half, {"pack": False}), (half, {"by_rows": False}), (single, {}), (odd, {})
+    assert {load(str(folder), device="cpu", **how).dtype for folder, how in others} == {torch.float32}
+    assert load(str(half), device="cpu", dtype="fp32").dtype == torch.float32
