@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -64,3 +65,25 @@ def test_the_collector_passes_by_what_a_router_has_loaded() -> None:
     frozen, young, *_ = map(int, done.stdout.split())
     assert frozen > 10_000
     assert young == service.YOUNG_OBJECTS
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library decides for itself")
+def test_a_router_keeps_the_memory_of_frames() -> None:
+    """The second time as many frames are made, no page is new."""
+    said = """
+import resource
+from router.service import freeze_loaded
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    frames = [b"x" * 400_000 for _ in range(16)]
+    del frames
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults(), print(faults())
+freeze_loaded()
+faults(), print(faults())
+"""
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    by_default, kept = map(int, done.stdout.split())
+    assert kept < 50 < 500 < by_default
