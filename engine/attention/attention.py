@@ -20,7 +20,7 @@ of a key head, P packed tokens, K keys, S slots, D key head size, E value head s
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -165,6 +165,10 @@ class Step:
         if self.invariant:
             return position_ordered(sequence, tokens, window, self.store.slots)
         return [slot_ordered(sequence, tokens, window, self.store.dtype)]
+
+
+Compute = Callable[[Step, Tensor, Tensor, Tensor], Tensor]
+"""The wanted rows of a step, ``[R, X]``, from its tokens, their positions and which rows are wanted, all int64."""
 
 
 class _Current(threading.local):

@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from engine.attention.attention import Step
+from engine.attention.attention import Compute, Step
 from engine.attention.row_attention import RowAttention
 from engine.attention.rows import Packed, Rows, as_wanted, packed
 from engine.cache.kv_store import KVStore
 from engine.cache.sequence_state import SequenceState
-from engine.cuda.graphs import Compute
 from engine.sampling.sampling import Draw
 
 MAX_ROWS = 4096

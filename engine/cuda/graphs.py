@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.attention import Step
+from engine.attention.attention import Compute, Step
 from engine.attention.row_attention import RowAttention, first_line
 from engine.attention.rows import ROW_CLASSES, HostBuffer, Packed, Rows, as_wanted, empty_buffer, max_numbers, packed
 from engine.cache.kv_store import KVStore
@@ -41,9 +41,6 @@ VARIED = 64
 
 CHECKED = 1024
 """Columns of each row that are kept to be compared at the end."""
-
-Compute = Callable[[Step, Tensor, Tensor, Tensor], Tensor]
-"""The wanted rows of a step, ``[R, X]``, from its tokens, their positions and which rows are wanted, all int64."""
 
 Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """Makes of a function one that does the same again, to the same memory."""

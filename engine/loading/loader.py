@@ -80,8 +80,8 @@ def load(
 ) -> Model:
     """Load the causal language model in the folder ``path``, or of the hub id ``Org/Name``. Raises ModelError.
 
-    ``dtype`` auto: bfloat16 where the hardware computes it or our C++ widens it, else float32. ``threads``: CPU threads (default 1),
-    ``max_threads``: of steps with many rows (default: as many).
+    ``dtype`` auto: bfloat16 where the hardware computes it or our C++ widens it, else float32. ``threads``: CPU threads
+    (default 1), ``max_threads``: of steps with many rows (default: as many).
     ``quantization``: one of :data:`engine.loading.quantisation.CHOICES`. ``pack``: store linear layers in oneDNN's
     layout (CPU only). ``without_speculation``: take a model that cannot speculate as well, if it is not to be quantised
     and :mod:`engine.stateful` can run it. ``group``: read only this rank's slice of the weights; every rank has to load

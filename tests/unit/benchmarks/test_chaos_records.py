@@ -51,7 +51,7 @@ class FakeServer:
         writer.close()
 
     async def _heard(self, events):
-        """Until the client has noted all events so far: on a busy machine it may be late, and a silence then shorter."""
+        """Until the client has noted all events so far: it may be late, and a silence shorter then."""
         async with asyncio.timeout(60):
             while len(self.replies[-1].chunks) < events:
                 await asyncio.sleep(0.005)
