@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cluster.config.config import Config, max_replicas_of
 from cluster.config.environment import expanded
@@ -150,7 +151,7 @@ def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, in
         return None  # told by the check of the model's files
     if weights is None:
         return None
-    itemsize = _itemsize(pool, bool(devices.gpus))
+    itemsize = _itemsize(pool, bool(devices.gpus), text_config)
     stored = 1 if pool.quantization != NO_QUANTIZATION else itemsize
     context = min(getattr(text_config, "max_position_embeddings", None) or SMALLEST_CONTEXT, SMALLEST_CONTEXT)
     cache = (pool.cache_tokens or context) * bytes_a_token(text_config, itemsize)
@@ -172,13 +173,18 @@ def _wants_gpu(pool: TargetConfig | DraftConfig) -> bool:
     return bool(pool.gpus) or pool.device.startswith("cuda")
 
 
-def _itemsize(pool: TargetConfig | DraftConfig, on_gpu: bool) -> int:
+def _itemsize(pool: TargetConfig | DraftConfig, on_gpu: bool, text_config: Any) -> int:
     """Bytes of a number once loaded."""
     import torch
 
+    from engine.cpu.stack import widens
+
     if pool.dtype in DTYPES:
         return DTYPES[pool.dtype].itemsize
-    return choose_dtype(pool.dtype, torch.device("cuda" if on_gpu else "cpu")).itemsize
+    whole = pool.tensor_parallel_size == 1 and pool.quantization == NO_QUANTIZATION
+    in_cpp = whole and not on_gpu and not pool.plain_cuda
+    device = torch.device("cuda" if on_gpu else "cpu")
+    return choose_dtype(pool.dtype, device, widened=in_cpp and widens(text_config)).itemsize
 
 
 SHARED_MEMORY = Path("/dev/shm")

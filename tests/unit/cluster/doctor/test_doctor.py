@@ -282,6 +282,20 @@ def test_what_a_model_needs():
     assert target.cache == 1000 * 6 * 2 * 4 * 32 * 4 // 2  # layers, keys and values, heads, their size, bytes; halved
 
 
+@pytest.mark.parametrize(
+    ("settings", "widened", "size"),
+    [({}, True, 2), ({"plain_cuda": True}, True, 4), ({"tensor_parallel_size": 2}, True, 4), ({}, False, 4)],
+)
+def test_weights_that_our_own_products_widen_need_what_they_are_stored_in(settings, widened, size, monkeypatch):
+    """On a processor without bfloat16."""
+    monkeypatch.setattr("engine.loading.checkpoint._computes_bfloat16", lambda _: False)
+    monkeypatch.setattr("engine.cpu.stack.widens", lambda _: widened)
+    config = Config(target=TargetConfig(**settings))
+    target, _ = machine.needs(config, machine.Devices(False, None, [], GIB))
+    ranks = settings.get("tensor_parallel_size", 1)
+    assert target.weights == read_weights(MODELS / "target").numbers * size // ranks
+
+
 def test_a_target_needs_what_the_draft_model_in_its_process_does():
     seen = machine.Devices(False, None, [], GIB)
     shared = Config(draft=DraftConfig(placement="shared"))
