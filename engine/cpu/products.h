@@ -16,7 +16,7 @@ namespace {
 constexpr int PANEL = 2 * WIDTH;  // outputs that are computed together
 constexpr int ROWS = WIDTH == 16 ? 12 : 6;
 constexpr int ROW_BLOCK = 16 * ROWS;
-constexpr int AHEAD = 4096;  // bytes
+constexpr int AHEAD = WIDTH == 16 ? 4096 : 2048;  // bytes
 constexpr int DEPTH = 256;  // inputs at a time where there are several tiles of rows
 
 // Two vectors of a panel: of one input, the weights of its first and second WIDTH outputs. In bfloat16 these lie side
