@@ -106,8 +106,9 @@ def freeze_loaded() -> None:
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
     with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
         for option, size in KEPT_MEMORY.items():
-            ctypes.CDLL(None).mallopt(option, size)
+            mallopt(option, size)
 
 
 def listening(host: str, port: int) -> socket.socket:

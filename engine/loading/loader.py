@@ -96,8 +96,10 @@ def load(
     set_threads(threads, max_threads)
     is_folder(path)  # or nothing else is said
     chosen_device = choose_device(device) if group is None else group.device
-    in_cpp = pack and by_rows and group is None and quantization == NONE and chosen_device.type == "cpu"
-    chosen_dtype = choose_dtype(dtype, chosen_device, widened=dtype == "auto" and in_cpp and widens(read_config(path)))
+    in_cpp = _may_be_in_cpp(quantization, group, pack=pack and chosen_device.type == "cpu", by_rows=by_rows)
+    with quiet():
+        widened = dtype == "auto" and in_cpp and widens(read_config(path))
+    chosen_dtype = choose_dtype(dtype, chosen_device, widened=widened)
     check(quantization, chosen_dtype, chosen_device)
     report(f"reading {Path(path).name} in {str(chosen_dtype).removeprefix('torch.')} on {chosen_device}")
     with quiet():
@@ -169,6 +171,11 @@ def from_module(
         return _for_plain_decoding(model, test, report, reason)
 
 
+def _may_be_in_cpp(quantization: str, group: Group | None, *, pack: bool, by_rows: bool) -> bool:
+    """Whether :mod:`engine.cpu` is to compute the layers, if it knows the model; ``pack``: on a CPU alone."""
+    return pack and by_rows and group is None and quantization == NONE
+
+
 def _for_speculation(
     model: Model,
     test: SelfTest | None,
@@ -188,7 +195,7 @@ def _for_speculation(
     if quantization != NONE:
         report(f"quantising linear layers to {quantization}")
         model = _quantised(model, quantization)
-    if pack and by_rows and group is None and quantization == NONE:
+    if _may_be_in_cpp(quantization, group, pack=pack, by_rows=by_rows):
         try:
             return _in_one_call(model, test, report)
         except (Unrecognised, CannotSpeculate) as reason:

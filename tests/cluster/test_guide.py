@@ -7,6 +7,7 @@ import asyncio
 import re
 import shlex
 import subprocess
+from collections.abc import Mapping
 
 import httpx
 import pytest
@@ -45,6 +46,15 @@ def within(page: str, beginning: str) -> str:
     return " ".join((line or words).split())
 
 
+def arguments(line: str, names: Mapping[str, object]) -> list[str]:
+    """What a line gives to ``paceline``, with other names in the place of the page's."""
+    for theirs, ours in names.items():
+        line = line.replace(theirs, str(ours))
+    program, *given = shlex.split(line, comments=True)
+    assert program == "paceline"
+    return given
+
+
 def text_of(page: str) -> str:
     return (CHECKOUT / "docs" / page).read_text(encoding="utf-8")
 
@@ -70,11 +80,7 @@ class Operator:
 
     def follow(self, line: str, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
         """Do what a line says."""
-        for theirs, ours in self.names.items():
-            line = line.replace(theirs, ours)
-        program, *arguments = shlex.split(line, comments=True)
-        assert program == "paceline"
-        return run(*arguments, timeout=timeout)
+        return run(*arguments(line, self.names), timeout=timeout)
 
     def sees(self, line: str, *patterns: str, timeout: float = PATIENCE) -> str:
         """Do what a line says; it succeeds and prints all of these. What it printed on stdout."""
@@ -176,9 +182,7 @@ async def while_streaming(operator: Operator, bodies: list[dict], line: str) -> 
 
 def test_the_doctor_says_whether_a_new_pair_fits_by_the_line_of_the_guide():
     line = within("upgrade.md", "paceline doctor --set")
-    for new, model in (("./new-draft", MODELS / "draft"), ("./new", MODELS / "target")):
-        line = line.replace(new, str(model))
-    said = run(*shlex.split(line)[1:]).stdout
+    said = run(*arguments(line, {"./new-draft": MODELS / "draft", "./new": MODELS / "target"})).stdout
     for role in ("target", "draft"):
         assert re.search(rf"^ok       model of {role}: {MODELS / role}: ", said, re.MULTILINE), said
     assert "ok       vocabulary of draft: that of the target\n" in said
@@ -192,7 +196,7 @@ def test_a_pair_is_recorded_and_simulated_by_the_lines_of_the_guide(tmp_path):
     names |= {f"{role}.jsonl": tmp_path / f"{role}.jsonl" for role in ("target", "draft")}
     names |= {"127.0.0.1:7001": f"127.0.0.1:{ports['target']}", "127.0.0.1:7002": f"127.0.0.1:{ports['draft']}"}
     names |= {"0.5,5,20": "0.5,20", "1,4,16,64": "1,2", "1,2,4": "1"}
-    target, draft, router, simulate = (_filled(line, names) for line in lines)
+    target, draft, router, simulate = (arguments(line, names) for line in lines)
     common, url = ["--dtype", "fp32"], f"http://127.0.0.1:{ports['router']}"
     with (
         Paceline(*target, "--listen", f"127.0.0.1:{ports['target']}", *common) as target_worker,
@@ -211,10 +215,3 @@ def test_a_pair_is_recorded_and_simulated_by_the_lines_of_the_guide(tmp_path):
     tried = {tuple(row[1:3]) for row in cells if row[0] == "trie"}
     assert tried == {(trip, sessions) for trip in ("0.5", "20") for sessions in ("1", "2")}
     assert re.search(r"^trie, round trip 0.5 ms, 1 target, 1 drafter: ", simulated.stdout, re.MULTILINE)
-
-
-def _filled(line: str, names: dict[str, object]) -> list[str]:
-    """The arguments of a line, with other names."""
-    for theirs, ours in names.items():
-        line = line.replace(theirs, str(ours))
-    return shlex.split(line)[1:]
