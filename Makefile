@@ -13,11 +13,15 @@ setup: $(READY)
 PIP := $(BIN)/pip install --disable-pip-version-check
 BEGAN := $(shell date +%s)
 
-$(READY): requirements.lock torch.lock pyproject.toml
+# torch is fetched first: of several builds, pip would prefer one whose link names a hash to the one in a folder for CPUs.
+$(READY): requirements.lock torch.lock cuda.lock pyproject.toml
 	@echo "Setting up $(VENV), once: some minutes for about 1 GB of packages (3 GB where PyTorch comes with CUDA)."
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --require-hashes --no-deps -r requirements.lock
-	$(PIP) -r torch.lock
+	$(BIN)/pip download --disable-pip-version-check --no-deps --dest $(VENV)/torch $$(grep --only-matching '^torch==[^ ]*' torch.lock)
+	$(PIP) --require-hashes --no-deps --no-index --find-links $(VENV)/torch -r torch.lock
+	rm -r $(VENV)/torch
+	if $(BIN)/pip show torch | grep '^Requires:.*cuda-toolkit' > /dev/null; then $(PIP) --require-hashes --no-deps -r cuda.lock; fi
 	PYTHONWARNINGS=ignore $(PIP) --quiet --no-deps --no-build-isolation --editable .
 	PYTHONWARNINGS=ignore $(BIN)/python -m engine.cpu.library
 	@echo "$(VENV) is set up, in $$(( $$(date +%s) - $(BEGAN) )) seconds."
@@ -81,11 +85,17 @@ soak: setup
 protos: setup
 	$(BIN)/python -m protos.generate
 
-# After changing versions by hand in a fresh environment. The hashes are those of all files that PyPI has of a version.
-# torch has no hash: for CPUs and for each CUDA it comes from an index of its own, as another file of the same version.
+# After changing versions by hand in a fresh environment. The hashes are those of all files that PyPI has of a version,
+# and for torch of those of its own index for CPUs as well; what the build on PyPI takes of CUDA is in cuda.lock.
+COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
 lock:
 	$(BIN)/pip freeze --all | grep -v -E '^(pip|wheel|-e)|paceline' | sed 's/+cpu//' > $(VENV)/frozen
-	grep '^torch==' $(VENV)/frozen > torch.lock
-	grep -v '^torch==' $(VENV)/frozen | $(BIN)/uv pip compile --quiet --no-deps --universal --python-version 3.11 \
-	  --generate-hashes --no-annotate --no-header --output-file requirements.lock -
+	grep '^torch==' $(VENV)/frozen > $(VENV)/pinned
+	for index in https://pypi.org/simple https://download.pytorch.org/whl/cpu; do \
+	  $(COMPILE) --no-deps --index-url $$index $(VENV)/pinned || exit; \
+	done | grep --only-matching 'sha256:[0-9a-f]*' | sort --unique > $(VENV)/hashes
+	{ cat $(VENV)/pinned; sed 's/^/    --hash=/' $(VENV)/hashes; } | sed '$$!s/$$/ \\/' > torch.lock
+	$(COMPILE) --default-index https://pypi.org/simple $(VENV)/pinned \
+	  | awk '/^[a-z]/ { cuda = /^(cuda|nvidia|triton)/ } cuda' > cuda.lock
+	grep -v -E '^(torch==|cuda-|nvidia-|triton)' $(VENV)/frozen | $(COMPILE) --no-deps --output-file requirements.lock -
 	$(BIN)/python -m deploy.docker.requirements > deploy/docker/requirements.txt

@@ -31,7 +31,7 @@ def check_python(wanted: str, found: str) -> Iterator[Finding]:
 
 def check_packages(wanted: Iterable[Requirement], installed: Callable[[str], str | None]) -> Iterator[Finding]:
     """Whether everything needed is there, in a version that is allowed."""
-    fix = "run `make setup`, or pip install -r requirements.lock, then -r torch.lock"
+    fix = "run `make setup`, or pip install --no-deps -r requirements.lock -r torch.lock"
     sound = True
     for need in wanted:
         found = installed(need.name)

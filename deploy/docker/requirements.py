@@ -1,8 +1,8 @@
 """Which of the locked packages the image needs: what Paceline itself depends on, directly or not, and nothing else.
 
-requirements.lock also pins what developing takes. torch is in neither: it has a lock of its own, torch.lock. The
-closure is read from the metadata of the installed packages, so it is made in the environment that `make setup` builds,
-and committed as requirements.txt:
+requirements.lock also pins what developing takes. torch is in neither: it has torch.lock and cuda.lock. The closure
+is read from the metadata of the installed packages, so it is made in the environment that `make setup` builds, and
+committed as requirements.txt:
 
     python -m deploy.docker.requirements > deploy/docker/requirements.txt
 """
