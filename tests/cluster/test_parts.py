@@ -24,7 +24,7 @@ from cluster.placement import GPU_CLASS, ClusterNode, Need, lacking, needs
 from cluster.ray import router_replica, token, worker_replicas
 from cluster.ray.cluster import reason_in
 from cluster.ray.declaration import declaration
-from cluster.ray.parts import SETTINGS, known, options, outline
+from cluster.ray.parts import LOCAL_DRAIN_SECONDS, SETTINGS, STOP_SECONDS, known, options, outline
 from cluster.serve_app import build
 from router.sessions.choice import StandbyTargets
 from speculation.events import Role
@@ -75,6 +75,15 @@ def test_on_a_cluster_who_reserves_no_gpu_sees_none(flags, hidden):
     (draft,) = (pool for pool in config.pools() if pool.role is Role.DRAFT)
     environment = options(config, draft)["ray_actor_options"]["runtime_env"]["env_vars"]
     assert environment.get("CUDA_VISIBLE_DEVICES") == ("" if hidden else None)
+
+
+@pytest.mark.parametrize(("address", "routers"), [("auto", 700.0), ("local", LOCAL_DRAIN_SECONDS)])
+def test_serve_ends_a_replica_no_sooner_than_its_streams_may_go_on(address, routers):
+    document = {"ray": {"address": address}, "router": {"drain_timeout": 700}, "drain_timeout": 90}
+    config = from_mapping(document, "args")
+    for pool in config.pools():
+        assert options(config, pool)["graceful_shutdown_timeout_s"] == 90 + STOP_SECONDS
+    assert options(config, None)["graceful_shutdown_timeout_s"] == routers
 
 
 def test_without_speculation_nothing_is_needed_for_drafts():

@@ -292,14 +292,19 @@ async def test_what_may_fit_is_tokenised() -> None:
         assert f"messages has {MAX_MESSAGES + 1} entries" in error["message"]
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch) -> None:
+@pytest.mark.parametrize("drips", [False, True])
+async def test_a_body_that_does_not_come_is_not_waited_for(drips, monkeypatch) -> None:
+    """Nor one of which a little comes again and again."""
     monkeypatch.setattr(asgi, "BODY_SECONDS", 0.05)
 
     async def never():
         yield b'{"prompt": '
+        while drips:
+            await asyncio.sleep(asgi.BODY_SECONDS / 10)
+            yield b" "
         await asyncio.get_running_loop().create_future()
 
-    async with in_memory(fake()) as client:
+    async with in_memory(fake()) as client, asyncio.timeout(60):
         answer = await client.post("/v1/completions", content=never())
     assert (answer.status_code, answer.json()["error"]["code"]) == (408, "request_timeout")
     assert answer.headers["connection"] == "close"

@@ -142,6 +142,25 @@ async def test_a_head_that_does_not_come_is_not_waited_for(sent: bytes, monkeypa
             assert await reader.read() == b""
 
 
+async def test_a_head_of_which_a_little_comes_again_and_again_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asgi, "HEAD_SECONDS", 0.1)
+    async with connected(at_once) as (reader, writer):
+
+        async def drip() -> None:
+            writer.write(b"GET / HTTP/1.1\r\nx-slow: ")
+            while True:
+                await asyncio.sleep(asgi.HEAD_SECONDS / 10)
+                writer.write(b"a")
+
+        dripping = asyncio.create_task(drip())
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
+        assert writer.transport.is_closing() or reader.at_eof()
+        dripping.cancel()
+
+
 async def test_an_answer_under_way_is_not_cut_for_a_head_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, answering = asyncio.Event(), asyncio.Event()
 

@@ -14,7 +14,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from cluster.cli import main
 from cluster.config.environment import CHECKOUT
+from cluster.config.flags import BAD_INPUT
+from router.http import exhaustion
 from router.http.exhaustion import MAX_DESCRIPTORS, QUIET_SECONDS, ExhaustionLog, raise_limit
 from router.service import Router, RouterSettings
 from tests.fakes import FakeGenerator
@@ -114,3 +117,10 @@ def test_a_router_may_have_as_many_files_as_it_needs() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_router_starts_with_all_descriptors_that_it_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[str] = []
+    monkeypatch.setattr(exhaustion, "raise_limit", lambda: raised.append("before it looks at anything"))
+    assert main(["router", "--workers", "/nowhere"]) == BAD_INPUT
+    assert raised

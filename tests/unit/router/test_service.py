@@ -17,7 +17,9 @@ from cluster.config.config import from_mapping
 from cluster.discovery import StaticDirectory
 from cluster.processes.starting import READY, STOPPING
 from router import service
+from router.generation import ServedModel
 from router.service import Router, RouterSettings
+from router.text.tokenizer import TokenizerError
 from speculation.events import Role
 from tests.ports import free_port
 
@@ -35,6 +37,12 @@ async def test_a_router_without_a_target_serves_and_keeps_trying(caplog: pytest.
     assert asked.headers["retry-after"] == "1"
     assert [known.peer for known in router.dispatcher.pool.peers.values()], "it tries no more"
     await router.stop()
+
+
+async def test_a_router_opens_nothing_on_the_word_of_a_worker() -> None:
+    router = Router(RouterSettings(models=["a"]))
+    with pytest.raises(TokenizerError, match="is not that of the served model m"):
+        await router.tokenizers.of(ServedModel("m", 400, 64, 0, "/etc"))
 
 
 async def test_the_command_says_that_it_serves_without_a_target(

@@ -57,6 +57,11 @@ async def until_gone(scope, receive, send):
         pass
 
 
+def test_nobody_waits_longer_for_a_router_than_is_promised():
+    """See docs/faults.md."""
+    assert 0 < proxy.WAIT_SECONDS <= 2
+
+
 async def test_a_request_that_no_router_takes_is_refused(routers):
     async with client(until_gone) as http:
         assert_unavailable(await http.post("/v1/completions", content=b"{}"))
