@@ -27,6 +27,8 @@ from tests.structure import ROOT, Product
 
 BEGINS, COUNTED = 8, 24
 """Events of the stream before the text is well under way, and those during which calls are counted."""
+MOST_CALLS = 320
+"""By a router for an event of a stream; about 200 were measured, with what drafts take."""
 PROCESSES = ("router", "target", "drafter")
 PAGE = ROOT / "docs" / "architecture.md"
 
@@ -51,6 +53,10 @@ class Trace:
                 self._calls[key] += 1
             if self.resting:
                 self.at_rest.add(key)
+
+    def per_event(self, process: str) -> float:
+        """Calls of our functions for each event."""
+        return sum(times for (named, _), times in self._calls.items() if named == process) / COUNTED
 
     def passed(self, process: str) -> set[str]:
         """The files with a call for every event; the engine's are a story of their own."""
@@ -172,6 +178,14 @@ def test_the_page_names_every_file_that_a_token_passes(trace, process, capsys):
     assert passed, "nothing was traced"
     unnamed = {path for path in passed - set(named) if (process, path) not in trace.at_rest}
     assert not unnamed, f"{sorted(unnamed)} run for every commit and are not named"
+
+
+def test_a_commit_costs_a_router_few_calls(trace, capsys):
+    """What a router carries is bounded by its CPU for each (docs/size.md); heartbeats and drafts are among them."""
+    calls = trace.per_event("router")
+    with capsys.disabled():
+        sys.stdout.write(f"\nrouter: {calls:.0f} calls of our functions for each event of a stream\n")
+    assert calls < MOST_CALLS
 
 
 @pytest.mark.parametrize("process", PROCESSES)
