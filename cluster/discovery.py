@@ -196,10 +196,7 @@ class LongPoll:
             for number, (_, handle) in enumerate(handles)
         }
         self._client: Any = LongPollClient(
-            controller,
-            listeners,
-            call_in_event_loop=loop,
-            client_id="paceline-endpoint-directory",
+            controller, listeners, call_in_event_loop=loop, client_id="paceline-endpoint-directory"
         )
 
     @property

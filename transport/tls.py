@@ -95,7 +95,7 @@ def read(files: TlsFiles, role: str, now: datetime) -> Credentials:
         raise TlsError(f"key {files.key}: is not the key of the certificate {files.certificate}")
     for signed in (own, *between):
         _check_time(where, signed, now)
-    if name_of(role) not in (names := _dns_names(own)):
+    if name_of(role) not in (names := dns_names(own)):
         raise TlsError(f"{where}: is for {_listed(names)}; a {role} needs one for {name_of(role)}")
     if not any(valid(signer, now) for signer in signers(own, between, authorities)):
         raise TlsError(f"{where}: was not signed by the authority {files.authority}, or that has expired")
@@ -196,7 +196,8 @@ def _check_time(where: str, certificate: x509.Certificate, now: datetime) -> Non
         raise TlsError(f"{where}: is not valid before {_shown(certificate.not_valid_before_utc)}; see the clock")
 
 
-def _dns_names(certificate: x509.Certificate) -> list[str]:
+def dns_names(certificate: x509.Certificate) -> list[str]:
+    """Those among its subject alternative names."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:

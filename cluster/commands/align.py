@@ -166,11 +166,7 @@ the output layer small.
     switches={},
     start="folder of an EAGLE-3 head for this target to go on from (default: begin with the target's own weights)",
 )
-KINDS: dict[str, ModuleType | HeadCommand] = {
-    "draft": align_draft,
-    "medusa": MEDUSA,
-    "eagle": EAGLE,
-}
+KINDS: dict[str, ModuleType | HeadCommand] = {"draft": align_draft, "medusa": MEDUSA, "eagle": EAGLE}
 
 
 def add(parser: Parser) -> None:

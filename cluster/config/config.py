@@ -10,22 +10,13 @@ pool with any number of draft pools, for which those two sections hold the defau
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, asdict, dataclass, field, replace
+from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from cluster.config.pools import (
-    OWN,
-    SHARED,
-    TARGET_POOL,
-    DraftConfig,
-    ModelConfig,
-    Pool,
-    TargetConfig,
-    node_labels,
-)
+from cluster.config.pools import OWN, SHARED, TARGET_POOL, DraftConfig, ModelConfig, Pool, TargetConfig, node_labels
 from cluster.config.settings import (
     AUTO,
     DEFAULT_POOL,
@@ -50,25 +41,23 @@ class RouterConfig:
     """Routers: the HTTP address, and the life of every request."""
 
     host: str = setting("127.0.0.1", "interface to serve HTTP on")
-    port: int = setting(8000, "port to serve HTTP on", at_least=1, at_most=65535)
+    port: int = setting(8000, "port to serve HTTP on", ge=1, le=65535)
     replicas: int | Literal["auto"] = setting(
-        AUTO, "number of routers (auto: two where two nodes may hold one, else one)", at_least=1, at_most=256, auto=True
+        AUTO, "number of routers (auto: two where two nodes may hold one, else one)", ge=1, le=256, auto=True
     )
-    min_replicas: int = setting(1, "never fewer, where their number follows the load", at_least=1, at_most=256)
-    max_replicas: int = setting(
-        0, "never more; their number follows the load (0: it stays as it is)", at_least=0, at_most=256
-    )
+    min_replicas: int = setting(1, "never fewer, where their number follows the load", ge=1, le=256)
+    max_replicas: int = setting(0, "never more; their number follows the load (0: it stays as it is)", ge=0, le=256)
     model_name: str = setting("", "name of the model in the API (default: what its workers call it)")
     tokenizer: str = setting("", "folder or hub id of the tokenizer (default: the target's)")
-    max_sessions: int = setting(1024, "generations at once per router; more get status 429", at_least=1)
+    max_sessions: int = setting(1024, "generations at once per router; more get status 429", ge=1)
     allow_remote: bool = setting(False, "listen beyond loopback even where there is no authentication")
     drain_timeout: float = setting(
-        600.0, "seconds that running requests have when a router is told to stop", at_least=0, at_most=86400
+        600.0, "seconds that running requests have when a router is told to stop", ge=0, le=86400
     )
     record_prompts: str = setting(
         "", "folder that prompts are recorded in, for `paceline align`; a request may opt out by store (default: none)"
     )
-    record_megabytes: int = setting(1024, "recorded prompts that are kept; the oldest go", at_least=1, at_most=1 << 20)
+    record_megabytes: int = setting(1024, "recorded prompts that are kept; the oldest go", ge=1, le=1 << 20)
     labels: str = node_labels()
 
 
@@ -89,16 +78,16 @@ class SpeculationConfig:
     )
     drafters: bool = setting(True, "draft with a model, on draft workers; without, sources at the target draft alone")
     lookup: bool = setting(True, "also propose what followed the same words before (prompt lookup); needs no worker")
-    lookup_min: int = setting(2, "equal tokens below which lookup follows no earlier place", at_least=1, at_most=64)
-    lookup_max: int = setting(8, "equal tokens beyond which it follows the latest place", at_least=1, at_most=64)
-    max_depth: int = setting(32, "longest path of drafts verified in one step", at_least=1, at_most=64)
-    max_draft: int = setting(12, "most draft tokens verified for a session in one step", at_least=1, at_most=64)
-    lead: int = setting(48, "how many tokens a drafter may run ahead", at_least=1, at_most=256)
+    lookup_min: int = setting(2, "equal tokens below which lookup follows no earlier place", ge=1, le=64)
+    lookup_max: int = setting(8, "equal tokens beyond which it follows the latest place", ge=1, le=64)
+    max_depth: int = setting(32, "longest path of drafts verified in one step", ge=1, le=64)
+    max_draft: int = setting(12, "most draft tokens verified for a session in one step", ge=1, le=64)
+    lead: int = setting(48, "how many tokens a drafter may run ahead", ge=1, le=256)
     push_bytes: float = setting(
-        58.0, "bytes of drafts pushed to a target for each committed token (coupled rule)", at_least=16, at_most=4096
+        58.0, "bytes of drafts pushed to a target for each committed token (coupled rule)", ge=16, le=4096
     )
-    children: int = setting(3, "alternatives drafted at one place", at_least=1, at_most=8)
-    width: int = setting(4, "most places of a session that a drafter goes on from in one step", at_least=1, at_most=64)
+    children: int = setting(3, "alternatives drafted at one place", ge=1, le=8)
+    width: int = setting(4, "most places of a session that a drafter goes on from in one step", ge=1, le=64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +95,10 @@ class RayConfig:
     """The Ray cluster that the ray backend uses."""
 
     address: str = setting("local", "local: start Ray on this machine; auto or HOST:PORT: a running cluster")
-    num_cpus: int = setting(16, "logical CPUs of a local Ray; not a limit on computing", at_least=2, at_most=1024)
-    cpus_per_worker: float = setting(0.1, "logical CPUs that Ray reserves for a worker", at_least=0, at_most=1024)
-    placement_timeout: float = setting(20.0, "seconds in which Ray must find room for every worker", at_least=1)
-    object_store_mb: int = setting(80, "object store of a local Ray, in MB (tokens never pass it)", at_least=76)
+    num_cpus: int = setting(16, "logical CPUs of a local Ray; not a limit on computing", ge=2, le=1024)
+    cpus_per_worker: float = setting(0.1, "logical CPUs that Ray reserves for a worker", ge=0, le=1024)
+    placement_timeout: float = setting(20.0, "seconds in which Ray must find room for every worker", ge=1)
+    object_store_mb: int = setting(80, "object store of a local Ray, in MB (tokens never pass it)", ge=76)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,56 +117,47 @@ class SecurityConfig:
 class AutoscalingConfig:
     """When pools with ``max_replicas`` grow and shrink. On Ray only; see :mod:`cluster.autoscaling`."""
 
-    queue_s: float = setting(1.0, "seconds of prompts that may wait at the targets", at_least=0.001, at_most=3600)
-    clear_s: float = setting(
-        30.0, "seconds in which more targets shall work off what waits too long", at_least=0.1, at_most=86400
-    )
+    queue_s: float = setting(1.0, "seconds of prompts that may wait at the targets", ge=0.001, le=3600)
+    clear_s: float = setting(30.0, "seconds in which more targets shall work off what waits too long", ge=0.1, le=86400)
     load: float = setting(
-        0.7, "share of the targets' speed, places and cache that shall be in use at most", at_least=0.01, at_most=1
+        0.7, "share of the targets' speed, places and cache that shall be in use at most", ge=0.01, le=1
     )
-    delivery: float = setting(
-        0.5, "share of the lead that targets ask for which drafters shall deliver", at_least=0.01, at_most=1
-    )
-    streams: int = setting(256, "open streams that are enough for one router", at_least=1)
-    margin: float = setting(
-        0.2, "share of what remains that must be to spare before a pool shrinks", at_least=0, at_most=0.9
-    )
-    up_s: float = setting(3.0, "seconds a pool must be too small before it grows", at_least=0, at_most=86400)
-    down_s: float = setting(120.0, "seconds a pool must be too large before it shrinks", at_least=0, at_most=86400)
-    pause_s: float = setting(15.0, "seconds between two growths of a pool", at_least=0, at_most=86400)
+    delivery: float = setting(0.5, "share of the lead that targets ask for which drafters shall deliver", ge=0.01, le=1)
+    streams: int = setting(256, "open streams that are enough for one router", ge=1)
+    margin: float = setting(0.2, "share of what remains that must be to spare before a pool shrinks", ge=0, le=0.9)
+    up_s: float = setting(3.0, "seconds a pool must be too small before it grows", ge=0, le=86400)
+    down_s: float = setting(120.0, "seconds a pool must be too large before it shrinks", ge=0, le=86400)
+    pause_s: float = setting(15.0, "seconds between two growths of a pool", ge=0, le=86400)
     rest_s: float = setting(
-        120.0,
-        "seconds that drafters which were of no use stay away; doubles each time in a row",
-        at_least=0,
-        at_most=86400,
+        120.0, "seconds that drafters which were of no use stay away; doubles each time in a row", ge=0, le=86400
     )
-    interval_s: float = setting(1.0, "seconds between two reports of a replica", at_least=0.1, at_most=60)
-    window_s: float = setting(10.0, "seconds over which reports are averaged", at_least=0.5, at_most=600)
+    interval_s: float = setting(1.0, "seconds between two reports of a replica", ge=0.1, le=60)
+    window_s: float = setting(10.0, "seconds over which reports are averaged", ge=0.5, le=600)
 
 
 def _share(what: str, chosen: str) -> Any:
     about = f"{what} under way at once per router (0: no limit; auto: with API keys {chosen}, else no limit)"
-    return setting(AUTO, about, at_least=0, auto=True)
+    return setting(AUTO, about, ge=0, auto=True)
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
     """What a router lets in. Limits hold for every API key that has none of its own; without keys, for all together."""
 
-    requests_per_minute: int = setting(0, "requests a minute per router (0: no limit)", at_least=0)
-    tokens_per_minute: int = setting(0, "tokens a minute, prompts and generated, per router (0: none)", at_least=0)
-    concurrent_requests: int = setting(0, "requests under way at once per router (0: no limit)", at_least=0)
+    requests_per_minute: int = setting(0, "requests a minute per router (0: no limit)", ge=0)
+    tokens_per_minute: int = setting(0, "tokens a minute, prompts and generated, per router (0: none)", ge=0)
+    concurrent_requests: int = setting(0, "requests under way at once per router (0: no limit)", ge=0)
     concurrent_sessions: int | Literal["auto"] = _share("choices of requests", "half of router.max_sessions")
     concurrent_tokens: int | Literal["auto"] = _share("tokens of requests", "4,096 for each of these choices")
     request_timeout: float = setting(
-        0.0, "seconds that a request has if it asks for none (0: as many as it takes)", at_least=0, at_most=86400
+        0.0, "seconds that a request has if it asks for none (0: as many as it takes)", ge=0, le=86400
     )
-    max_request_timeout: float = setting(0.0, "seconds that none goes beyond (0: no limit)", at_least=0, at_most=86400)
+    max_request_timeout: float = setting(0.0, "seconds that none goes beyond (0: no limit)", ge=0, le=86400)
     target_timeout: float = setting(
         0.0,
         "seconds that a request waits while its model has no target (0: its own timeout; if none, 30, then 120)",
-        at_least=0,
-        at_most=86400,
+        ge=0,
+        le=86400,
     )
     cors_origins: str = setting(
         "",
@@ -198,7 +178,7 @@ class TracingConfig:
         pattern=r"(https?://[^\s/]+/?)?",
         form="an address such as http://localhost:4317",
     )
-    sample: float = setting(1.0, "share of requests traced, of those that no caller traces", at_least=0, at_most=1)
+    sample: float = setting(1.0, "share of requests traced, of those that no caller traces", ge=0, le=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,14 +186,9 @@ class Config:
     """All settings."""
 
     backend: str = setting("ray", "what runs the workers: ray, or local processes", choices=("ray", "local"))
-    start_timeout: float = setting(
-        600.0, "seconds in which every worker must have loaded its model", at_least=1, at_most=86400
-    )
+    start_timeout: float = setting(600.0, "seconds in which every worker must have loaded its model", ge=1, le=86400)
     drain_timeout: float = setting(
-        30.0,
-        "seconds in which a worker that is told to stop lets its sessions move or end",
-        at_least=0,
-        at_most=86400,
+        30.0, "seconds in which a worker that is told to stop lets its sessions move or end", ge=0, le=86400
     )
     validate: bool = setting(
         False, "have workers check their own books whenever they are idle, and end where they are wrong; for debugging"
@@ -233,8 +208,7 @@ class Config:
     @property
     def autoscales(self) -> bool:
         """Whether the number of some workers or of routers follows the load."""
-        pools = [self.router, *(pool.settings for pool in self.pools())]
-        return any(pool.max_replicas for pool in pools)
+        return any(pool.max_replicas for pool in (self.router, *(pool.settings for pool in self.pools())))
 
     @property
     def on_this_machine(self) -> bool:
@@ -254,12 +228,9 @@ class Config:
         found = []
         for model, pools in self._models().items():
             found.append(Pool(Role.TARGET, model, TARGET_POOL, pools.target))
+            own = {name: draft for name, draft in pools.drafts.items() if draft.placement != SHARED}
             if self.drafts_with_models:
-                found += [
-                    Pool(Role.DRAFT, model, name, settings)
-                    for name, settings in pools.drafts.items()
-                    if settings.placement != SHARED
-                ]
+                found += [Pool(Role.DRAFT, model, name, draft) for name, draft in own.items()]
         return found
 
     @property
@@ -287,13 +258,9 @@ class Config:
     def _models(self) -> Mapping[str, ModelConfig]:
         return self.models or {"": ModelConfig(self.target, {DEFAULT_POOL: self.draft})}
 
-    def to_mapping(self) -> dict[str, Any]:
-        """The same settings as plain values, as :func:`from_mapping` takes them."""
-        return asdict(self)
-
     def to_yaml(self) -> str:
-        """The same settings as a configuration file."""
-        return yaml.safe_dump(self.to_mapping(), sort_keys=False)
+        """As a configuration file."""
+        return yaml.safe_dump(asdict(self), sort_keys=False)
 
 
 def min_replicas_of(pool: TargetConfig | DraftConfig | RouterConfig) -> int:
@@ -308,15 +275,7 @@ def max_replicas_of(pool: TargetConfig | DraftConfig | RouterConfig) -> int:
 
 
 SECTIONS: Mapping[str, type[Any]] = {
-    "target": TargetConfig,
-    "draft": DraftConfig,
-    "router": RouterConfig,
-    "speculation": SpeculationConfig,
-    "ray": RayConfig,
-    "security": SecurityConfig,
-    "autoscaling": AutoscalingConfig,
-    "admission": AdmissionConfig,
-    "tracing": TracingConfig,
+    entry.name: type(entry.default) for entry in fields(Config) if is_dataclass(entry.default)
 }
 
 
@@ -347,8 +306,7 @@ def from_mapping(
     sections = {name: kind(**_under(values, name)) for name, kind in SECTIONS.items()}
     sections["draft"] = sections["draft"].beside(sections["target"]).placed(where, "draft")
     models = {name: _model(where, name, shape[name], sections, values) for name in shape}
-    if models and sections["router"].model_name:
-        given = sections["router"].model_name
+    if models and (given := sections["router"].model_name):
         raise ConfigError(
             f"{where}: router.model_name is {given!r}; leave it empty, the keys of {MODELS} are the names"
         )
@@ -376,12 +334,9 @@ def _model(where: object, name: str, drafts: Iterable[str], sections: Mapping[st
     if target.name != name:
         raise ConfigError(f"{where}: models.{name}.target.name is {target.name!r}; the key {name!r} is the name")
     pools = {pool: replace(sections["draft"], **_under(values, MODELS, name, "drafts", pool)) for pool in drafts}
-    shared = [pool for pool, settings in pools.items() if settings.placement == SHARED]
-    if len(shared) > 1:
-        raise ConfigError(
-            f"{where}: models.{name} has {len(shared)} draft pools with placement shared; a target has one"
-        )
-    return ModelConfig(
-        target,
-        {pool: own.beside(target).placed(where, f"models.{name}.drafts.{pool}") for pool, own in pools.items()},
-    )
+    shared = sum(draft.placement == SHARED for draft in pools.values())
+    if shared > 1:
+        raise ConfigError(f"{where}: models.{name} has {shared} draft pools with placement shared; a target has one")
+    above = f"models.{name}.drafts"
+    placed = {pool: draft.beside(target).placed(where, f"{above}.{pool}") for pool, draft in pools.items()}
+    return ModelConfig(target, placed)

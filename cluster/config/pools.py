@@ -42,11 +42,9 @@ class WorkerConfig:
 
     model: str = setting("", "model folder, or a hub id such as Org/Name")
     name: str = setting("", "name in logs (default: last part of the model path)")
-    replicas: int = setting(1, "number of workers", at_least=1, at_most=1024)
-    min_replicas: int = setting(1, "never fewer, where their number follows the load", at_least=1, at_most=1024)
-    max_replicas: int = setting(
-        0, "never more; their number follows the load (0: it stays as it is)", at_least=0, at_most=1024
-    )
+    replicas: int = setting(1, "number of workers", ge=1, le=1024)
+    min_replicas: int = setting(1, "never fewer, where their number follows the load", ge=1, le=1024)
+    max_replicas: int = setting(0, "never more; their number follows the load (0: it stays as it is)", ge=0, le=1024)
     dtype: str = setting("auto", "number format: bf16 where the hardware computes it, else fp32", choices=DTYPES)
     device: str = setting("auto", "where to compute: auto, cpu, cuda, cuda:1 ...")
     quantization: str = setting(
@@ -58,45 +56,45 @@ class WorkerConfig:
         False, "no kernels of our own and no CUDA graphs, on a CPU no C++: slower, to rule them out"
     )
     tensor_parallel_size: int = setting(
-        1, "ranks, each with its own GPU where there are GPUs, that compute every step together", at_least=1, at_most=64
+        1, "ranks, each with its own GPU where there are GPUs, that compute every step together", ge=1, le=64
     )
-    join_timeout: float = setting(120.0, "seconds in which all ranks must have started", at_least=0.1, at_most=86400)
+    join_timeout: float = setting(120.0, "seconds in which all ranks must have started", ge=0.1, le=86400)
     load_timeout: float = setting(
         7200.0,
         "seconds in which the model must be loaded, once its ranks have started; else the worker ends itself",
-        at_least=1,
-        at_most=604800,
+        ge=1,
+        le=604800,
     )
     threads: int | Literal["auto"] = setting(
         AUTO,
         "CPU threads of a step (default: auto: `paceline up` divides the cores of one machine, else 1)",
-        at_least=1,
-        at_most=1024,
+        ge=1,
+        le=1024,
         auto=True,
     )
     max_threads: int | Literal["auto"] = setting(
         AUTO,
         "CPU threads of a step of many tokens, where that is measured to be faster (default: auto: all cores that "
         "`paceline up` has for one target, else as many as of others)",
-        at_least=1,
-        at_most=1024,
+        ge=1,
+        le=1024,
         auto=True,
     )
-    cache_tokens: int = setting(0, "room of the cache in tokens (0: what the free memory allows)", at_least=0)
+    cache_tokens: int = setting(0, "room of the cache in tokens (0: what the free memory allows)", ge=0)
     step_timeout: float = setting(
         60.0,
         "seconds after which a step counts as stuck, and the worker ends itself to be replaced (0: never); a target's "
         "also at twenty times what its steps take, ten seconds at least",
-        at_least=0,
-        at_most=86400,
+        ge=0,
+        le=86400,
     )
     record: str = setting("", "file to record every step in, as JSON lines, for benchmarks and the simulator")
     gpus: float = setting(
         0.0,
         "GPUs of a rank of a worker: what Ray reserves, and below 1 what part of a GPU's memory it may fill; above 0, "
         "device auto is cuda",
-        at_least=0,
-        at_most=64,
+        ge=0,
+        le=64,
     )
     gpu_class: str = setting("", "only on Ray nodes with this label paceline.io/gpu-class")
     labels: str = node_labels()
@@ -108,9 +106,9 @@ class TargetConfig(WorkerConfig):
 
     model: str = setting(str(BUNDLED / "target"), "model folder, or a hub id such as Org/Name")
     name: str = setting("", "name the model is served under (default: last part of the model path)")
-    replicas: int = setting(1, "number of target workers", at_least=1, at_most=1024)
+    replicas: int = setting(1, "number of target workers", ge=1, le=1024)
     standby: int = setting(
-        0, "targets besides, loaded and idle: they take sessions only while others are lost", at_least=0, at_most=64
+        0, "targets besides, loaded and idle: they take sessions only while others are lost", ge=0, le=64
     )
     medusa: str = setting("", "folder of Medusa heads for this model: it then drafts by itself too, without a worker")
     eagle: str = setting(
@@ -122,19 +120,14 @@ class TargetConfig(WorkerConfig):
         "the head reads of it)",
         choices=(AT_TARGET, AT_DRAFTER),
     )
-    max_running: int = setting(64, "sessions computed in one step", at_least=1, at_most=65536)
-    max_waiting: int = setting(1024, "sessions queued behind them; more are refused", at_least=0, at_most=1 << 20)
-    step_tokens: int = setting(320, "most tokens computed in a step of running text", at_least=2, at_most=1 << 20)
+    max_running: int = setting(64, "sessions computed in one step", ge=1, le=65536)
+    max_waiting: int = setting(1024, "sessions queued behind them; more are refused", ge=0, le=1 << 20)
+    step_tokens: int = setting(320, "most tokens computed in a step of running text", ge=2, le=1 << 20)
     prompt_tokens: int = setting(
-        1024,
-        "most tokens of prompts in a step in which no text runs, if more than step_tokens",
-        at_least=0,
-        at_most=1 << 20,
+        1024, "most tokens of prompts in a step in which no text runs, if more than step_tokens", ge=0, le=1 << 20
     )
     step_ms: float = setting(
-        50.0,
-        "milliseconds that prompts may stretch a step of running text to; twice its time is always allowed",
-        at_least=0,
+        50.0, "milliseconds that prompts may stretch a step of running text to; twice its time is always allowed", ge=0
     )
     sources: str = setting(
         "",
@@ -143,10 +136,7 @@ class TargetConfig(WorkerConfig):
         form="modules such as my_drafts or my_drafts:Again",
     )
     suffix_tokens: int = setting(
-        65536,
-        "tokens of earlier outputs kept to draft from, some 350 bytes each (0: none)",
-        at_least=0,
-        at_most=1 << 22,
+        65536, "tokens of earlier outputs kept to draft from, some 350 bytes each (0: none)", ge=0, le=1 << 22
     )
     suffix_scope: str = setting(
         "key",
@@ -171,8 +161,8 @@ class DraftConfig(WorkerConfig):
     target_tokenizer: str = setting(
         "", "folder or hub id of the target's tokenizer, if it is another (default: found out where both are folders)"
     )
-    replicas: int = setting(1, "number of draft workers", at_least=0, at_most=1024)
-    min_replicas: int = setting(0, "never fewer, where their number follows the load", at_least=0, at_most=1024)
+    replicas: int = setting(1, "number of draft workers", ge=0, le=1024)
+    min_replicas: int = setting(0, "never fewer, where their number follows the load", ge=0, le=1024)
     second_level: str = setting(
         "lookup",
         "guesses that a forward of the draft model verifies, to draft several levels at once: lookup, or none",
@@ -189,7 +179,7 @@ class DraftConfig(WorkerConfig):
     eagle_format: str = setting(
         "bf16", "how the target sends what the head reads: bf16, or fp8 in half the bytes", choices=("bf16", "fp8")
     )
-    max_sessions: int = setting(256, "sessions one worker drafts for; more are refused", at_least=1, at_most=65536)
+    max_sessions: int = setting(256, "sessions one worker drafts for; more are refused", ge=1, le=65536)
     gpu_class: str = setting("", "only on Ray nodes with this label paceline.io/gpu-class (production: small)")
 
     def beside(self, target: TargetConfig) -> DraftConfig:

@@ -23,6 +23,10 @@ class ConfigError(Exception):
     """A setting that cannot be used. One line that names it, its value and what would be right."""
 
 
+class CheckError(Exception):
+    """Something that would fail later. One line that says what would be right."""
+
+
 AUTO: Literal["auto"] = "auto"
 """What a setting says that is to be chosen at the start."""
 
@@ -32,8 +36,8 @@ class SettingSpec:
     """What a setting means and which values it takes."""
 
     about: str
-    at_least: float | None = None
-    at_most: float | None = None
+    ge: float | None = None
+    le: float | None = None
     choices: tuple[str, ...] = ()
     auto: bool = False
     """Whether a whole number may also be :data:`AUTO`."""
@@ -67,18 +71,18 @@ def checked(where: object, key: str, entry: Field[Any], value: object) -> object
         return value
     if kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind or (rule.choices and value not in rule.choices):
+    if type(value) is not kind or not _allowed(rule, value):
         raise ConfigError(f"{where}: {key} must be {_wanted(kind, rule)}, got {described(value)}")
-    if isinstance(value, str) and rule.pattern and not re.fullmatch(rule.pattern, value):
-        raise ConfigError(f"{where}: {key} must be {_wanted(kind, rule)}, got {described(value)}")
-    if isinstance(value, int | float) and not isinstance(value, bool) and not _within(rule, value):
-        raise ConfigError(f"{where}: {key} must be {_wanted(kind, rule)}, got {value}")
     return value
 
 
-def _within(rule: SettingSpec, value: float) -> bool:
-    """Written so that nan is not."""
-    return (rule.at_least is None or value >= rule.at_least) and (rule.at_most is None or value <= rule.at_most)
+def _allowed(rule: SettingSpec, value: Any) -> bool:
+    """Whether a value of the right type is; written so that nan is not."""
+    if isinstance(value, str):
+        return (not rule.choices or value in rule.choices) and (
+            not rule.pattern or re.fullmatch(rule.pattern, value) is not None
+        )
+    return (rule.ge is None or value >= rule.ge) and (rule.le is None or value <= rule.le)
 
 
 def parsed(where: object, key: str, entry: Field[Any], text: str) -> object:
@@ -99,9 +103,9 @@ def parsed(where: object, key: str, entry: Field[Any], text: str) -> object:
     return checked(where, key, entry, value)
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """What may have been meant by a name that is not known."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What may have been meant by a name that is not known; empty where nothing is near."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
 
 
 def described(value: object) -> str:
@@ -124,14 +128,10 @@ def _wanted(kind: type[object], rule: SettingSpec) -> str:
     name = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
     if rule.auto:
         name = f"{AUTO} or {name}"
-    low, high = rule.at_least, rule.at_most
+    low, high = rule.ge, rule.le
     if low is not None and high is not None:
         return f"{name} from {low} to {high}"
     return name if low is None else f"{name}, at least {low}"
-
-
-class CheckError(Exception):
-    """Something that would fail later. One line that says what would be right."""
 
 
 MODELS = "models"
@@ -169,12 +169,11 @@ class Override:
 def document_in(path: Path) -> Mapping[Any, object]:
     """What a file of settings holds. Raises :class:`cluster.config.settings.ConfigError`."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return _mapping(path, "", yaml_in(path, path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
-    return _mapping(path, "", yaml_in(path, text))
 
 
 def yaml_in(where: object, text: str) -> Any:
@@ -265,8 +264,7 @@ def _shape(where: object, document: object) -> dict[str, tuple[str, ...]]:
         shape[model] = tuple(drafts)
     seen: dict[str, str] = {}
     for model in shape:
-        twin = seen.setdefault(in_file_names(model), model)
-        if twin != model:
+        if (twin := seen.setdefault(in_file_names(model), model)) != model:
             raise ConfigError(f"{where}: models {twin!r} and {model!r} differ only in / : -; rename one of them")
     return shape
 
@@ -288,8 +286,7 @@ def _split(override: Override, shape: Shape) -> SettingPath:
     for model, drafts in shape.items():
         pools = [(MODELS, model, "target"), *((MODELS, model, "drafts", pool) for pool in drafts)]
         for above in pools:
-            prefix = ".".join((*above, ""))
-            if override.key.startswith(prefix):
+            if override.key.startswith(prefix := ".".join((*above, ""))):
                 return (*above, override.key.removeprefix(prefix))
     known = ", ".join(f"{MODELS}.{model}.target" for model in shape) or "none"
     raise ConfigError(f"{override.source}: no pool of a model has a setting {override.key!r}; the targets are {known}")
@@ -310,10 +307,8 @@ def _located(base: Path, path: tuple[str, ...], value: object) -> object:
     """A path is meant relative to the file that names it, or to where the command runs; workers run elsewhere."""
     if _described_by(path) in _FOLDERS and value:
         folder = base / expanded(str(value))
-        if is_folder(folder):
-            return str(folder.resolve())
-        if snapshot := pinned_folder(str(value)):
-            return str(snapshot)
+        if here := folder.resolve() if is_folder(folder) else pinned_folder(str(value)):
+            return str(here)
     if (path[0] == "security" or path == ("router", "record_prompts")) and value:
         return str((base / expanded(str(value))).absolute())
     return value

@@ -5,26 +5,27 @@ A certificate names the role of its holder among its DNS names: ``router.pacelin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from cluster.config.security import ROLE
 from cluster.doctor.finding import Finding, ok, problem, warning
-from transport.tls import TlsError, certificates_in, signers, valid
+from transport.tls import TlsError, certificates_in, dns_names, name_of, signers, valid
 
 SUBJECT = "certificate"
 SOON = timedelta(days=14)
 SERVER, CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
 USES = {"router": (CLIENT, "client auth"), "target": (SERVER, "server auth"), "draft": (SERVER, "server auth")}
 """What a role does: workers answer, routers connect."""
-ROLE = "{role}"
-"""Stands in a path for the role of the process that reads the file."""
+Content = TypeVar("Content")
 
 
 class _Unreadable(Exception):
@@ -42,13 +43,13 @@ def check_all(certificate: str, key: str, authority: str) -> Iterator[Finding]:
 def check(certificate: Path, key: Path, authority: Path, now: datetime) -> Iterator[Finding]:
     """All that can be known of the three files without connecting anywhere."""
     try:
-        (own, *between), authorities = _read_certificates(certificate), _read_certificates(authority)
-        private = _read_key(key)
+        (own, *between), authorities = _certificates(certificate), _certificates(authority)
+        private = _read(key, "private key in PEM without a password", partial(load_pem_private_key, password=None))
     except _Unreadable as error:
         yield problem(SUBJECT, str(error), "write it again; `security` in the configuration names the files")
         return
     faults = [finding for one in (own, *between) for finding in _validity(certificate, one, now)]
-    faults += _uses(certificate, own)
+    faults += _check_uses(certificate, own)
     if own.public_key() != private.public_key():
         text = f"{key} is not the key of {certificate}"
         faults.append(problem(SUBJECT, text, "mount certificate and key of the same Secret, or make both again"))
@@ -77,13 +78,13 @@ def _validity(file: Path, certificate: x509.Certificate, now: datetime) -> Itera
         yield warning(SUBJECT, text, "renew it; see whether cert-manager does")
 
 
-def _uses(file: Path, certificate: x509.Certificate) -> Iterator[Finding]:
+def _check_uses(file: Path, certificate: x509.Certificate) -> Iterator[Finding]:
     """Whether it names a role, and may be used for what that does."""
-    names = _dns_names(certificate)
-    roles = [role for role in USES if f"{role}.paceline" in names]
+    names = dns_names(certificate)
+    roles = [role for role in USES if name_of(role) in names]
     if not roles:
         text = f"{file} names {', '.join(names) or 'nobody'}, and so no role"
-        yield problem(SUBJECT, text, f"issue it for one of {', '.join(f'{role}.paceline' for role in USES)}")
+        yield problem(SUBJECT, text, f"issue it for one of {', '.join(map(name_of, USES))}")
     try:
         allowed = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     except x509.ExtensionNotFound:
@@ -94,28 +95,14 @@ def _uses(file: Path, certificate: x509.Certificate) -> Iterator[Finding]:
             yield problem(SUBJECT, f"{file} is for a {role} and not meant for {name}", f"issue it for {name}")
 
 
-def _dns_names(certificate: x509.Certificate) -> list[str]:
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return []
-    return names.get_values_for_type(x509.DNSName)
+def _certificates(file: Path) -> list[x509.Certificate]:
+    return _read(file, "certificate in PEM that can be read", partial(certificates_in, SUBJECT, file))
 
 
-def _read_certificates(file: Path) -> list[x509.Certificate]:
-    """All, as those who use them read them."""
+def _read(file: Path, what: str, load: Callable[[bytes], Content]) -> Content:
     try:
-        return certificates_in("certificate", file, file.read_bytes())
+        return load(file.read_bytes())
     except OSError as error:
         raise _Unreadable(f"cannot read {file}: {error.strerror}") from error
-    except TlsError as error:
-        raise _Unreadable(f"{file} holds no certificate in PEM that can be read") from error
-
-
-def _read_key(file: Path) -> PrivateKeyTypes:
-    try:
-        return load_pem_private_key(file.read_bytes(), password=None)
-    except OSError as error:
-        raise _Unreadable(f"cannot read {file}: {error.strerror}") from error
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise _Unreadable(f"{file} holds no private key in PEM without a password") from error
+    except (TlsError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise _Unreadable(f"{file} holds no {what}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 
 class Level(StrEnum):
@@ -32,16 +33,4 @@ class Finding:
         return f"{line}; {self.fix}" if self.fix else line
 
 
-def ok(subject: str, text: str) -> Finding:
-    """All is well."""
-    return Finding(Level.OK, subject, text)
-
-
-def warning(subject: str, text: str, fix: str) -> Finding:
-    """It serves, but."""
-    return Finding(Level.WARNING, subject, text, fix)
-
-
-def problem(subject: str, text: str, fix: str) -> Finding:
-    """It will not serve."""
-    return Finding(Level.PROBLEM, subject, text, fix)
+ok, warning, problem = (partial(Finding, level) for level in Level)

@@ -21,9 +21,13 @@ from engine.loading.cache_size import CPU_SHARE, CUDA_SHARE, bytes_a_token
 from engine.loading.loader import DTYPES, ModelError, choose_dtype, read_config
 from transport.address import AddressError, check_free, join
 
-DRIVER = Path("/proc/driver/nvidia/version")
+DRIVER, SHARED_MEMORY = Path("/proc/driver/nvidia/version"), Path("/dev/shm")
 SMALLEST_CONTEXT = 4096
 """Tokens of a cache below which a worker is of little use, where the model allows more."""
+DISK_SHARE = 0.95
+"""Ray stops writing to a disk that is fuller than this."""
+TIGHT_DISK = 2 * GIB
+MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ def check_driver(devices: Devices, config: Config) -> Iterator[Finding]:
     elif devices.driver:
         text = f"there is an NVIDIA driver, but PyTorch, built for CUDA {devices.cuda}, sees no GPU"
         yield problem("gpu", text, "update the driver for that CUDA, or give the container its GPUs; see nvidia-smi")
-    elif any(_wants_gpu(pool.settings) for pool in _pools(config)):
+    elif any(pool.settings.gpus or pool.settings.device.startswith("cuda") for pool in _pools(config)):
         yield problem("gpu", "the configuration asks for GPUs and there is none", "set gpus to 0 and device to auto")
     else:
         yield ok("gpu", "none; the CPU computes")
@@ -96,7 +100,7 @@ def check_memory(needs: Iterable[DeviceNeed], devices: Devices) -> Iterator[Find
     """Whether weights and a cache fit: each rank on a GPU, or all of them in main memory."""
     needs = list(needs)
     if not devices.gpus:
-        yield _check_main_memory(needs, devices.memory)
+        yield from _check_main_memory(needs, devices.memory)
         return
     asked = sum(need.ranks * need.share for need in needs)
     for need in needs:
@@ -120,14 +124,15 @@ def check_memory(needs: Iterable[DeviceNeed], devices: Devices) -> Iterator[Find
             yield ok("memory", text)
 
 
-def _check_main_memory(needs: Sequence[DeviceNeed], left: int) -> Finding:
+def _check_main_memory(needs: Sequence[DeviceNeed], left: int) -> Iterator[Finding]:
     wanted = sum(need.ranks * (need.weights + need.cache) for need in needs)
     text = f"weights and caches take {wanted / GIB:.1f} GiB, {left / GIB:.1f} GiB of main memory are left"
     if wanted > left:
-        return problem("memory", text, "lower dtype, replicas or cache_tokens, or use a larger machine")
-    if sum(need.ranks * need.cache for need in needs) > CPU_SHARE * left:
-        return warning("memory", text, "lower cache_tokens: the cache gets a quarter of what is left")
-    return ok("memory", text)
+        yield problem("memory", text, "lower dtype, replicas or cache_tokens, or use a larger machine")
+    elif sum(need.ranks * need.cache for need in needs) > CPU_SHARE * left:
+        yield warning("memory", text, "lower cache_tokens: the cache gets a quarter of what is left")
+    else:
+        yield ok("memory", text)
 
 
 def needs(config: Config, devices: Devices) -> Iterator[DeviceNeed]:
@@ -169,10 +174,6 @@ def _pools(config: Config) -> list[Pool]:
     return [pool for pool in config.pools() if pool.settings.replicas]
 
 
-def _wants_gpu(pool: TargetConfig | DraftConfig) -> bool:
-    return bool(pool.gpus) or pool.device.startswith("cuda")
-
-
 def _itemsize(pool: TargetConfig | DraftConfig, on_gpu: bool, text_config: Any) -> int:
     """Bytes of a number once loaded."""
     import torch
@@ -187,33 +188,18 @@ def _itemsize(pool: TargetConfig | DraftConfig, on_gpu: bool, text_config: Any) 
     return choose_dtype(pool.dtype, device, widened=in_cpp and widens(text_config)).itemsize
 
 
-SHARED_MEMORY = Path("/dev/shm")
-DISK_SHARE = 0.95
-"""Ray stops writing to a disk that is fuller than this."""
-TIGHT_DISK = 2 * GIB
-MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Of a file system, in bytes."""
-
-    total: int
-    free: int
-
-
-def room_of(folder: Path) -> Room | None:
-    """None where there is no such file system."""
+def room_of(folder: Path) -> tuple[int, int]:
+    """Bytes of a file system, all and those left; none where there is no such file system."""
     try:
-        usage = shutil.disk_usage(folder)
+        total, _, free = shutil.disk_usage(folder)
     except OSError:
-        return None
-    return Room(usage.total, usage.free)
+        return 0, 0
+    return total, free
 
 
 def check_threads(config: Config, cores: int) -> Iterator[Finding]:
     """Whether workers of this machine ask for more threads than it has cores."""
-    pools = [pool.settings for pool in config.pools() if pool.settings.replicas]
+    pools = [pool.settings for pool in _pools(config)]
     asked = sum(pool.replicas * pool.tensor_parallel_size * chosen_threads(pool) for pool in pools)
     chosen = any(isinstance(pool.threads, int) for pool in pools)
     if chosen and asked > cores:
@@ -235,32 +221,30 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
         yield ok("port", f"{address} is free")
 
 
-def check_disk(folder: Path, room: Room | None) -> Iterator[Finding]:
+def check_disk(folder: Path, total: int, free: int) -> Iterator[Finding]:
     """Whether Ray and logs have room."""
-    if room is None or not room.total:
+    if not total:
         return
-    text = f"{folder} has {room.free / GIB:.1f} of {room.total / GIB:.0f} GiB free"
-    if room.free < (1 - DISK_SHARE) * room.total:
+    text = f"{folder} has {free / GIB:.1f} of {total / GIB:.0f} GiB free"
+    if free < (1 - DISK_SHARE) * total:
         yield problem("disk", f"{text}, and Ray stops at {DISK_SHARE:.0%}", "make room, or set TMPDIR to a larger disk")
-    elif room.free < TIGHT_DISK:
+    elif free < TIGHT_DISK:
         yield warning("disk", text, "make room for logs and for objects that Ray spills")
     else:
         yield ok("disk", text)
 
 
-def check_shared_memory(room: Room | None, object_store_mb: int) -> Iterator[Finding]:
+def check_shared_memory(total: int, free: int, object_store_mb: int) -> Iterator[Finding]:
     """Whether Ray's object store fits; where it does not, Ray falls back to the disk."""
-    needed = object_store_mb * MIB
-    if room is None:
-        yield warning(str(SHARED_MEMORY), "is missing", "mount a tmpfs there; Ray keeps objects on disk otherwise")
-    elif room.free < needed:
-        text = f"has {room.free // MIB} MB free, Ray's object store takes {object_store_mb}"
-        fix = (
-            "give the container more (docker --shm-size, a Memory emptyDir in Kubernetes), or lower ray.object_store_mb"
-        )
-        yield warning(str(SHARED_MEMORY), text, fix)
+    subject = str(SHARED_MEMORY)
+    if not total:
+        yield warning(subject, "is missing", "mount a tmpfs there; Ray keeps objects on disk otherwise")
+    elif free < object_store_mb * MIB:
+        text = f"has {free // MIB} MB free, Ray's object store takes {object_store_mb}"
+        more = "give the container more (docker --shm-size, a Memory emptyDir in Kubernetes)"
+        yield warning(subject, text, f"{more}, or lower ray.object_store_mb")
     else:
-        yield ok(str(SHARED_MEMORY), f"{room.free // MIB} MB free")
+        yield ok(subject, f"{free // MIB} MB free")
 
 
 def check_machine(config: Config) -> Iterator[Finding]:
@@ -268,6 +252,6 @@ def check_machine(config: Config) -> Iterator[Finding]:
     yield from check_threads(config, len(os.sched_getaffinity(0)))
     yield from check_port(config.router.host, config.router.port)
     folder = Path(tempfile.gettempdir())
-    yield from check_disk(folder, room_of(folder))
+    yield from check_disk(folder, *room_of(folder))
     if config.backend == "ray":
-        yield from check_shared_memory(room_of(SHARED_MEMORY), config.ray.object_store_mb)
+        yield from check_shared_memory(*room_of(SHARED_MEMORY), config.ray.object_store_mb)

@@ -154,7 +154,7 @@ def check(config: Config, addresses: dict[Role, list[str]], *, models: bool = Fa
     try:
         if models:
             rooms = {node["NodeID"]: described_node(node) for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
-            yield from check_models(config, rooms, _on_node)
+            yield from check_models(config, rooms, _models_on)
         nodes = list(_nodes(config))
         yield from check_room(config, nodes)
         yield from check_nodes(nodes, versions())
@@ -184,13 +184,19 @@ def models_there(config: Config) -> list[Finding]:
     return list(models.check(config))
 
 
-def _on_node(name: str, config: Config) -> list[Finding]:
+def _ask(node: str, function: Callable[..., Any], *arguments: object) -> Any:
+    """Have a node, by its id, call a function; what ``ray.get`` takes."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    place = NodeAffinitySchedulingStrategy(name, soft=False)
-    asked = ray.remote(num_cpus=0, max_retries=0)(models_there).options(scheduling_strategy=place).remote(config)
-    found: list[Finding] = ray.get(asked, timeout=ANSWER_SECONDS)
+    place = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=place).remote(*arguments)
+
+
+def _models_on(name: str, config: Config) -> list[Finding]:
+    import ray
+
+    found: list[Finding] = ray.get(_ask(name, models_there, config), timeout=ANSWER_SECONDS)
     return found
 
 
@@ -206,19 +212,13 @@ def models_on(config: Config, node: ClusterNode) -> list[str]:
 def _nodes(config: Config) -> Iterator[Seen]:
     """All living nodes; each is asked by a task that runs there."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    ask = ray.remote(num_cpus=0, max_retries=0)(inspect)
     alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    there = {node["NodeID"]: described_node(node) for node in alive}
-    asked = {}
-    for name, room in there.items():
-        strategy = NodeAffinitySchedulingStrategy(name, soft=False)
-        asked[name] = ask.options(scheduling_strategy=strategy).remote(models_on(config, room))
-    ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_SECONDS)
-    for node in alive:
-        name = node["NodeID"]
-        yield _answered(Seen(node["NodeManagerAddress"], there[name]), asked[name])
+    rooms = [described_node(node) for node in alive]
+    asked = [_ask(node["NodeID"], inspect, models_on(config, room)) for node, room in zip(alive, rooms, strict=True)]
+    ray.wait(asked, num_returns=len(asked), timeout=ANSWER_SECONDS)
+    for node, room, answer in zip(alive, rooms, asked, strict=True):
+        yield _answered(Seen(node["NodeManagerAddress"], room), answer)
 
 
 def _answered(node: Seen, answer: Any) -> Seen:
@@ -251,17 +251,11 @@ def check_application(config: Config, addresses: dict[Role, list[str]]) -> Itera
         role = role_of(name)
         if role is None:
             continue
+        why = f": {reason_in(deployment.message)}" if deployment.message.strip() else ""
         if deployment.replica_states["RUNNING"]:
             yield from _listening(name, addresses.setdefault(role, []))
-        elif role is Role.TARGET:
-            yield problem(f"target {name}", f"none runs{_why(deployment)}", LOGS)
-        elif why := _why(deployment):
-            yield problem(f"draft {name}", f"none runs{why}", LOGS)
-
-
-def _why(deployment: Any) -> str:
-    """What Serve says of replicas that do not start."""
-    return f": {reason_in(deployment.message)}" if deployment.message.strip() else ""
+        elif role is Role.TARGET or why:
+            yield problem(f"{role} {name}", f"none runs{why}", LOGS)
 
 
 def _listening(deployment: str, addresses: list[str]) -> Iterator[Finding]:
@@ -277,9 +271,8 @@ def _listening(deployment: str, addresses: list[str]) -> Iterator[Finding]:
         handle = serve.get_deployment_handle(deployment, APPLICATION)
         addresses.extend(handle.broadcast(ENDPOINT).results(timeout_s=WORKER_SECONDS))
     except (RayError, RayServeException, TimeoutError) as error:
-        yield problem(
-            deployment, f"does not say where it listens ({type(error).__name__})", "try again; see Ray's logs"
-        )
+        text = f"does not say where it listens ({type(error).__name__})"
+        yield problem(deployment, text, "try again; see Ray's logs")
     finally:
         if handle is not None:
             handle.shutdown()  # it would go on to report to Serve, and connect to Ray again for that

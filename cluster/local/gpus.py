@@ -71,8 +71,7 @@ def divided(config: Config, gpus: int) -> Config:
 
     models = {
         name: ModelConfig(
-            shared(model.target, Role.TARGET),
-            {pool: shared(draft, Role.DRAFT) for pool, draft in model.drafts.items()},
+            shared(model.target, Role.TARGET), {pool: shared(draft, Role.DRAFT) for pool, draft in model.drafts.items()}
         )
         for name, model in config.models.items()
     }

@@ -8,6 +8,7 @@ do, Serve asks our policy about all deployments.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from cluster.autoscaling import serve_policy
@@ -29,7 +30,7 @@ def declaration(config: Config) -> dict[str, Any]:
         "route_prefix": "/",
         "import_path": IMPORT_PATH,
         "runtime_env": {"env_vars": environment},
-        "args": outline(config).to_mapping(),
+        "args": asdict(outline(config)),
         "deployments": [_deployment(config, pool) for pool in (*pools, None)],
     }
     return described | ({"autoscaling_policy": serve_policy.declared(config)} if config.autoscales else {})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from cluster.config.config import (
@@ -109,7 +109,7 @@ def options(config: Config, pool: Pool | None, *, settings: bool = False) -> dic
     if pool is not None and not local and not pool.settings.gpus and not pool.settings.device.startswith("cuda"):
         environment[VISIBLE_GPUS] = ""  # Ray shows all GPUs of a node to those that reserve none
     if settings:
-        environment[SETTINGS] = json.dumps(part(config, pool).to_mapping())
+        environment[SETTINGS] = json.dumps(asdict(part(config, pool)))
     if pool is not None:
         drain = {"graceful_shutdown_timeout_s": config.drain_timeout + STOP_SECONDS}
         return need(pool, config).deployment_options(environment) | drain
