@@ -1,1 +1,1 @@
-"""How many replicas every pool should have: policies (pure), their simulation, and what ties them to Ray Serve."""
+"""How many replicas every pool should have: policies (pure), and what ties them to Ray Serve."""

@@ -1,8 +1,7 @@
 """How many replicas the work of a pool would keep as busy as wanted, and why: the policies, one for each role.
 
 Pure arithmetic over what the workers and routers of a pool report (:mod:`speculation.demand`), totals as their growth a
-second. The answers are
-fractions of replicas, and take no account of bounds, delays or what was decided before: that is
+second. The answers are fractions of replicas, and take no account of bounds, delays or what was decided before: that is
 :mod:`cluster.autoscaling.hysteresis`.
 
 * Targets: the most that any of four amounts takes. Tokens computed, against the measured speed; prompt tokens that

@@ -5,7 +5,8 @@ report figures by name (``record_autoscaling_stats``; see :func:`figures`), Serv
 own bounds are those of the pools and its own delays are 0, so that ours decide. The state of the steering is Serve's to
 keep; it forgets it with its controller.
 
-Runs in the controller's process, and must never raise there: all applications of the cluster would suffer.
+Runs in the controller's process, and must never raise there: all applications of the cluster would suffer. What it
+decides is told by Ray's metrics, and what it changes by the log as well.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.autoscaling import policy
-from cluster.autoscaling.decision_store import DecisionStore, Posted
 from cluster.autoscaling.hysteresis import Decision, ScaledPool, State, steer
 from cluster.autoscaling.policy import DesiredReplicas, Why
 from cluster.config.config import AutoscalingConfig, Config
@@ -35,20 +35,6 @@ STATE = "paceline"
 IMPORT_PATH = "cluster.autoscaling.serve_policy:ServePolicy"
 
 Demand = TypeVar("Demand", TargetDemand, DraftDemand, RouterDemand)
-
-
-class Point(Protocol):
-    """One value of a time series, as Serve has it."""
-
-    @property
-    def timestamp(self) -> float:
-        """Seconds."""
-        ...
-
-    @property
-    def value(self) -> float:
-        """What was reported then."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +77,7 @@ class ServePolicy:
         """``pools``: fields of :class:`Scaled`; ``settings``: of :class:`cluster.config.config.AutoscalingConfig`."""
         self._pools = {pool["deployment"]: Scaled(**pool) for pool in pools}
         self._settings = AutoscalingConfig(**(settings or {}))
-        self._decision_store = DecisionStore()
+        self._metrics = DecisionMetrics()
         self._strangers: set[str] = set()
 
     def __call__(self, contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
@@ -106,22 +92,16 @@ class ServePolicy:
     def _decide(self, contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
         sizes: dict[Any, int] = {}
         states: dict[Any, dict[str, Any]] = {}
-        posted: dict[str, Posted] = {}
+        decided: dict[str, tuple[Decision, int]] = {}
         routers = next((ctx for ctx in contexts.values() if ctx.deployment_name == ROUTER), None)
         for key, ctx in contexts.items():
             decision, state = self._steer(ctx, self._wanted(ctx, routers))
             sizes[key], states[key] = decision.replicas, {STATE: asdict(state)}
-            posted[ctx.deployment_name] = Posted.of(decision, ctx.target_num_replicas, ctx.current_num_replicas)
+            decided[ctx.deployment_name] = decision, ctx.current_num_replicas
             if decision.replicas != ctx.target_num_replicas:
-                log.warning(
-                    "%s: %d -> %d replicas; %s: %s",
-                    ctx.deployment_name,
-                    ctx.target_num_replicas,
-                    decision.replicas,
-                    decision.why,
-                    decision.says,
-                )
-        self._decision_store.post(posted)
+                change = f"{ctx.target_num_replicas} -> {decision.replicas} replicas"
+                log.warning("%s: %s; %s: %s", ctx.deployment_name, change, decision.why, decision.says)
+        self._metrics.tell(decided)
         return sizes, states
 
     def _steer(self, ctx: AutoscalingContext, wanted: DesiredReplicas) -> tuple[Decision, State]:
@@ -139,10 +119,10 @@ class ServePolicy:
         if pool is None:
             return self._unlisted(name)
         if pool.role == Role.TARGET:
-            return policy.targets(self._heard(TargetDemand, ctx), self._settings)
-        reports = self._heard(DraftDemand, ctx)
+            return policy.targets([*_reports(TargetDemand, ctx).values()], self._settings)
+        reports = [*_reports(DraftDemand, ctx).values()]
         present = PRESENT if reports else frozenset()
-        asking = self._heard(RouterDemand, routers, pool.model, present) if routers is not None else []
+        asking = _reports(RouterDemand, routers, pool.model, present).values() if routers is not None else ()
         if not asking or len(reports) < ctx.current_num_replicas:
             return DesiredReplicas(0.0, Why.UNKNOWN, "not every router and drafter has reported yet")
         return policy.drafters(reports, asking, self._settings)
@@ -151,7 +131,7 @@ class ServePolicy:
         """One report of every router that has reported: the streams of all models together."""
         streams: defaultdict[Any, float] = defaultdict(float)
         for model in {pool.model for pool in self._pools.values()}:
-            for replica, one in self._by_replica(RouterDemand, ctx, model).items():
+            for replica, one in _reports(RouterDemand, ctx, model).items():
                 streams[replica] += one.streams
         return [RouterDemand(count) for count in streams.values()]
 
@@ -162,38 +142,67 @@ class ServePolicy:
             log.warning("%s is not in policy_kwargs.pools, so it stays as it is; there are %s", name, [*self._pools])
         return DesiredReplicas(0.0, Why.UNKNOWN, "policy_kwargs.pools does not list it")
 
-    def _heard(
-        self, kind: type[Demand], ctx: AutoscalingContext, model: str = "", present: Set[str] = frozenset()
-    ) -> list[Demand]:
-        """One report of every replica that has reported; see :meth:`_by_replica`."""
-        return list(self._by_replica(kind, ctx, model, present).values())
 
-    def _by_replica(
-        self, kind: type[Demand], ctx: AutoscalingContext, model: str = "", present: Set[str] = frozenset()
-    ) -> dict[Any, Demand]:
-        """What every replica has reported: averages, and totals as their growth a second.
+def _reports(
+    kind: type[Demand], ctx: AutoscalingContext, model: str = "", present: Set[str] = frozenset()
+) -> dict[Any, Demand]:
+    """What every replica has reported, of one model: averages, and totals as their growth a second.
 
-        Of what is ``present``, no more than the last figure.
-        """
-        series: Mapping[str, Mapping[Any, Sequence[Point]]] = ctx.raw_metrics or {}
-        averages: Mapping[str, Mapping[Any, float]] = ctx.aggregated_metrics or {}
-        names = {entry.name: f"{model}:{entry.name}" if model else entry.name for entry in fields(kind)}
-        replicas = set.intersection(*(set(averages.get(reported, ())) for reported in names.values()))
+    Of what is ``present``, no more than the last figure.
+    """
+    series: Mapping[str, Mapping[Any, Sequence[Any]]] = ctx.raw_metrics or {}
+    averages: Mapping[str, Mapping[Any, float]] = ctx.aggregated_metrics or {}
+    names = {entry.name: f"{model}:{entry.name}" if model else entry.name for entry in fields(kind)}
+    replicas = set.intersection(*(set(averages.get(reported, ())) for reported in names.values()))
 
-        def figure(name: str, reported: str, replica: Any) -> float:
-            if name in TOTALS:
-                return _growth(series[reported][replica])
-            average = averages[reported][replica]
-            return min(average, series[reported][replica][-1].value) if name in present else average
+    def figure(name: str, reported: str, replica: Any) -> float:
+        first, last = series[reported][replica][0], series[reported][replica][-1]
+        if name in TOTALS:
+            seconds = last.timestamp - first.timestamp
+            return float((last.value - first.value) / seconds) if seconds > 0 else 0.0
+        average = averages[reported][replica]
+        return min(average, last.value) if name in present else average
 
-        return {
-            replica: kind(**{name: figure(name, reported, replica) for name, reported in names.items()})
-            for replica in sorted(replicas, key=str)
+    return {
+        replica: kind(**{name: figure(name, reported, replica) for name, reported in names.items()})
+        for replica in sorted(replicas, key=str)
+    }
+
+
+class DecisionMetrics:
+    """The last decision about every pool, in Ray's own metrics."""
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._told: dict[str, tuple[int, int, str, str]] = {}
+        """By deployment: replicas as decided, of which some may be starting, and those that run; why, and held."""
+        self._gauges: tuple[Any, Any] | None = None
+
+    def tell(self, decisions: Mapping[str, tuple[Decision, int]]) -> None:
+        """What is decided, and how many replicas run, by deployment. Never raises."""
+        fresh = {
+            name: (one.replicas, running, one.why.value, one.held.value) for name, (one, running) in decisions.items()
         }
+        if fresh == self._told:
+            return
+        try:
+            self._set(fresh)
+        except Exception as error:  # whatever Ray raises: a decision is no worse for not being told
+            log.warning("cannot tell autoscaling decisions: %s", error)
+        self._told = fresh
 
+    def _set(self, fresh: Mapping[str, tuple[int, int, str, str]]) -> None:
+        from ray.util.metrics import Gauge
 
-def _growth(points: Sequence[Point]) -> float:
-    """Of a total, a second."""
-    first, last = points[0], points[-1]
-    seconds = last.timestamp - first.timestamp
-    return (last.value - first.value) / seconds if seconds > 0 else 0.0
+        if self._gauges is None:
+            self._gauges = (
+                Gauge("paceline_autoscaling_replicas", "Replicas of a pool, decided and running.", ("pool", "state")),
+                Gauge("paceline_autoscaling_decision_info", "1 for the last decision.", ("pool", "why", "held")),
+            )
+        replicas, info = self._gauges
+        for name, (_, _, why, held) in self._told.items():
+            info.set(0, {"pool": name, "why": why, "held": held})
+        for name, (decided, running, why, held) in fresh.items():
+            replicas.set(decided, {"pool": name, "state": "decided"})
+            replicas.set(running, {"pool": name, "state": "running"})
+            info.set(1, {"pool": name, "why": why, "held": held})

@@ -233,7 +233,7 @@ class ConfigReader:
             return self._settings[key]
         last = nearest(key.rpartition(".")[2], [name.rpartition(".")[2] for name in self._settings])
         near = nearest(key, [*self._settings, *self._sections, MODELS])
-        near = near or next((name for name in self._settings if last and name.rpartition(".")[2] == last), None)
+        near = near or next((name for name in self._settings if last and name.rpartition(".")[2] == last), "")
         if near and path[0] == MODELS:
             near = ".".join((*path[:-1], near.rpartition(".")[2]))
         hint = f"did you mean {near!r}?" if near else f"sections are {', '.join(self._sections)}"

@@ -1,14 +1,12 @@
 """The policies as Ray Serve calls them, with contexts like Serve's, and what is declared to it. No Ray is started."""
 
-from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
 from ray.serve.config import AutoscalingConfig as ServeAutoscaling
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.autoscaling import decision_store
-from cluster.autoscaling.serve_policy import STATE, ServePolicy, declared, figures
+from cluster.autoscaling.serve_policy import STATE, DecisionMetrics, ServePolicy, declared, figures
 from cluster.config.checks import CheckError, check_bounds
 from cluster.config.config import from_mapping
 from cluster.placement import needs
@@ -66,11 +64,25 @@ class Controller:
         return self.replicas
 
 
+class Decisions:
+    """The last decision about every pool, as it is told, and the log of changes."""
+
+    def __init__(self, log):
+        self.told, self.log = {}, log
+
+    def __getitem__(self, name):
+        decision, _ = self.told[name]
+        return decision
+
+    def changes(self, name):
+        return [line.removeprefix(f"{name}: ") for line in self.log.messages if line.startswith(f"{name}: ")]
+
+
 @pytest.fixture
-def posted(monkeypatch):
-    written = {}
-    monkeypatch.setattr(decision_store, "_write", written.update)
-    return written
+def decided(monkeypatch, caplog):
+    decisions = Decisions(caplog)
+    monkeypatch.setattr(DecisionMetrics, "tell", lambda _, told: decisions.told.update(told))
+    return decisions
 
 
 def target(computed=0.0, **gauges):
@@ -87,29 +99,30 @@ def router(**demand):
     return both, both
 
 
-def test_every_pool_follows_its_own_figures(posted):
+def test_every_pool_follows_its_own_figures(decided):
     controller = Controller()
     assert controller.replicas == {TARGET: 1, DRAFT: 0, "TargetWorker-b": 2, "DraftWorker-b.draft": 1, ROUTER: 1}
-    decided = controller.call(100.0, target=[target(computed=120)], router=[router(streams=1, undrafted=1)])
-    assert decided == {TARGET: 2, DRAFT: 1, "TargetWorker-b": 2, "DraftWorker-b.draft": 1, ROUTER: 1}
-    assert (posted[TARGET]["why"], posted[DRAFT]["why"], posted[ROUTER]["why"]) == ("work", "demand", "streams")
-    assert posted[DRAFT]["changed"] == "0 -> 1, demand: 1 sessions want drafts and have no drafter"
+    sizes = controller.call(100.0, target=[target(computed=120)], router=[router(streams=1, undrafted=1)])
+    assert sizes == {TARGET: 2, DRAFT: 1, "TargetWorker-b": 2, "DraftWorker-b.draft": 1, ROUTER: 1}
+    assert (decided[TARGET].why, decided[DRAFT].why, decided[ROUTER].why) == ("work", "demand", "streams")
+    assert decided.changes(DRAFT) == ["0 -> 1 replicas; demand: 1 sessions want drafts and have no drafter"]
     controller.running |= {TARGET: 2, DRAFT: 1}
-    decided = controller.call(
+    sizes = controller.call(
         101.0, target=[target(computed=60)] * 2, draft=[draft(100, 20, 1.0)], router=[router(streams=1)]
     )
-    assert (decided[TARGET], decided[DRAFT]) == (2, 2)
-    assert posted[TARGET]["changed"].startswith("1 -> 2, work: "), "it is remembered what changed a pool last"
+    assert (sizes[TARGET], sizes[DRAFT]) == (2, 2)
+    (change,) = decided.changes(TARGET)
+    assert change.startswith("1 -> 2 replicas; work: ")
 
 
-def test_a_router_is_counted_once_however_many_models_it_serves(posted):
+def test_a_router_is_counted_once_however_many_models_it_serves(decided):
     controller = Controller()
     both = figures(RouterDemand(streams=150), "a") | figures(RouterDemand(streams=50), "b")
     controller.call(0.0, router=[(both, both)] * 2)
-    assert posted[ROUTER]["says"] == "400 streams on 2 routers; 256 are enough for one"
+    assert decided[ROUTER].says == "400 streams on 2 routers; 256 are enough for one"
 
 
-def test_drafters_go_when_nobody_asks_and_come_back(posted):
+def test_drafters_go_when_nobody_asks_and_come_back(decided):
     controller = Controller()
     controller.replicas[DRAFT] = controller.running[DRAFT] = 1
     for now in (0.0, 9.0):
@@ -120,7 +133,7 @@ def test_drafters_go_when_nobody_asks_and_come_back(posted):
     assert controller.call(12.0, router=[router(streams=1, undrafted=1)])[DRAFT] == 1
 
 
-def test_drafters_grow_while_sessions_find_no_place_and_no_longer(posted):
+def test_drafters_grow_while_sessions_find_no_place_and_no_longer(decided):
     controller = Controller()
     controller.replicas[DRAFT] = controller.running[DRAFT] = 1
     started, _ = router(streams=8, undrafted=8)
@@ -128,33 +141,33 @@ def test_drafters_grow_while_sessions_find_no_place_and_no_longer(posted):
     lacking, _ = router(streams=8, undrafted=4)
     for now, heard, replicas in ((0.0, (started, served), 1), (1.0, (lacking, lacking), 2)):
         assert controller.call(now, draft=[draft(100, 100, 0.5)], router=[heard])[DRAFT] == replicas
-    assert posted[DRAFT]["changed"] == "1 -> 2, demand: 4 sessions want drafts and have no drafter"
+    assert decided.changes(DRAFT) == ["1 -> 2 replicas; demand: 4 sessions want drafts and have no drafter"]
 
 
-def test_a_pool_that_has_not_reported_stays_as_it_is(posted):
+def test_a_pool_that_has_not_reported_stays_as_it_is(decided):
     controller = Controller()
     controller.replicas |= {DRAFT: 2, TARGET: 2}
     controller.running[DRAFT] = 2
     for now in (0.0, 1000.0):
-        decided = controller.call(now, draft=[draft(0, 0, 0)], router=[router()])
-        assert (decided[DRAFT], decided[TARGET]) == (2, 2), "one drafter and both targets have yet to report"
-    assert posted[TARGET]["why"] == "unknown"
+        sizes = controller.call(now, draft=[draft(0, 0, 0)], router=[router()])
+        assert (sizes[DRAFT], sizes[TARGET]) == (2, 2), "one drafter and both targets have yet to report"
+    assert decided[TARGET].why == "unknown"
 
 
-def test_a_pool_that_the_policy_was_not_told_of_stays_as_it_is_and_the_others_scale(posted, caplog):
+def test_a_pool_that_the_policy_was_not_told_of_stays_as_it_is_and_the_others_scale(decided, caplog):
     controller = Controller()
     told = declared(from_mapping(CONFIG, "test"))["policy_kwargs"]
     told["pools"] = [pool for pool in told["pools"] if pool["deployment"] != TARGET]
     controller.policy = ServePolicy(**told)
     for now in (0.0, 1000.0):
-        decided = controller.call(now, target=[target(computed=120)], router=[router(streams=1, undrafted=1)])
-        assert decided == {TARGET: 1, DRAFT: 1, "TargetWorker-b": 2, "DraftWorker-b.draft": 1, ROUTER: 1}
-    assert posted[TARGET]["says"] == "policy_kwargs.pools does not list it"
+        sizes = controller.call(now, target=[target(computed=120)], router=[router(streams=1, undrafted=1)])
+        assert sizes == {TARGET: 1, DRAFT: 1, "TargetWorker-b": 2, "DraftWorker-b.draft": 1, ROUTER: 1}
+    assert decided[TARGET].says == "policy_kwargs.pools does not list it"
     (line,) = [message for message in caplog.messages if "policy_kwargs" in message]
     assert line.startswith(f"{TARGET} is not in policy_kwargs.pools, so it stays as it is; there are ['DraftWorker-a")
 
 
-def test_the_policy_never_raises_and_keeps_sizes_and_state(monkeypatch, posted):
+def test_the_policy_never_raises_and_keeps_sizes_and_state(monkeypatch, decided):
     controller = Controller()
     before = controller.call(0.0, target=[target(computed=10)])
     remembered = controller.states[TARGET]
@@ -164,28 +177,32 @@ def test_the_policy_never_raises_and_keeps_sizes_and_state(monkeypatch, posted):
     assert remembered[STATE]
 
 
-def test_a_board_that_cannot_be_written_does_not_matter(monkeypatch):
-    monkeypatch.setattr(decision_store, "_write", lambda _: 1 / 0)
+def test_decisions_are_told_by_rays_metrics(monkeypatch):
+    series = {}
+
+    class Gauge:
+        def __init__(self, name, _about, tags):
+            self.name, self.tags = name, tags
+
+        def set(self, value, tags):
+            series[self.name, *(tags[tag] for tag in self.tags)] = value
+
+    monkeypatch.setattr("ray.util.metrics.Gauge", Gauge)
+    controller = Controller()
+    controller.call(0.0, target=[target(computed=120)])
+    replicas, info = "paceline_autoscaling_replicas", "paceline_autoscaling_decision_info"
+    assert (series[replicas, TARGET, "decided"], series[replicas, TARGET, "running"]) == (2, 1)
+    assert series[info, TARGET, "work", ""] == 1
+    controller.call(1.0, target=[target(sessions=0)])
+    reasons = {key[2:]: value for key, value in series.items() if key[:2] == (info, TARGET)}
+    assert reasons.pop(("work", "")) == 0, "that was before"
+    assert list(reasons.values()) == [1]
+
+
+def test_metrics_that_cannot_be_told_do_not_matter(monkeypatch, caplog):
+    monkeypatch.setattr("ray.util.metrics.Gauge", lambda *_: 1 / 0)
     assert Controller().call(0.0, target=[target(computed=120)])[TARGET] == 2
-
-
-def test_what_could_not_be_posted_is_posted_later(monkeypatch):
-    now, written, tries = 0.0, {}, []
-
-    def write(entries):
-        tries.append(now)
-        if now < 15.0:
-            raise OSError("the head is away")
-        written.update(entries)
-
-    monkeypatch.setattr(decision_store, "_write", write)
-    decided = decision_store.Posted(2, 1, "work", "much to do", "", "1 -> 2, work: much to do")
-    kept = decision_store.DecisionStore(lambda: now)
-    for at in (0.0, 9.0, 10.0, 19.0, 20.0, 500.0):
-        now = at
-        kept.post({TARGET: decided if not tries else replace(decided, changed="")})
-    assert tries == [0.0, 10.0, 20.0], "and not again once it is told"
-    assert written[TARGET] == asdict(decided)
+    assert "cannot tell autoscaling decisions: division by zero" in caplog.messages
 
 
 def test_what_is_declared_is_what_serve_takes():
