@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from speculation.events import Role
 from transport.address import AddressError, parse
@@ -49,38 +49,8 @@ Changed = Callable[[Role, Sequence[str]], None]
 """Hears the addresses of all workers of a role."""
 
 
-class StaticDirectory:
-    """A list that never changes."""
-
-    def __init__(self, workers: Mapping[Role, Sequence[str]]) -> None:
-        """Addresses by role."""
-        self.workers = workers
-
-    def start(self, changed: Changed) -> None:
-        """Tell once."""
-        for role, addresses in self.workers.items():
-            changed(role, addresses)
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-
-class Subscription(Protocol):
-    """Something that pushes changes, until it ends."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether it still would."""
-        ...
-
-    def close(self) -> None:
-        """End it."""
-        ...
-
-
 Hear = Callable[[int, Sequence[str]], None]
 """Hears all workers of a deployment, named by its place among the handles."""
-Subscribe = Callable[[Handles, Hear], Subscription]
 
 
 class ServeDirectory:
@@ -90,14 +60,15 @@ class ServeDirectory:
     made again; without one, replicas are asked often.
     """
 
-    def __init__(self, handles: Handles, subscribe: Subscribe) -> None:
+    def __init__(self, handles: Handles, subscribe: Callable[[Handles, Hear], LongPoll]) -> None:
         """Nothing is asked yet. ``subscribe`` raises ImportError or AttributeError where this Ray has no such thing."""
-        self._handles, self._subscribe = handles, subscribe
+        self._handles = handles
+        self._subscribe: Callable[[Handles, Hear], LongPoll] | None = subscribe
         self._known: list[list[str]] = [[] for _ in handles]
         self._announced: dict[tuple[Role, str], float] = {}
         """Workers that said that they load, and until when that holds."""
         self._contradicted = [0] * len(handles)
-        self._subscription: Subscription | None = None
+        self._subscription: LongPoll | None = None
         self._changed: Changed | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -116,13 +87,15 @@ class ServeDirectory:
             self._subscription.close()
 
     def _resubscribe(self) -> None:
+        if self._subscribe is None:
+            return
         try:
             self._subscription = self._subscribe(self._handles, self._hear)
             if self._changed is None:  # closed meanwhile
                 self._subscription.close()
         except (ImportError, AttributeError) as error:
             log.warning("Serve's long poll is not where it was (%s); asking every %.0f s", error, POLL_SECONDS)
-            self._subscribe = _no_subscription
+            self._subscribe = None
         except Exception as error:  # the controller is away: the next round tries again
             log.warning("cannot subscribe to Serve's controller: %s", error)
 
@@ -190,9 +163,13 @@ class LongPoll:
         from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
         from ray.serve._private.long_poll import LongPollClient, LongPollNamespace
 
+        def told(number: int, info: Any) -> None:
+            metadata = [replica.replica_metadata for replica in info.running_replicas]
+            hear(number, [entry[ENDPOINT] for entry in metadata if ENDPOINT in entry])
+
         controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
         listeners: dict[Any, Callable[[Any], None]] = {
-            (LongPollNamespace.DEPLOYMENT_TARGETS, handle.deployment_id): _listener(partial(hear, number))
+            (LongPollNamespace.DEPLOYMENT_TARGETS, handle.deployment_id): partial(told, number)
             for number, (_, handle) in enumerate(handles)
         }
         self._client: Any = LongPollClient(
@@ -209,55 +186,47 @@ class LongPoll:
         self._client.stop()
 
 
-class _NoSubscription:
-    """Never tells anything."""
-
-    alive = False
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-
-def _no_subscription(_handles: Handles, _hear: Hear) -> Subscription:
-    return _NoSubscription()
-
-
-def _listener(hear: Callable[[Sequence[str]], None]) -> Callable[[Any], None]:
-    def told(info: Any) -> None:
-        metadata = [replica.replica_metadata for replica in info.running_replicas]
-        hear([entry[ENDPOINT] for entry in metadata if ENDPOINT in entry])
-
-    return told
-
-
 def serve_directory(handles: Handles) -> ServeDirectory:
     """The best directory that this version of Ray Serve allows, for the loop that runs."""
     return ServeDirectory(handles, partial(LongPoll, asyncio.get_running_loop()))
 
 
 MAX_BYTES = 1 << 20
-Workers = Mapping[Role, Sequence[str]]
-"""Addresses by role, in the order of the file; every role has an entry."""
 
 
 class WorkerListError(Exception):
     """A list that cannot be used. One line that names the file, the line and what would be right."""
 
 
-class FileDirectory:
+class StaticDirectory:
+    """A list that never changes."""
+
+    def __init__(self, workers: Mapping[Role, Sequence[str]]) -> None:
+        """Addresses by role."""
+        self.workers = workers
+
+    def start(self, changed: Changed) -> None:
+        """Begin to tell."""
+        for role, addresses in self.workers.items():
+            changed(role, addresses)
+
+    def close(self) -> None:
+        """Stop telling."""
+
+
+class FileDirectory(StaticDirectory):
     """Tells what the file says, at once and after every change that can be read."""
 
     def __init__(self, file: Path, poll_seconds: float = POLL_SECONDS) -> None:
         """Reads the file; raises :class:`WorkerListError`."""
         self._file, self._poll_seconds = file, poll_seconds
         self._seen = stamp(file)
-        self.workers = read_list(file)
         self._task: asyncio.Task[None] | None = None
+        super().__init__(read_list(file))
 
     def start(self, changed: Changed) -> None:
         """Begin to tell."""
-        for role, addresses in self.workers.items():
-            changed(role, addresses)
+        super().start(changed)
         self._task = asyncio.create_task(self._watch(changed), name=f"watch {self._file}")
 
     def close(self) -> None:
@@ -286,8 +255,8 @@ class FileDirectory:
         self.workers = workers
 
 
-def read_list(file: Path) -> Workers:
-    """The workers that a file lists. Raises :class:`WorkerListError`."""
+def read_list(file: Path) -> dict[Role, list[str]]:
+    """The workers that a file lists, in its order; every role has an entry. Raises :class:`WorkerListError`."""
     try:
         with file.open("rb") as stream:
             text = stream.read(MAX_BYTES + 1).decode("utf-8")
@@ -299,21 +268,16 @@ def read_list(file: Path) -> Workers:
         raise WorkerListError(f"{file}: is larger than {MAX_BYTES >> 20} MiB; give a list of workers")
     found: dict[Role, dict[str, None]] = {role: {} for role in Role}
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if words:
-            role, address = _worker(f"{file}, line {number}", words)
-            found[role][address] = None
+        words, where = line.partition("#")[0].split(), f"{file}, line {number}"
+        if not words:
+            continue
+        if len(words) != 2 or words[0] not in list(Role):
+            raise WorkerListError(f"{where}: must be 'target HOST:PORT' or 'draft HOST:PORT', got {' '.join(words)!r}")
+        try:
+            parse(words[1])
+        except AddressError as error:
+            raise WorkerListError(f"{where}: {error}") from error
+        found[Role(words[0])][words[1]] = None
     if not found[Role.TARGET]:
         raise WorkerListError(f"{file}: lists no target worker; a line such as 'target 10.0.0.5:7001' does")
     return {role: list(addresses) for role, addresses in found.items()}
-
-
-def _worker(where: str, words: Sequence[str]) -> tuple[Role, str]:
-    roles = {role.value: role for role in Role}
-    if len(words) != 2 or words[0] not in roles:
-        raise WorkerListError(f"{where}: must be 'target HOST:PORT' or 'draft HOST:PORT', got {' '.join(words)!r}")
-    try:
-        parse(words[1])
-    except AddressError as error:
-        raise WorkerListError(f"{where}: {error}") from error
-    return roles[words[0]], words[1]

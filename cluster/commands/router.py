@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     return asyncio.run(_serve(config, directory))
 
 
-def _directory(args: argparse.Namespace) -> FileDirectory | StaticDirectory:
+def _directory(args: argparse.Namespace) -> StaticDirectory:
     """Where the router learns its workers from; raises AddressError, CommandError."""
     if args.workers is not None:
         if args.target or args.draft:
@@ -101,7 +101,7 @@ def _directory(args: argparse.Namespace) -> FileDirectory | StaticDirectory:
     return StaticDirectory({Role.TARGET: args.target, Role.DRAFT: args.draft})
 
 
-async def _serve(config: Config, directory: FileDirectory | StaticDirectory) -> int:
+async def _serve(config: Config, directory: StaticDirectory) -> int:
     from router.service import Router, RouterError, freeze_loaded
 
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
