@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.config.settings import ConfigError, yaml_in
-from cluster.ray.declaration import IMPORT_PATH
+from cluster.ray.parts import IMPORT_PATH
 from deploy.application_rules import application_faults
 from deploy.manifests import ManifestFinding, Manifests, Object, group_name, groups, ray_container, where
 

@@ -13,6 +13,7 @@ from cluster.config.config import Config
 from cluster.config.pools import role_of
 from cluster.config.security import SecurityError, check_worker_exposure
 from cluster.console import CommandError
+from cluster.discovery import ENDPOINT
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.versions import TELLING, installed_version
 from cluster.placement import (
@@ -26,9 +27,9 @@ from cluster.placement import (
     needs,
     router_need,
 )
-from cluster.ray.cluster import reason_in
+from cluster.ray.cluster import application_details, applications, reason_in
+from cluster.ray.connection import check_token, join
 from cluster.ray.parts import all_settings
-from cluster.ray.token import check_token
 from speculation.events import Role
 
 ANSWER_SECONDS = 60.0
@@ -121,9 +122,6 @@ def deployed(config: Config) -> Mapping[str, Any] | None:
     """The settings of the application at ``ray.address``, if it was given all; None also where nobody can say."""
     import ray
 
-    from cluster.ray.connection import join
-    from cluster.ray.status import application_details
-
     try:
         join(config)
         entry = application_details().get(APPLICATION, {}).get("deployed_app_config")
@@ -139,8 +137,6 @@ def check(config: Config, addresses: dict[Role, list[str]], *, models: bool = Fa
 
     ``models``: they are not here, so a router's node is to look at them, if there is one to ask.
     """
-    from cluster.ray.connection import join
-
     try:
         join(config)
     except CommandError as error:
@@ -236,8 +232,6 @@ def _answered(node: Seen, answer: Any) -> Seen:
 
 def check_application(config: Config, addresses: dict[Role, list[str]]) -> Iterator[Finding]:
     """How what is deployed there does, whatever it is called; fills in where its workers listen."""
-    from cluster.ray.status import applications
-
     status = applications().get(APPLICATION)
     if status is None:
         yield ok("application", "not deployed yet; `paceline up --address` deploys it")
@@ -263,8 +257,6 @@ def _listening(deployment: str, addresses: list[str]) -> Iterator[Finding]:
     from ray import serve
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
-
-    from cluster.discovery import ENDPOINT
 
     handle: Any = None
     try:

@@ -1,6 +1,7 @@
 """How this process gets to Ray: starts one of its own or joins a cluster, sees when its own is gone, and ends it.
 
-Knows nothing of what runs there.
+Also whether a cluster asks who joins it: one that wants no token lets anybody who connects run code there. Knows
+nothing of what runs there.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from cluster.config.config import Config
 from cluster.config.environment import current
 from cluster.config.flags import FAILED
-from cluster.console import CommandError
+from cluster.console import CommandError, complain
 from cluster.placement import APPLICATION
 from cluster.processes.starting import NICENESS
-from transport.address import parse
+from transport.address import is_loopback, parse
 
-REFUSAL_SECONDS = 0.5
-REACH_SECONDS = 5.0
+REFUSAL_SECONDS, REACH_SECONDS = 0.5, 5.0
+_CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
 
 def join(config: Config) -> None:
@@ -64,6 +65,32 @@ def _check_reachable(address: str) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise CommandError(f"no Ray cluster at {address} ({reason}); --address takes its HOST:PORT", FAILED) from error
+
+
+def answers_anyone(address: str) -> bool:
+    """Whether Ray's control service at ``HOST:PORT`` answers a call without a token."""
+    import grpc
+
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary(_CHECK_ALIVE, bytes, bytes)(b"", timeout=REACH_SECONDS)
+        except grpc.RpcError:
+            return False
+    return True
+
+
+def check_token(config: Config, address: str, nodes: Iterable[str]) -> None:
+    """Refuse an open cluster with nodes on a network, unless the operator allows it; say so of any other open one.
+
+    ``address`` is that of Ray's control service, ``nodes`` are the hosts. Raises CommandError.
+    """
+    if not answers_anyone(address):
+        return
+    reason = f"the Ray cluster at {address} asks for no token: who can connect to it can run code on it"
+    remedy = "start Ray with RAY_AUTH_MODE=token"
+    if not (config.router.allow_remote or all(map(is_loopback, nodes))):
+        raise CommandError(f"{reason}; {remedy}, or add --allow-remote if only trusted machines can connect", FAILED)
+    complain(f"paceline: {reason}; {remedy}")
 
 
 @contextlib.contextmanager

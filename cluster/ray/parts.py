@@ -3,7 +3,9 @@
 When the ``args`` of an application change, Serve replaces all its replicas; when the options of one deployment do, only
 those of that one. So what ``paceline up`` deploys has in its ``args`` no more than which deployments there are
 (:func:`outline`), and each replica finds its settings (:func:`part`) in its environment (:func:`known`). Where Serve is
-given all settings in ``args``, as by a RayService, those hold.
+given all settings in ``args``, as by a RayService, those hold. Numbers of replicas stand with the options as well, and
+where any follow the load, so do the bounds within which Serve asks our policy about all deployments
+(:func:`declaration`): no replica is replaced when those change.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from cluster.autoscaling import serve_policy
 from cluster.config.config import (
     AdmissionConfig,
     AutoscalingConfig,
@@ -27,10 +30,11 @@ from cluster.config.environment import CHECKOUT, VISIBLE_GPUS, haproxy, replica_
 from cluster.config.environment import REPLICA_SETTINGS as SETTINGS
 from cluster.config.pools import TARGET_POOL, DraftConfig, Pool, TargetConfig, chosen_threads
 from cluster.config.settings import DEFAULT_POOL
-from cluster.placement import need, router_need
+from cluster.placement import APPLICATION, need, router_need
 from cluster.processes.starting import NICENESS, openmp_environment
 from speculation.events import Role
 
+IMPORT_PATH = "cluster.serve_app:application"
 STOP_SECONDS = 5.0
 """What a replica needs to end once it has drained."""
 LOCAL_DRAIN_SECONDS = 10.0
@@ -92,6 +96,31 @@ def all_settings(application: Mapping[str, Any]) -> Mapping[str, Any] | None:
     actors = [entry.get("ray_actor_options") or {} for entry in application.get("deployments") or []]
     environments = [(actor.get("runtime_env") or {}).get("env_vars") or {} for actor in actors]
     return None if any(SETTINGS in environment for environment in environments) else application.get("args")
+
+
+def declaration(config: Config) -> dict[str, Any]:
+    """What ``paceline up`` deploys: an entry of ``applications`` in a ServeDeploySchema, as plain values."""
+    environment = {"PYTHONPATH": str(CHECKOUT)} if config.ray.address == "local" else {}
+    pools = [pool for pool in config.pools() if max_replicas_of(pool.settings)]
+    described = {
+        "name": APPLICATION,
+        "route_prefix": "/",
+        "import_path": IMPORT_PATH,
+        "runtime_env": {"env_vars": environment},
+        "args": asdict(outline(config)),
+        "deployments": [_declared(config, pool) for pool in (*pools, None)],
+    }
+    return described | ({"autoscaling_policy": serve_policy.declared(config)} if config.autoscales else {})
+
+
+def _declared(config: Config, pool: Pool | None) -> dict[str, Any]:
+    """One of workers, or that of the routers (None). Where any follows the load, all are within bounds."""
+    wanted = router_need(config) if pool is None else need(pool, config)
+    described = {"name": wanted.deployment} | options(config, pool, settings=True)
+    if not config.autoscales:
+        return described
+    bound = max_replicas_of(config.router if pool is None else pool.settings)
+    return described | serve_policy.options(wanted.replicas, bound, config.autoscaling)
 
 
 def options(config: Config, pool: Pool | None, *, settings: bool = False) -> dict[str, Any]:

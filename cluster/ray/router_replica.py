@@ -13,9 +13,9 @@ from cluster.config.config import Config
 from cluster.config.security import check_http_exposure
 from cluster.config.serving import router_settings
 from cluster.discovery import Handles, serve_directory
+from cluster.ray.connection import check_token
 from cluster.ray.metrics import RayExporter
 from cluster.ray.parts import known
-from cluster.ray.token import check_token
 from router.http.api import build_app
 from router.http.prompt_recorder import PromptRecorder
 from router.service import dispatcher, freeze_loaded

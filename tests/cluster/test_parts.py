@@ -21,10 +21,9 @@ from cluster.config.serving import router_settings, target_of
 from cluster.console import CommandError
 from cluster.discovery import ServeDirectory, StaticDirectory
 from cluster.placement import GPU_CLASS, ClusterNode, Need, lacking, needs
-from cluster.ray import router_replica, token, worker_replicas
+from cluster.ray import connection, router_replica, worker_replicas
 from cluster.ray.cluster import reason_in
-from cluster.ray.declaration import declaration
-from cluster.ray.parts import LOCAL_DRAIN_SECONDS, SETTINGS, STOP_SECONDS, known, options, outline
+from cluster.ray.parts import SETTINGS, declaration, known, options, outline
 from cluster.serve_app import build
 from router.sessions.choice import StandbyTargets
 from speculation.events import Role
@@ -465,7 +464,7 @@ def http_at(monkeypatch, host, hosts=("127.0.0.1",), answers_anyone=False):
     nodes = [{"NodeManagerAddress": host, "Alive": True} for host in hosts]
     monkeypatch.setattr("ray.nodes", lambda: [*nodes, {"NodeManagerAddress": "192.0.2.9", "Alive": False}])
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(gcs_address="192.0.2.1:6379"))
-    monkeypatch.setattr(token, "answers_anyone", {"192.0.2.1:6379": answers_anyone}.__getitem__)
+    monkeypatch.setattr(connection, "answers_anyone", {"192.0.2.1:6379": answers_anyone}.__getitem__)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from cluster.autoscaling.serve_policy import STATE, DecisionMetrics, ServePolicy
 from cluster.config.checks import CheckError, check_bounds
 from cluster.config.config import from_mapping
 from cluster.placement import needs
-from cluster.ray.declaration import declaration
+from cluster.ray.parts import declaration
 from speculation.demand import DraftDemand, RouterDemand, TargetDemand
 
 CONFIG = {

@@ -20,7 +20,7 @@ from cluster.config.security import (
 )
 from cluster.config.settings import Override
 from cluster.console import CommandError
-from cluster.ray.token import answers_anyone, check_token
+from cluster.ray.connection import answers_anyone, check_token
 from tests.certificates import Authority
 
 TLS = {"security.certificate": "/c.crt", "security.key": "/c.key", "security.authority": "/ca.crt"}

@@ -23,10 +23,9 @@ from cluster.doctor import certificates, endpoint, machine, models, ray_nodes, v
 from cluster.doctor.finding import Level
 from cluster.doctor.models import WeightsError, read_weights
 from cluster.placement import GPU_CLASS, ClusterNode
-from cluster.ray import status, token
-from cluster.ray.declaration import declaration
-from cluster.ray.parts import all_settings
-from cluster.ray.status import ApplicationStatus, DeploymentStatus
+from cluster.ray import connection
+from cluster.ray.cluster import ApplicationStatus, DeploymentStatus
+from cluster.ray.parts import all_settings, declaration
 from engine.host.memory import GIB
 from speculation.events import Role
 from speculation.messages import Welcome
@@ -454,7 +453,7 @@ def test_what_runs_on_the_nodes():
 
 def test_what_up_refuses_to_serve_from_is_told_before(monkeypatch):
     open_to = {"10.0.0.1:6379": True, "10.0.0.1:6380": False}
-    monkeypatch.setattr(token, "answers_anyone", open_to.__getitem__)
+    monkeypatch.setattr(connection, "answers_anyone", open_to.__getitem__)
     trusted, guarded = Config(router=RouterConfig(allow_remote=True)), Config(security=SecurityConfig("c", "k", "a"))
     for config, host, port, words in (
         (Config(), "127.0.0.2", 6379, ""),
@@ -557,11 +556,11 @@ def test_a_worker_that_does_not_answer(monkeypatch):
 
 def test_an_application_that_does_not_do_well(monkeypatch):
     failed = ApplicationStatus("DEPLOY_FAILED", "no\nluck", {})
-    monkeypatch.setattr(status, "applications", lambda: {"paceline": failed})
+    monkeypatch.setattr(ray_nodes, "applications", lambda: {"paceline": failed})
     first, second = ray_nodes.check_application(Config(), {})
     assert str(first) == "problem  application: DEPLOY_FAILED: no luck; see Ray's logs"
     assert "has no workers, and none that this configuration describes" in str(second)
-    monkeypatch.setattr(status, "applications", dict)
+    monkeypatch.setattr(ray_nodes, "applications", dict)
     assert "not deployed yet" in only(ray_nodes.check_application(Config(), {}))
 
 
@@ -582,7 +581,7 @@ def deployed(monkeypatch, replicas, config, found, **messages):
         name: DeploymentStatus("", messages.get(name, ""), Counter({"RUNNING": 1} if answers else {}))
         for name, answers in replicas.items()
     }
-    monkeypatch.setattr(status, "applications", lambda: {"paceline": ApplicationStatus("RUNNING", "", states)})
+    monkeypatch.setattr(ray_nodes, "applications", lambda: {"paceline": ApplicationStatus("RUNNING", "", states)})
     monkeypatch.setattr(serve, "get_deployment_handle", handle)
     findings = list(ray_nodes.check_application(config, found))
     assert closed == [name for name, answers in replicas.items() if answers]

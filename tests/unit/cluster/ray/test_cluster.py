@@ -13,7 +13,7 @@ from ray.serve.schema import ServeInstanceDetails
 from cluster.config.config import from_mapping
 from cluster.console import CommandError
 from cluster.ray import cluster as ray_cluster
-from cluster.ray import connection, status
+from cluster.ray import connection
 
 CONFIG = from_mapping({"router": {"port": 8001}, "ray": {"address": "10.0.0.5:6379"}}, "test")
 
@@ -137,14 +137,14 @@ def test_what_serve_says_is_read_as_its_own_status_has_it(monkeypatch):
     sent = details._get_user_facing_json_serializable_dict(exclude_unset=True)
     client = SimpleNamespace(get_serve_details=lambda: sent)
     monkeypatch.setattr(context, "_get_global_client", lambda raise_if_no_controller_running: client)
-    ours, its_own = status.applications()["paceline"], details._get_status().applications["paceline"]
+    ours, its_own = ray_cluster.applications()["paceline"], details._get_status().applications["paceline"]
     assert (ours.status, ours.message) == (its_own.status, its_own.message)
     ((name, found),), ((its_name, its),) = ours.deployments.items(), its_own.deployments.items()
     assert (name, found.status, found.message) == (its_name, its.status, its.message)
     assert (f"{ours.status}", f"{found.status}") == ("DEPLOYING", "UPDATING")
     assert dict(found.replica_states) == its.replica_states == {"RUNNING": 2, "STARTING": 1}
     monkeypatch.setattr(context, "_get_global_client", lambda raise_if_no_controller_running: None)
-    assert status.applications() == {}
+    assert ray_cluster.applications() == {}
 
 
 @pytest.mark.parametrize(
