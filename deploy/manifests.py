@@ -21,7 +21,7 @@ class RenderError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class ManifestFinding:
+class Violation:
     """Something that would go wrong."""
 
     where: str

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from cluster.fetch import COMPLETE, READABLE, FetchError, bytes_in, models_in
-from deploy.manifests import ManifestFinding, Manifests, Object, environment_of, group_name, groups, where
+from deploy.manifests import Manifests, Object, Violation, environment_of, group_name, groups, where
 from deploy.pod_rules import GPU
 
 LIST, STORAGE = "MODELS", "STORAGE"
@@ -17,13 +17,13 @@ SMALL = {"fp8": 1.0, "int8": 1.0, "w8a8": 1.0, "8bit": 1.0, "awq": 0.55, "gptq":
 """Bytes of a weight of models whose names say so; two of all others."""
 
 
-def model_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
+def model_findings(manifests: Manifests) -> Iterator[Violation]:
     """Of every Job that fetches models, and of the pods that read these."""
     for job in manifests.of("Job"):
         told = fetched_by(job)
         if LIST in told:
             for what in _of_job(job, told, manifests):
-                yield ManifestFinding(where(job), what)
+                yield Violation(where(job), what)
             for service in manifests.of("RayService"):
                 yield from _of_waiting(service)
 
@@ -64,7 +64,7 @@ def least_bytes(model: str) -> int:
     return int(max((float(count) for _, count in counts), default=0.0) * size * 1e9)
 
 
-def _of_waiting(service: Object) -> Iterator[ManifestFinding]:
+def _of_waiting(service: Object) -> Iterator[Violation]:
     """Routers read tokenizers, workers weights; each waits for no more and no less."""
     for group in groups(service)[1:]:
         spec = group["template"]["spec"]
@@ -75,6 +75,6 @@ def _of_waiting(service: Object) -> Iterator[ManifestFinding]:
         mark = COMPLETE if gpus else READABLE
         waits = " ".join(" ".join(entry.get("args", [])) for entry in spec.get("initContainers", []))
         if f"/{mark}" not in waits:
-            yield ManifestFinding(
+            yield Violation(
                 where(service, group_name(group)), f"must wait until each model has {mark}, in an init container"
             )

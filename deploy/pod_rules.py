@@ -5,30 +5,30 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from deploy.manifests import ManifestFinding, Manifests, Object, Pod, mount_of, where
+from deploy.manifests import Manifests, Object, Pod, Violation, mount_of, where
 
 GPU = "nvidia.com/gpu"
 DIGEST = "@sha256:[0-9a-f]{64}$"
 PROBE = "engine.host.live_gpus"
 
 
-def pod_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
+def pod_findings(manifests: Manifests) -> Iterator[Violation]:
     """Of every pod, every container, and the container of Ray's autoscaler, which KubeRay adds."""
     for pod in manifests.pods():
         for what in _of_pod(pod):
-            yield ManifestFinding(pod.where, what)
+            yield Violation(pod.where, what)
         for container in pod.containers():
             for what in _of_container(container):
-                yield ManifestFinding(f"{pod.where} {container['name']}", what)
+                yield Violation(f"{pod.where} {container['name']}", what)
     for service in manifests.of("RayService"):
         cluster = service["spec"]["rayClusterConfig"]
         if cluster.get("enableInTreeAutoscaling"):
             options = cluster.get("autoscalerOptions", {})
             for what in [*_of_security(options.get("securityContext", {})), *_of_resources(options)]:
-                yield ManifestFinding(where(service, "autoscaler"), what)
+                yield Violation(where(service, "autoscaler"), what)
 
 
-def image_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
+def image_findings(manifests: Manifests) -> Iterator[Violation]:
     """Of images that may be others tomorrow: a version is a name that its owner can give again, a digest is not.
 
     That of our own image also settles what it was built from.
@@ -37,7 +37,7 @@ def image_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
         for container in pod.containers():
             if not re.search(DIGEST, container["image"]):
                 what = f"the image {container['image']!r} may be another one tomorrow; name it by digest, @sha256:..."
-                yield ManifestFinding(f"{pod.where} {container['name']}", what)
+                yield Violation(f"{pod.where} {container['name']}", what)
 
 
 def _of_pod(pod: Pod) -> Iterator[str]:

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 
 from deploy.manifests import (
-    ManifestFinding,
     Manifests,
     Object,
+    Violation,
     environment_of,
     group_name,
     groups,
@@ -49,18 +49,18 @@ RESOURCES = ("num-cpus", "num-gpus", "memory", "resources")
 _NAME = r"[a-z]([-a-z0-9]*[a-z0-9])?"
 
 
-def ray_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
+def ray_findings(manifests: Manifests) -> Iterator[Violation]:
     """Of every RayService; there should be one."""
     services = manifests.of("RayService")
     if len(services) != 1:
-        yield ManifestFinding("manifests", f"there must be one RayService, not {len(services)}")
+        yield Violation("manifests", f"there must be one RayService, not {len(services)}")
     for service in services:
         for what in [*_of_service(service), *_of_autoscaler(service), *_of_state(service)]:
-            yield ManifestFinding(where(service), what)
+            yield Violation(where(service), what)
         yield from _of_redis(service, manifests)
         for group in groups(service):
             for what in [*_of_group(group, service), *_of_shutdown(group), *_of_proxies(ray_container(group))]:
-                yield ManifestFinding(where(service, group_name(group)), what)
+                yield Violation(where(service, group_name(group)), what)
 
 
 def drain_seconds(container: Object) -> float:
@@ -135,13 +135,13 @@ def _of_state(service: Object) -> Iterator[str]:
         yield "gcsFaultToleranceOptions.redisPassword must come from a Secret"
 
 
-def _of_redis(service: Object, manifests: Manifests) -> Iterator[ManifestFinding]:
+def _of_redis(service: Object, manifests: Manifests) -> Iterator[Violation]:
     """Of the Redis that keeps the head's state, where it is one of ours."""
     for entry in manifests.of("Service"):
         for pod in manifests.pods_of(entry) if entry["metadata"]["name"] == redis_of(service) else []:
             said = " ".join(str(part) for part in pod.spec["containers"][0].get("args", []))
             if "--tls-port" not in said or "--port 0" not in said:
-                yield ManifestFinding(pod.where, "must listen with --tls-port alone, and --port 0")
+                yield Violation(pod.where, "must listen with --tls-port alone, and --port 0")
 
 
 def _of_autoscaler(service: Object) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from deploy.manifests import ManifestFinding, Manifests, Object, Pod, group_pod, groups, selects, where
+from deploy.manifests import Manifests, Object, Pod, Violation, group_pod, groups, selects, where
 from deploy.pod_rules import GPU
 
 
@@ -69,21 +69,19 @@ OF_A_CLUSTER = "ray.io/cluster"
 """Label by which KubeRay tells the pods of the cluster that serves from those of the one that is to replace it."""
 
 
-def reference_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
+def reference_findings(manifests: Manifests) -> Iterator[Violation]:
     """Of all objects together."""
     known = _known(manifests)
     for place, kind, name in sorted(references(manifests)):
         if (kind, name) not in known:
             hint = "; a Secret to make by hand is listed in deploy/reference_rules.py" if kind == "Secret" else ""
-            yield ManifestFinding(place, f"there is no {kind} {name}{hint}")
+            yield Violation(place, f"there is no {kind} {name}{hint}")
     for pod in manifests.pods():
         volumes = {volume["name"] for volume in pod.spec.get("volumes", [])} | _claims(manifests, pod)
         for container in pod.containers():
             for mount in container.get("volumeMounts", []):
                 if mount["name"] not in volumes:
-                    yield ManifestFinding(
-                        f"{pod.where} {container['name']}", f"there is no volume {mount['name']} to mount"
-                    )
+                    yield Violation(f"{pod.where} {container['name']}", f"there is no volume {mount['name']} to mount")
     yield from _selectors(manifests)
     yield from _authorities(manifests)
     yield from _budgets(manifests)
@@ -163,7 +161,7 @@ def _claims(manifests: Manifests, pod: Pod) -> set[str]:
     return set()
 
 
-def _selectors(manifests: Manifests) -> Iterator[ManifestFinding]:
+def _selectors(manifests: Manifests) -> Iterator[Violation]:
     pods = manifests.pods()
     for entry in manifests.of("NetworkPolicy"):
         yield from _must_select(entry, "podSelector", entry["spec"]["podSelector"], pods)
@@ -177,46 +175,40 @@ def _selectors(manifests: Manifests) -> Iterator[ManifestFinding]:
     if not any(
         {"Ingress", "Egress"} == set(spec.get("policyTypes", [])) and not spec.get("ingress") for spec in denied
     ):
-        yield ManifestFinding(
-            "manifests", "there must be a NetworkPolicy that denies everything, in and out, to all pods"
-        )
+        yield Violation("manifests", "there must be a NetworkPolicy that denies everything, in and out, to all pods")
 
 
-def _spread(pod: Pod) -> Iterator[ManifestFinding]:
+def _spread(pod: Pod) -> Iterator[Violation]:
     for spread in pod.spec.get("topologySpreadConstraints", []):
         place = f"its spread over {spread['topologyKey']}"
         if not selects(spread.get("labelSelector", {}), pod.labels):
-            yield ManifestFinding(pod.where, f"{place} does not select the pod itself")
+            yield Violation(pod.where, f"{place} does not select the pod itself")
         strict = spread["whenUnsatisfiable"] == "DoNotSchedule"
         if strict and spread.get("nodeTaintsPolicy") != "Honor":
-            yield ManifestFinding(
-                pod.where, f"{place} counts nodes that the pod cannot go to; set nodeTaintsPolicy: Honor"
-            )
+            yield Violation(pod.where, f"{place} counts nodes that the pod cannot go to; set nodeTaintsPolicy: Honor")
         if strict and OF_A_CLUSTER not in spread.get("matchLabelKeys", []):
-            yield ManifestFinding(
-                pod.where, f"{place} counts pods of other clusters; set matchLabelKeys: [{OF_A_CLUSTER}]"
-            )
+            yield Violation(pod.where, f"{place} counts pods of other clusters; set matchLabelKeys: [{OF_A_CLUSTER}]")
 
 
-def _must_select(entry: Object, part: str, selector: Object, pods: list[Pod]) -> Iterator[ManifestFinding]:
+def _must_select(entry: Object, part: str, selector: Object, pods: list[Pod]) -> Iterator[Violation]:
     if not any(selects(selector, pod.labels) for pod in pods):
-        yield ManifestFinding(where(entry, part), "selects no pod")
+        yield Violation(where(entry, part), "selects no pod")
 
 
-def _authorities(manifests: Manifests) -> Iterator[ManifestFinding]:
+def _authorities(manifests: Manifests) -> Iterator[Violation]:
     """What cert-manager does unless it is told differs between its versions."""
     for certificate in manifests.of("Certificate"):
         rotation = certificate["spec"].get("privateKey", {}).get("rotationPolicy")
         if certificate["spec"].get("isCA") and rotation != "Never":
-            yield ManifestFinding(where(certificate), "privateKey.rotationPolicy of an authority must be Never")
+            yield Violation(where(certificate), "privateKey.rotationPolicy of an authority must be Never")
 
 
-def _budgets(manifests: Manifests) -> Iterator[ManifestFinding]:
+def _budgets(manifests: Manifests) -> Iterator[Violation]:
     """Kubernetes cannot count a RayCluster's pods as replicas, so only a whole number that must stay has an effect."""
     for budget in manifests.of("PodDisruptionBudget"):
         place, stay = where(budget), budget["spec"].get("minAvailable")
         if not isinstance(stay, int):
-            yield ManifestFinding(
+            yield Violation(
                 place, "minAvailable must be a whole number: Ray's pods have no controller that can be asked"
             )
             continue
@@ -224,25 +216,23 @@ def _budgets(manifests: Manifests) -> Iterator[ManifestFinding]:
             pod.at_least for pod in manifests.pods() if selects(budget["spec"].get("selector", {}), pod.labels)
         )
         if stay >= fewest:
-            yield ManifestFinding(
-                place, f"minAvailable is {stay} of {fewest} pods, so a machine could never be drained"
-            )
+            yield Violation(place, f"minAvailable is {stay} of {fewest} pods, so a machine could never be drained")
 
 
-def _apart(manifests: Manifests) -> Iterator[ManifestFinding]:
+def _apart(manifests: Manifests) -> Iterator[Violation]:
     """Whether one machine could take all pods of a kind that is to outlive a machine, or the head and its state."""
     pods = manifests.pods()
     for budget in manifests.of("PodDisruptionBudget"):
         for pod in pods:
             if selects(budget["spec"].get("selector", {}), pod.labels) and not _on_two_machines(pod):
                 said = f"whose loss {where(budget)} is against"
-                yield ManifestFinding(pod.where, f"all of its pods may come to one machine, {said}")
+                yield Violation(pod.where, f"all of its pods may come to one machine, {said}")
     for service in manifests.of("RayService"):
         head, state = group_pod(service, groups(service)[0]), redis_of(service)
         for entry in manifests.of("Service") if state else []:
             for pod in manifests.pods_of(entry) if entry["metadata"]["name"] == state else []:
                 if not _shuns(pod, head):
-                    yield ManifestFinding(pod.where, "may come to the machine of Ray's head, whose state it keeps")
+                    yield Violation(pod.where, "may come to the machine of Ray's head, whose state it keeps")
 
 
 def redis_of(service: Object) -> str:
@@ -272,7 +262,7 @@ def _shuns(pod: Pod, other: Pod) -> bool:
     )
 
 
-def _ports(manifests: Manifests) -> Iterator[ManifestFinding]:
+def _ports(manifests: Manifests) -> Iterator[Violation]:
     """Policies, monitors and routes name ports that the pods have."""
     pods = manifests.pods()
     yield from _policy_ports(manifests.of("NetworkPolicy"), pods)
@@ -280,22 +270,22 @@ def _ports(manifests: Manifests) -> Iterator[ManifestFinding]:
         for pod in pods:
             for endpoint in monitor["spec"]["podMetricsEndpoints"]:
                 if selects(monitor["spec"]["selector"], pod.labels) and endpoint["port"] not in _open(pod):
-                    yield ManifestFinding(where(monitor), f"{pod.where} has no port {endpoint['port']}")
+                    yield Violation(where(monitor), f"{pod.where} has no port {endpoint['port']}")
     for pool in manifests.of("InferencePool"):
         for port in pool["spec"]["targetPorts"]:
             if port["number"] != HTTP_PORT:
-                yield ManifestFinding(where(pool), f"HTTP is on port {HTTP_PORT}, got {port['number']}")
+                yield Violation(where(pool), f"HTTP is on port {HTTP_PORT}, got {port['number']}")
     yield from _entrance(manifests)
     yield from _paths(manifests)
 
 
-def _paths(manifests: Manifests) -> Iterator[ManifestFinding]:
+def _paths(manifests: Manifests) -> Iterator[Violation]:
     """Where clients are led, and what of it they may reach."""
     for route in manifests.of("HTTPRoute"):
         for rule in route["spec"]["rules"]:
             for backend in rule["backendRefs"]:
                 if backend.get("port", HTTP_PORT) != HTTP_PORT:
-                    yield ManifestFinding(where(route), f"HTTP is on port {HTTP_PORT}, got {backend['port']}")
+                    yield Violation(where(route), f"HTTP is on port {HTTP_PORT}, got {backend['port']}")
             wanted = [match.get("path", {}) for match in rule.get("matches", [{}])]
             paths = [(path.get("type", "PathPrefix"), path.get("value", "/")) for path in wanted]
             yield from _for_operators(route, paths)
@@ -304,47 +294,43 @@ def _paths(manifests: Manifests) -> Iterator[ManifestFinding]:
             yield from _for_operators(ingress, [(path["pathType"], path["path"]) for path in rule["http"]["paths"]])
 
 
-def _for_operators(route: Object, paths: Sequence[tuple[str, str]]) -> Iterator[ManifestFinding]:
+def _for_operators(route: Object, paths: Sequence[tuple[str, str]]) -> Iterator[Violation]:
     """What routers tell of themselves must not be among what comes through, by how a path is to match and the path."""
     for own in OPERATORS_PATHS:
         if any(own == path or (how != "Exact" and f"{own}/".startswith(f"{path.rstrip('/')}/")) for how, path in paths):
-            yield ManifestFinding(where(route), f"{own} is for operators, and comes through here")
+            yield Violation(where(route), f"{own} is for operators, and comes through here")
 
 
-def _entrance(manifests: Manifests) -> Iterator[ManifestFinding]:
+def _entrance(manifests: Manifests) -> Iterator[Violation]:
     """HTTP enters by pods that compute nothing, once they can serve: what enters by a pod ends with it."""
     theirs = {f"{name}{SERVE_SERVICE}" for name in manifests.names("RayService")}
     for route in manifests.of("HTTPRoute", "Ingress"):
         for name in sorted({name for kind, name in _mentioned(route) if kind == "Service"} & theirs):
-            yield ManifestFinding(
-                where(route), f"{name} leads clients into every pod; lead them to a Service of routers"
-            )
+            yield Violation(where(route), f"{name} leads clients into every pod; lead them to a Service of routers")
     for service in manifests.of("Service"):
         leads = any(port.get("targetPort") in ("serve", HTTP_PORT) for port in service["spec"]["ports"])
         for pod in manifests.pods_of(service) if leads else []:
             main = pod.spec["containers"][0]
             if GPU in main.get("resources", {}).get("requests", {}):
-                yield ManifestFinding(where(service), f"leads clients into {pod.where}, which computes")
+                yield Violation(where(service), f"leads clients into {pod.where}, which computes")
             elif main.get("readinessProbe", {}).get("httpGet", {}).get("path") != READY:
-                yield ManifestFinding(
-                    pod.where, f"must be ready by {READY}: {service['metadata']['name']} leads clients in"
-                )
+                yield Violation(pod.where, f"must be ready by {READY}: {service['metadata']['name']} leads clients in")
 
 
-def _policy_ports(policies: Iterable[Object], pods: Sequence[Pod]) -> Iterator[ManifestFinding]:
+def _policy_ports(policies: Iterable[Object], pods: Sequence[Pod]) -> Iterator[Violation]:
     for policy in policies:
         selected = [pod for pod in pods if selects(policy["spec"]["podSelector"], pod.labels)]
         opened = {number for pod in selected for number in _open(pod).values()}
         for rule in policy["spec"].get("ingress", []):
             for port in rule.get("ports", []):
                 if "endPort" not in port and port["port"] not in opened:
-                    yield ManifestFinding(where(policy), f"no pod that it selects has port {port['port']}")
+                    yield Violation(where(policy), f"no pod that it selects has port {port['port']}")
             for number, what in CLOSED.items() if HTTP_PORT in opened else ():
                 if any(_covers(port, number) for port in rule.get("ports", [{"port": number}])):
-                    yield ManifestFinding(where(policy), f"lets others see {what}, on port {number}")
+                    yield Violation(where(policy), f"lets others see {what}, on port {number}")
 
 
-def _names(manifests: Manifests) -> Iterator[ManifestFinding]:
+def _names(manifests: Manifests) -> Iterator[Violation]:
     """Everything is denied but what policies let out, and no pod does without names."""
     for pod in manifests.pods():
         ways = manifests.ways_out(pod)
@@ -353,11 +339,9 @@ def _names(manifests: Manifests) -> Iterator[ManifestFinding]:
             places = [place for way in there for place in way.get("to", [{"ipBlock": {"cidr": NODE_LOCAL}}])]
             if not any(place.get("ipBlock", {}).get("cidr") == NODE_LOCAL for place in places):
                 what = f"no NetworkPolicy lets it ask NodeLocal DNSCache ({NODE_LOCAL}, {protocol} port {NAMES})"
-                yield ManifestFinding(pod.where, what)
+                yield Violation(pod.where, what)
             if not any("podSelector" in place and selects(place["podSelector"], OF_NAMES) for place in places):
-                yield ManifestFinding(
-                    pod.where, f"no NetworkPolicy lets it ask Kubernetes' DNS ({protocol} port {NAMES})"
-                )
+                yield Violation(pod.where, f"no NetworkPolicy lets it ask Kubernetes' DNS ({protocol} port {NAMES})")
 
 
 def _lets_out(way: Object, number: int, protocol: str) -> bool:

@@ -12,7 +12,7 @@ import jsonschema
 import kubernetes_validate
 import yaml
 
-from deploy.manifests import ManifestFinding, Manifests, Object, where
+from deploy.manifests import Manifests, Object, Violation, where
 
 KUBERNETES = "1.32"
 """Whose schemas Kubernetes' own kinds are checked with."""
@@ -22,11 +22,11 @@ LONGEST = 200
 """Characters of a message; a schema's may quote a whole manifest."""
 
 
-def schema_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
+def schema_findings(manifests: Manifests) -> Iterator[Violation]:
     """Of every object. One whose kind has no schema here is a finding as well."""
     for entry in manifests.objects:
         for what in _faults(entry):
-            yield ManifestFinding(where(entry), what if len(what) <= LONGEST else f"{what[:LONGEST]}...")
+            yield Violation(where(entry), what if len(what) <= LONGEST else f"{what[:LONGEST]}...")
 
 
 def _faults(entry: Object) -> Iterator[str]:

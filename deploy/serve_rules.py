@@ -12,26 +12,26 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.config.settings import ConfigError, yaml_in
 from cluster.ray.parts import IMPORT_PATH
 from deploy.application_rules import application_faults
-from deploy.manifests import ManifestFinding, Manifests, Object, group_name, groups, ray_container, where
+from deploy.manifests import Manifests, Object, Violation, group_name, groups, ray_container, where
 
 
-def serve_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
+def serve_findings(manifests: Manifests) -> Iterator[Violation]:
     """Of the Serve configuration of every RayService, down to Paceline's own below ``args``."""
     for service in manifests.of("RayService"):
         place = where(service, "serveConfigV2")
         try:
             document = yaml_in("it", service["spec"].get("serveConfigV2", ""))
         except ConfigError as error:
-            yield ManifestFinding(place, str(error))
+            yield Violation(place, str(error))
             continue
         if not isinstance(document, dict):
-            yield ManifestFinding(place, "must be a mapping")
+            yield Violation(place, "must be a mapping")
             continue
         faults = [*_schema_faults(document), *_unknown_keys(document, ServeDeploySchema)]
-        yield from (ManifestFinding(place, what) for what in faults or _of_serve(document, service))
+        yield from (Violation(place, what) for what in faults or _of_serve(document, service))
         for application in [] if faults else document["applications"]:
             for what in application_faults(application, service, manifests):
-                yield ManifestFinding(f"{place} {application['name']}", what)
+                yield Violation(f"{place} {application['name']}", what)
 
 
 def _schema_faults(document: Object) -> Iterator[str]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cluster.console import complain, say
-from deploy.manifests import ManifestFinding, Manifests, RenderError, render
+from deploy.manifests import Manifests, RenderError, Violation, render
 from deploy.model_rules import model_findings
 from deploy.pod_rules import image_findings, pod_findings
 from deploy.ray_rules import ray_findings
@@ -24,7 +24,7 @@ from deploy.reference_rules import CLAIM, MODELS, models_by_hand, reference_find
 from deploy.schema_rules import schema_findings
 from deploy.serve_rules import serve_findings
 
-RULES: tuple[Callable[[Manifests], Iterable[ManifestFinding]], ...] = (
+RULES: tuple[Callable[[Manifests], Iterable[Violation]], ...] = (
     ray_findings,
     serve_findings,
     model_findings,
@@ -34,7 +34,7 @@ RULES: tuple[Callable[[Manifests], Iterable[ManifestFinding]], ...] = (
 """They may rely on the shape that the schemas have found right."""
 
 
-def findings(manifests: Manifests) -> list[ManifestFinding]:
+def findings(manifests: Manifests) -> list[Violation]:
     """Everything that would go wrong; only what is wrong with the shapes, if something is."""
     shapes = list(schema_findings(manifests))
     return shapes or [finding for rule in RULES for finding in rule(manifests)]
