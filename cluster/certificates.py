@@ -6,8 +6,6 @@ not protected by a password, only by who may read the folder.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from cluster.config.environment import replace_file
 from transport.tls import ROLES, name_of
 
 AUTHORITY_LIFE = timedelta(days=3650)
@@ -119,21 +118,8 @@ def now() -> datetime:
 
 
 def _write(folder: Path, name: str, issued: Issued) -> None:
-    _replace(folder / f"{name}.key", issued.key_pem, 0o600)
-    _replace(folder / f"{name}.crt", issued.certificate_pem, 0o644)
-
-
-def _replace(path: Path, content: bytes, mode: int) -> None:
-    """Nobody ever reads half a file, or a key before its mode is set."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    replace_file(folder / f"{name}.key", issued.key_pem, 0o600)
+    replace_file(folder / f"{name}.crt", issued.certificate_pem, 0o644)
 
 
 def _begun(

@@ -51,7 +51,7 @@ class TextPiece:
 class CompletionTally:
     """What was seen of a completion so far."""
 
-    parts: list[str] = field(default_factory=list)
+    text: str = ""
     tokens: int = 0
     accepted: int = 0
     offered: int = 0
@@ -59,11 +59,6 @@ class CompletionTally:
     """Tokens of the first commit, which came with the prompt's computation."""
     started: float = 0.0
     ended: float = 0.0
-
-    @property
-    def text(self) -> str:
-        """All of it."""
-        return "".join(self.parts)
 
     @property
     def rate(self) -> float | None:
@@ -114,7 +109,10 @@ def stream(
                 response.read()
                 raise _refusal(response)
             for event in _events(response):
-                yield from _pieces(event, tally)
+                tally.add(event["speculation"], time.perf_counter())
+                for piece in event["speculation"]["pieces"]:
+                    tally.text += piece["text"]
+                    yield TextPiece(piece["text"], piece["drafted"])
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
         raise CommandError(f"no Paceline at {url}; start one with `paceline up`", FAILED) from error
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
@@ -126,6 +124,7 @@ def stream(
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """Those of commits."""
     for line in response.iter_lines():
         data = line.removeprefix("data: ")
         if data == line or data == "[DONE]":
@@ -133,17 +132,8 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
         event: dict[str, Any] = json.loads(data)
         if "error" in event:
             raise CommandError(f"the server gave up: {event['error']['message']}", FAILED)
-        yield event
-
-
-def _pieces(event: dict[str, Any], tally: CompletionTally) -> Iterator[TextPiece]:
-    speculation = event.get("speculation")
-    if speculation is None:
-        return
-    tally.add(speculation, time.perf_counter())
-    for piece in speculation["pieces"]:
-        tally.parts.append(piece["text"])
-        yield TextPiece(piece["text"], piece["drafted"])
+        if event.get("speculation") is not None:
+            yield event
 
 
 def _refusal(response: httpx.Response) -> CommandError:

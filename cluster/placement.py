@@ -61,34 +61,30 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """A node of the cluster, as far as placement cares."""
+    """A node of the cluster, as far as placement cares, or what is left of it."""
 
     cpus: float
     gpus: float
     labels: Mapping[str, str]
+
+    def has_labels(self, need: Need) -> bool:
+        """Those that a replica asks for."""
+        return need.labels.items() <= self.labels.items()
+
+    def has_room(self, need: Need) -> bool:
+        """For a replica."""
+        slack = 1e-6  # sums of tenths
+        return self.cpus + slack >= need.cpus * need.ranks and self.gpus + slack >= need.gpus * need.ranks
+
+    def without(self, need: Need) -> ClusterNode:
+        """What a replica leaves of it."""
+        return replace(self, cpus=self.cpus - need.cpus * need.ranks, gpus=self.gpus - need.gpus * need.ranks)
 
 
 def described_node(node: Mapping[str, Any]) -> ClusterNode:
     """One of ``ray.nodes()``."""
     resources = node["Resources"]
     return ClusterNode(resources.get("CPU", 0.0), resources.get("GPU", 0.0), node.get("Labels") or {})
-
-
-@dataclass(slots=True)
-class _Room:
-    """What is left of a node."""
-
-    cpus: float
-    gpus: float
-    labels: Mapping[str, str]
-
-    def fits(self, need: Need) -> bool:
-        slack = 1e-6  # sums of tenths
-        return self.cpus + slack >= need.cpus * need.ranks and self.gpus + slack >= need.gpus * need.ranks
-
-    def take(self, need: Need) -> None:
-        self.cpus -= need.cpus * need.ranks
-        self.gpus -= need.gpus * need.ranks
 
 
 def needs(config: Config) -> list[Need]:
@@ -128,24 +124,19 @@ def labels_in(text: str) -> dict[str, str]:
 
 def may_hold(node: ClusterNode, need: Need) -> bool:
     """Whether Ray may put a replica on this node, when it is empty."""
-    return need.labels.items() <= node.labels.items() and _Room(node.cpus, node.gpus, node.labels).fits(need)
+    return node.has_labels(need) and node.has_room(need)
 
 
 def lacking(wanted: Iterable[Need], nodes: Iterable[ClusterNode]) -> str | None:
     """Why these nodes can never hold all that, even when empty; None when they may. Scarce kinds are placed first."""
-    free = [_Room(node.cpus, node.gpus, node.labels) for node in nodes]
-    for need in sorted(wanted, key=_scarcity):
-        fitting = [node for node in free if need.labels.items() <= node.labels.items()]
-        if not fitting:
+    left = list(nodes)
+    for need in sorted(wanted, key=lambda need: (-len(need.labels), -need.gpus * need.ranks, -need.cpus * need.ranks)):
+        labelled = [index for index, node in enumerate(left) if node.has_labels(need)]
+        if not labelled:
             return f"no Ray node has the label for {need}"
         for placed in range(need.replicas):
-            room = next((node for node in fitting if node.fits(need)), None)
-            if room is None:
+            place = next((index for index in labelled if left[index].has_room(need)), None)
+            if place is None:
                 return f"Ray has no room for {need}: only {placed} fit on its nodes"
-            room.take(need)
+            left[place] = left[place].without(need)
     return None
-
-
-def _scarcity(need: Need) -> tuple[float, ...]:
-    """What is hard to place sorts first."""
-    return -len(need.labels), -need.gpus * need.ranks, -need.cpus * need.ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from cluster.config.checks import check
 from cluster.config.config import Config, max_replicas_of, min_replicas_of
@@ -22,11 +22,15 @@ from cluster.config.flags import (
 )
 from cluster.config.pools import Pool
 from cluster.config.security import own_api_key
-from cluster.console import CommandError, Stages, complain, stages, tell
+from cluster.console import CommandError, complain, stages, tell
 from cluster.local import gpus, threads
 from cluster.local.stretched import ABOUT as STRETCHED
 from cluster.local.stretched import stretched
 from transport.address import join
+
+if TYPE_CHECKING:  # the one brings Ray
+    from cluster.local.backend import LocalProcesses
+    from cluster.ray.cluster import RayCluster
 
 ABOUT = "serve: start router, target and draft workers, and keep them running"
 DETAILS = """\
@@ -44,26 +48,6 @@ instead. The bundled model pair is served unless you name others; a draft with t
 DEMO_PROMPT = "def fib(n):"
 HTTP_SECONDS = 60.0
 """How long the HTTP address may take to answer once all workers are ready."""
-
-
-class Backend(Protocol):
-    """What runs the workers and routers."""
-
-    def start(self, report: Stages) -> None:
-        """Start everything; raises :class:`cluster.console.CommandError`."""
-        ...
-
-    def watch(self) -> None:
-        """Keep it running; returns or raises CommandError only when that is not possible any more."""
-        ...
-
-    def leave(self) -> None:
-        """Let it run on, also when this process ends; ``stop`` then ends nothing."""
-        ...
-
-    def stop(self) -> None:
-        """End everything that was started, also after a start that failed halfway."""
-        ...
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     return FAILED
 
 
-def _backend(config: Config, *, detach: bool) -> Backend:
+def _backend(config: Config, *, detach: bool) -> LocalProcesses | RayCluster:
     if config.backend == "ray":
         from cluster.ray.cluster import RayCluster
 

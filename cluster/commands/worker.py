@@ -33,14 +33,13 @@ from cluster.config.flags import (
 )
 from cluster.config.pools import SHARED
 from cluster.config.security import check_security, identity
-from cluster.config.serving import draft_settings, shared_drafter, target_settings
+from cluster.config.serving import start_worker
 from cluster.console import CommandError, complain, stages, tell
-from cluster.processes.imports import worker_imports
+from cluster.processes.imports import import_worker
 from cluster.processes.logs import add_flags, set_up
 from cluster.processes.rank_processes import RankProcesses
 from cluster.processes.starting import READY, STOPPING, exit_with, notify
 from speculation.events import Role
-from speculation.messages import Loading
 
 if TYPE_CHECKING:
     from transport.worker import Worker
@@ -108,10 +107,10 @@ def run(args: argparse.Namespace) -> int:
         check_assistant(config.draft, "--assistant")
         if config.draft.target_tokenizer:
             check_target_tokenizer(config.draft.target_tokenizer, "--target-tokenizer")
-    return asyncio.run(_serve(args.role, config, args.listen))
+    return asyncio.run(_serve(Role(args.role), config, args.listen))
 
 
-async def _serve(role: str, config: Config, listen: str) -> int:
+async def _serve(role: Role, config: Config, listen: str) -> int:
     """Load, say so, and wait for the end; a signal during loading ends the process at once."""
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -121,7 +120,7 @@ async def _serve(role: str, config: Config, listen: str) -> int:
     worker.freeze_loaded()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
-    settings = config.target if role == "target" else config.draft
+    settings = config.target if role is Role.TARGET else config.draft
     tell(f"{role} worker ready on {worker.address} ({settings.model}, {worker.welcome.dtype})")
     notify(READY)
     failed = asyncio.create_task(worker.wait())
@@ -146,30 +145,20 @@ async def _end(worker: Worker, seconds: float, loop: asyncio.AbstractEventLoop) 
     await worker.drain(seconds)
 
 
-async def _start(role: str, config: Config, listen: str) -> Worker:
+async def _start(role: Role, config: Config, listen: str) -> Worker:
     with stages() as report:
         report("starting PyTorch")
-        with worker_imports(config, Role(role)):
-            from draft_service.service import start_draft
-            from engine.model import ModelError
-            from engine.parallel.group import RankError
-            from engine.recorder import RecordError
-            from speculation.sources.registry import SourceError
-            from target_service.service import start_target
-            from transport.worker import Door
+        import_worker(config, role)
+        from engine.model import ModelError
+        from engine.parallel.group import RankError
+        from engine.recorder import RecordError
+        from speculation.sources.registry import SourceError
+        from transport.worker import Door
 
-        door = await Door.open(role, listen, identity(config, role))
+        door = await Door.open(role.value, listen, identity(config, role.value))
         tell(f"{role} worker loading on {door.server.address}")
-
-        def progress(loading: Loading) -> None:
-            report(loading.doing)
-
         try:
-            if role == "target":
-                return await start_target(
-                    target_settings(config), door, progress, RankProcesses(), shared_drafter(config)
-                )
-            return await start_draft(draft_settings(config), door, progress, RankProcesses())
+            return await start_worker(config, role, door, RankProcesses(), lambda loading: report(loading.doing))
         except (ModelError, RecordError, SourceError) as error:
             raise CommandError(str(error), BAD_INPUT) from error
         except RankError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -89,6 +90,19 @@ def pinned_folder(model: str) -> Path | None:
 
     found = try_to_load_from_cache(pin[0], "config.json", revision=pin[1])
     return Path(found).parent if isinstance(found, str) else None
+
+
+def replace_file(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """In one go: nobody ever reads half a file, or a secret before its mode is set. Raises OSError."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with open(handle, "wb") as file:
+            os.fchmod(handle, mode)
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def is_folder(path: Path) -> bool:

@@ -17,12 +17,13 @@ from cluster.config.pools import AT_DRAFTER, SHARED, DraftConfig, Pool, TargetCo
 from cluster.config.security import api_keys, identity
 from cluster.config.settings import AUTO, CheckError
 from speculation.events import Role
-from speculation.messages import AllBut, Schedule, Source, SourceName, Sources, Speculation
+from speculation.messages import AllBut, Progress, Schedule, Source, SourceName, Sources, Speculation
 from speculation.messages import Rule as AcceptanceRule
 from speculation.sources.registry import LookupBounds
 
 if TYPE_CHECKING:  # they bring torch
     from draft_service.service import DraftSettings
+    from engine.leader import Ranks
     from engine.settings import EngineSettings
     from router.http.admission import AdmissionSettings
     from router.http.prompt_recorder import RecordSettings
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # they bring torch
     from target_service.drafting.draft_model import MakeDrafter
     from target_service.service import TargetSettings
     from transport.tracing import TraceSettings
+    from transport.worker import Door, Worker
 
 SHARED_GPU = 0.15
 """What part of a GPU the weights and the cache of a draft model in a target's process may fill, unless its ``gpus`` say
@@ -112,6 +114,22 @@ def draft_settings(config: Config) -> DraftSettings:
         eagle_format=config.draft.eagle_format,
         validate=config.validate,
     )
+
+
+async def start_worker(
+    config: Config, role: Role, door: Door, ranks: Ranks | None, progress: Progress | None = None
+) -> Worker:
+    """Load the model of a worker with this configuration, saying so at ``door``, and be it there.
+
+    Raises as :func:`target_service.service.start_target` and :func:`draft_service.service.start_draft` do.
+    """
+    if role is Role.TARGET:
+        from target_service.service import start_target
+
+        return await start_target(target_settings(config), door, progress, ranks, shared_drafter(config))
+    from draft_service.service import start_draft
+
+    return await start_draft(draft_settings(config), door, progress, ranks)
 
 
 def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tuple[str, ...] = ()) -> RouterSettings:

@@ -11,14 +11,12 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from cluster.config.config import Config
-from cluster.config.environment import cache_folder, expanded
+from cluster.config.environment import cache_folder, expanded, replace_file
 from cluster.config.pools import DraftConfig, TargetConfig
 from cluster.local.cores import Measured, decoded, encoded
 from cluster.processes.starting import openmp_environment
@@ -62,11 +60,11 @@ class CoreCache:
         self._put(key, {"failed": now})
 
     def _put(self, key: str, entry: dict[str, Any]) -> None:
-        entries = self._entries()
-        entries.pop(key, None)  # so that it becomes the newest
-        newest = list((entries | {key: entry}).items())[-MAX_ENTRIES:]
+        others = [kept for kept in self._entries().items() if kept[0] != key]
+        newest = [*others, (key, entry)][-MAX_ENTRIES:]
         with contextlib.suppress(OSError):
-            self._write(json.dumps({"layout": LAYOUT, "measured": dict(newest)}, indent=1))
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self.path, json.dumps({"layout": LAYOUT, "measured": dict(newest)}, indent=1).encode())
 
     def _entries(self) -> dict[str, Any]:
         """All that the file holds, unchecked."""
@@ -79,18 +77,6 @@ class CoreCache:
         entries = document.get("measured")
         return entries if isinstance(entries, dict) else {}
 
-    def _write(self, text: str) -> None:
-        """Replace the file in one go, so that no reader finds half of it."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(name, self.path)
-        except BaseException:
-            os.unlink(name)
-            raise
-
 
 def default_cache() -> CoreCache:
     """The user's own."""
@@ -99,13 +85,8 @@ def default_cache() -> CoreCache:
 
 def key_of(config: Config, cores: int) -> str:
     """A digest of all that the step times of this configuration depend on."""
-    parts = [
-        *(_model(worker) for worker in (config.target, config.draft)),
-        _cpu(),
-        cores,
-        importlib.metadata.version("torch"),
-        openmp_environment(),
-    ]
+    models = [_model(worker) for worker in (config.target, config.draft)]
+    parts = [*models, _cpu(), cores, importlib.metadata.version("torch"), openmp_environment()]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

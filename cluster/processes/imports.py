@@ -47,14 +47,13 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def worker_imports(config: Config, role: Role) -> Iterator[None]:
-    """:func:`uncollected`, and for a worker that is started with this configuration, without what it has no use for."""
+def import_worker(config: Config, role: Role) -> None:
+    """Import what a worker with this configuration computes with, and nothing that it has no use for."""
     with uncollected():
         if reads_plain_weights(config, role):
             do_without()
         list_models_once()
-        yield
+        importlib.import_module(f"{role}_service.service")
 
 
 def reads_plain_weights(config: Config, role: Role) -> bool:

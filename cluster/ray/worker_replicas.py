@@ -18,12 +18,11 @@ from ray import serve
 
 from cluster.autoscaling.serve_policy import figures
 from cluster.config.config import Config
-from cluster.config.pools import Pool
 from cluster.config.security import check_worker_exposure, identity
-from cluster.config.serving import draft_settings, shared_drafter, target_settings, worker_config
+from cluster.config.serving import start_worker, worker_config
 from cluster.discovery import ENDPOINT
 from cluster.placement import APPLICATION, ROUTER, need
-from cluster.processes.imports import worker_imports
+from cluster.processes.imports import import_worker
 from cluster.ray.metrics import RayExporter
 from cluster.ray.parts import known
 from cluster.ray.ranks import RayRanks
@@ -44,8 +43,23 @@ ANNOUNCE_SECONDS = 2.0
 class _WorkerReplica:
     """A replica that is a worker with a gRPC server of its own."""
 
+    role: Role
     _worker: Worker
     _exporter: RayExporter | None = None
+
+    async def __init__(self, config: Config, deployment: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        """Load the model and listen."""
+        config = known(config)
+        pool = next(pool for pool in config.pools() if pool.deployment == deployment)
+        own, certified, wanted = worker_config(config, pool), identity(config, self.role.value), need(pool, config)
+        ranks = RayRanks(wanted) if wanted.ranks > 1 else None
+        import_worker(own, self.role)
+        from transport.worker import Door
+
+        door = await Door.open(self.role.value, _listen(config), certified)
+        async with _announced(door, self.role):
+            worker = await start_worker(own, self.role, door, ranks)
+        await self._begin(worker, config.drain_timeout, certified)
 
     async def _begin(self, worker: Worker, drain_timeout: float, certified: Identity | None) -> None:
         self._worker, self._drain_timeout = worker, drain_timeout
@@ -87,36 +101,13 @@ class _WorkerReplica:
 class TargetWorker(_WorkerReplica):
     """A target worker."""
 
-    async def __init__(self, config: Config, deployment: str) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Load the model and listen."""
-        config, pool = _settings(config, deployment)
-        own, certified, ranks = config.of_worker(pool), identity(config, "target"), _ranks(config, pool)
-        with worker_imports(own, Role.TARGET):
-            from target_service.service import start_target
-            from transport.worker import Door
-
-        drafter = shared_drafter(own)
-        door = await Door.open(Role.TARGET.value, _listen(config), certified)
-        async with _announced(door, Role.TARGET):
-            worker = await start_target(target_settings(own), door, ranks=ranks, make_drafter=drafter)
-        await self._begin(worker, config.drain_timeout, certified)
+    role = Role.TARGET
 
 
 class DraftWorker(_WorkerReplica):
     """A draft worker."""
 
-    async def __init__(self, config: Config, deployment: str) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Load the model and listen."""
-        config, pool = _settings(config, deployment)
-        own, certified = worker_config(config, pool), identity(config, "draft")
-        with worker_imports(own, Role.DRAFT):
-            from draft_service.service import start_draft
-            from transport.worker import Door
-
-        door = await Door.open(Role.DRAFT.value, _listen(config), certified)
-        async with _announced(door, Role.DRAFT):
-            worker = await start_draft(draft_settings(own), door, ranks=_ranks(config, pool))
-        await self._begin(worker, config.drain_timeout, certified)
+    role = Role.DRAFT
 
 
 @asynccontextmanager
@@ -137,18 +128,6 @@ async def _announced(door: Door, role: Role) -> AsyncIterator[None]:
         yield
     finally:
         announcing.cancel()
-
-
-def _settings(config: Config, deployment: str) -> tuple[Config, Pool]:
-    """Of the worker that calls this, and the pool it belongs to."""
-    config = known(config)
-    return config, next(pool for pool in config.pools() if pool.deployment == deployment)
-
-
-def _ranks(config: Config, pool: Pool) -> RayRanks | None:
-    """What starts the other ranks of the replica that calls this, if it has some."""
-    wanted = need(pool, config)
-    return RayRanks(wanted) if wanted.ranks > 1 else None
 
 
 def _listen(config: Config) -> str:

@@ -660,11 +660,11 @@ def test_distance_pays_or_not():
 
 
 def test_the_same_text_with_and_without_drafts():
-    drafted = CompletionTally(parts=["a", "b"], tokens=2, accepted=1, offered=2)
-    plain = CompletionTally(parts=["ab"], tokens=2)
+    drafted = CompletionTally(text="ab", tokens=2, accepted=1, offered=2)
+    plain = CompletionTally(text="ab", tokens=2)
     assert only(endpoint.judge("http x", drafted, plain)).startswith("ok ")
     assert "no drafts were offered" in only(endpoint.judge("http x", plain, plain))
-    assert "the text differs" in only(endpoint.judge("http x", drafted, CompletionTally(parts=["ac"], tokens=2)))
+    assert "the text differs" in only(endpoint.judge("http x", drafted, CompletionTally(text="ac", tokens=2)))
 
 
 def test_nothing_serves():
