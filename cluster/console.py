@@ -35,6 +35,11 @@ class CommandError(Exception):
         self.code = code
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 class _StandardError:
     """The stream that is there at the moment; what it does not take is lost."""
 

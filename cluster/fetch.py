@@ -13,14 +13,14 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Protocol
 
 from cluster.config.environment import COMMIT
-from cluster.console import complain, say
+from cluster.console import complain, first_line, say
 
 READABLE, COMPLETE = ".tokenizer", ".complete"
 """In a model's folder once what routers read is there, and once all is."""
@@ -53,29 +53,32 @@ class HubModel:
         return re.fullmatch(COMMIT, self.revision) is not None
 
 
-class Hub(Protocol):
-    """Where models come from."""
+class Hub:
+    """Hugging Face's, with the token in the environment that its library reads."""
 
     def files(self, model: HubModel) -> Mapping[str, int]:
         """Bytes of each file, by its path in the repository. Raises :class:`FetchError`."""
-        ...
+        from huggingface_hub import HfApi
+
+        with _one_line(model):
+            told = HfApi().model_info(model.name, revision=model.revision or None, files_metadata=True)
+        return {entry.rfilename: entry.size or 0 for entry in told.siblings or []}
 
     def fetch(self, model: HubModel, files: Sequence[str], folder: Path) -> None:
         """Bring these files into the folder; what is there already stays. Raises :class:`FetchError`."""
-        ...
+        from huggingface_hub import snapshot_download
+
+        with _one_line(model):
+            revision = model.revision or None
+            snapshot_download(model.name, revision=revision, local_dir=folder, allow_patterns=list(files))
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One model: where it shall lie, and what is fetched."""
-
-    folder: Path
-    model: HubModel
-    files: Mapping[str, int]
-
-    def some(self, *, weights: bool) -> list[str]:
-        """The weights, or all the rest."""
-        return [name for name in self.files if _fits(name, WEIGHTS) == weights]
+@contextmanager
+def _one_line(model: HubModel) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of the hub, of what it speaks HTTP by, of the volume
+        raise FetchError(f"{model}: {first_line(error)}") from error
 
 
 def fetch_all(
@@ -90,15 +93,15 @@ def fetch_all(
         held = _held(volume / name)
         if held not in ("", str(model)):
             raise FetchError(f"{name} holds {held}; give {model} a folder of its own")
-    missing = {name: model for name, model in models.items() if not (volume / name / COMPLETE).exists()}
-    wanted = [Wanted(volume / name, model, _needed(hub.files(model))) for name, model in missing.items()]
-    _check_room(volume, capacity, wanted, [name for name in models if name not in missing])
+    complete = [name for name in models if (volume / name / COMPLETE).exists()]
+    missing = {name: _needed(hub.files(model)) for name, model in models.items() if name not in complete}
+    _check_room(volume, capacity, missing, complete)
     for weights, mark in ((False, READABLE), (True, COMPLETE)):
-        for one in wanted:
-            files = one.some(weights=weights)
-            progress(f"{one.folder.name}: {len(files)} files of {one.model}")
-            hub.fetch(one.model, files, one.folder)
-            (one.folder / mark).write_text(f"{one.model}\n", encoding="utf-8")
+        for name, sizes in missing.items():
+            model, files = models[name], [file for file in sizes if _fits(file, WEIGHTS) == weights]
+            progress(f"{name}: {len(files)} files of {model}")
+            hub.fetch(model, files, volume / name)
+            (volume / name / mark).write_text(f"{model}\n", encoding="utf-8")
 
 
 def models_in(text: str) -> dict[str, HubModel]:
@@ -132,16 +135,16 @@ def _needed(files: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in files.items() if not _fits(name, COPIES)}
 
 
-def _check_room(volume: Path, capacity: int, wanted: Iterable[Wanted], complete: Iterable[str]) -> None:
-    sizes = {one.folder.name: sum(one.files.values()) for one in wanted}
+def _check_room(volume: Path, capacity: int, missing: Mapping[str, Mapping[str, int]], complete: Iterable[str]) -> None:
+    sizes = {name: sum(files.values()) for name, files in missing.items()}
     sizes |= {name: _bytes_below(volume / name) for name in complete}
     listed = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())
     if sum(sizes.values()) > capacity:
         raise FetchError(f"the models take {_gib(sum(sizes.values()))} ({listed}), storage-size is {_gib(capacity)}")
-    missing = sum(sizes[one.folder.name] - _bytes_below(one.folder) for one in wanted)
+    left = sum(sizes[name] - _bytes_below(volume / name) for name in missing)
     free = shutil.disk_usage(volume).free
-    if missing > free:
-        raise FetchError(f"{_gib(missing)} are still to be fetched ({listed}), {volume} has {_gib(free)} left")
+    if left > free:
+        raise FetchError(f"{_gib(left)} are still to be fetched ({listed}), {volume} has {_gib(free)} left")
 
 
 def _bytes_below(folder: Path) -> int:
@@ -156,41 +159,11 @@ def _gib(size: int) -> str:
     return f"{size / (1 << 30):.1f} GiB"
 
 
-class HuggingFace:
-    """The hub of that name, with the token in the environment that its library reads."""
-
-    def files(self, model: HubModel) -> Mapping[str, int]:
-        """See :class:`Hub`."""
-        from huggingface_hub import HfApi
-
-        try:
-            siblings = (
-                HfApi().model_info(model.name, revision=model.revision or None, files_metadata=True).siblings or []
-            )
-        except Exception as error:  # of the hub, of what it speaks HTTP by, of the volume
-            raise FetchError(f"{model}: {_first_line(error)}") from error
-        return {entry.rfilename: entry.size or 0 for entry in siblings}
-
-    def fetch(self, model: HubModel, files: Sequence[str], folder: Path) -> None:
-        """See :class:`Hub`."""
-        from huggingface_hub import snapshot_download
-
-        try:
-            revision = model.revision or None
-            snapshot_download(model.name, revision=revision, local_dir=folder, allow_patterns=list(files))
-        except Exception as error:  # the same
-            raise FetchError(f"{model}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
 def main(arguments: Sequence[str]) -> int:
     """The command."""
     try:
         volume, capacity, models = arguments
-        fetch_all(Path(volume), bytes_in(capacity), models_in(models), HuggingFace(), say)
+        fetch_all(Path(volume), bytes_in(capacity), models_in(models), Hub(), say)
     except FetchError as error:
         complain(f"cluster.fetch: {error}")
         return 1

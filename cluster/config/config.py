@@ -9,7 +9,7 @@ pool with any number of draft pools, for which those two sections hold the defau
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -254,6 +254,16 @@ class Config:
             draft = self.shared_draft(pool) or replace(self.draft, placement=OWN)
             return replace(self, models={}, target=pool.settings, draft=draft)  # type: ignore[arg-type]
         return replace(self, models={}, draft=pool.settings)  # type: ignore[arg-type]
+
+    def with_pools(self, change: Callable[[Pool], Any]) -> Config:
+        """The same with what this makes of the settings of each pool, also of those that are not wanted."""
+        models = {}
+        for name, model in self._models().items():
+            drafts = {pool: change(Pool(Role.DRAFT, name, pool, draft)) for pool, draft in model.drafts.items()}
+            models[name] = ModelConfig(change(Pool(Role.TARGET, name, TARGET_POOL, model.target)), drafts)
+        if self.models:
+            return replace(self, models=models)
+        return replace(self, target=models[""].target, draft=models[""].drafts[DEFAULT_POOL])
 
     def _models(self) -> Mapping[str, ModelConfig]:
         return self.models or {"": ModelConfig(self.target, {DEFAULT_POOL: self.draft})}

@@ -10,12 +10,11 @@ import math
 import sys
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 from cluster.config.config import Config, max_replicas_of
 from cluster.config.environment import VISIBLE_GPUS as VISIBLE
 from cluster.config.environment import may_have_gpus, visible_gpus
-from cluster.config.pools import SHARED, DraftConfig, ModelConfig, Pool, TargetConfig
+from cluster.config.pools import SHARED, DraftConfig, Pool, TargetConfig
 from cluster.config.serving import may_draft_in_turn
 from cluster.console import complain
 from cluster.local.threads import Unmeasured, output_of
@@ -65,19 +64,12 @@ def divided(config: Config, gpus: int) -> Config:
     if config.backend == "ray" and _ranks_may_meet(pools, shares):
         return config
 
-    def shared(worker: Any, role: Role) -> Any:
+    def shared(pool: Pool) -> TargetConfig | DraftConfig:
+        worker = pool.settings
         fixed = worker.device == "cpu" or (isinstance(worker, DraftConfig) and worker.placement == SHARED)
-        return worker if fixed else replace(worker, gpus=shares[role])
+        return worker if fixed else replace(worker, gpus=shares[pool.role])
 
-    models = {
-        name: ModelConfig(
-            shared(model.target, Role.TARGET), {pool: shared(draft, Role.DRAFT) for pool, draft in model.drafts.items()}
-        )
-        for name, model in config.models.items()
-    }
-    if models:
-        return replace(config, models=models)
-    return replace(config, target=shared(config.target, Role.TARGET), draft=shared(config.draft, Role.DRAFT))
+    return config.with_pools(shared)
 
 
 class Turns:

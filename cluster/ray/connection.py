@@ -19,7 +19,7 @@ from typing import Any
 from cluster.config.config import Config
 from cluster.config.environment import current
 from cluster.config.flags import FAILED
-from cluster.console import CommandError, complain
+from cluster.console import CommandError, complain, first_line
 from cluster.placement import APPLICATION
 from cluster.processes.starting import NICENESS
 from transport.address import is_loopback, parse
@@ -151,8 +151,3 @@ def end_own_processes() -> None:
         with contextlib.suppress(OSError):  # somebody else's, or it has just ended
             if number != os.getpid() and token in file.read_bytes().split(b"\0"):
                 os.kill(number, signal.SIGKILL)
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says, in one line."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -28,11 +28,9 @@ from cluster.config.config import (
 )
 from cluster.config.environment import CHECKOUT, VISIBLE_GPUS, haproxy, replica_settings
 from cluster.config.environment import REPLICA_SETTINGS as SETTINGS
-from cluster.config.pools import TARGET_POOL, DraftConfig, Pool, TargetConfig, chosen_threads
-from cluster.config.settings import DEFAULT_POOL
+from cluster.config.pools import DraftConfig, Pool, TargetConfig, chosen_threads
 from cluster.placement import APPLICATION, need, router_need
 from cluster.processes.starting import NICENESS, openmp_environment
-from speculation.events import Role
 
 IMPORT_PATH = "cluster.serve_app:application"
 STOP_SECONDS = 5.0
@@ -178,12 +176,5 @@ def _with_pools(config: Config, changed: Callable[[Pool], Any]) -> Config:
             return replace(settings, replicas=pool.settings.replicas)
         return _one(replace(settings, replicas=min(max_replicas_of(pool.settings), 1), max_replicas=0))
 
-    if not config.models:
-        target = change(Pool(Role.TARGET, "", TARGET_POOL, config.target))
-        return replace(config, target=target, draft=change(Pool(Role.DRAFT, "", DEFAULT_POOL, config.draft)))
-    models = {}
-    for name, model in config.models.items():
-        drafts = {pool: change(Pool(Role.DRAFT, name, pool, settings)) for pool, settings in model.drafts.items()}
-        target = change(Pool(Role.TARGET, name, TARGET_POOL, model.target))
-        models[name] = replace(model, target=target, drafts=drafts)
-    return replace(config, models=models, target=TargetConfig(), draft=DraftConfig())
+    made = config.with_pools(change)
+    return replace(made, target=TargetConfig(), draft=DraftConfig()) if config.models else made

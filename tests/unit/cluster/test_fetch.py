@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 
-from cluster.fetch import COMPLETE, READABLE, FetchError, HubModel, HuggingFace, bytes_in, fetch_all, main, models_in
+from cluster.fetch import COMPLETE, READABLE, FetchError, Hub, HubModel, bytes_in, fetch_all, main, models_in
 
 GIB = 1 << 30
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 MODELS = {"large": HubModel("org/large", COMMIT), "small": HubModel("org/small")}
 
 
-class FakeHub:
+class FakeHub(Hub):
     """Repositories of some files; notes what is fetched, and ends at the first file called ``breaks``."""
 
     def __init__(self, breaks: str = "") -> None:
@@ -117,8 +117,8 @@ def test_the_hub_is_asked_for_that_commit(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", note)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **others: note(None, name, **others))
     for model in MODELS.values():
-        assert HuggingFace().files(model) == {"config.json": 7}
-        HuggingFace().fetch(model, ["config.json"], tmp_path)
+        assert Hub().files(model) == {"config.json": 7}
+        Hub().fetch(model, ["config.json"], tmp_path)
     assert asked == [("org/large", COMMIT)] * 2 + [("org/small", None)] * 2
 
 
