@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PLAIN = "plain"
-SCHEDULES: dict[str, Schedule | None] = {**{schedule.value: schedule for schedule in Schedule}, PLAIN: None}
+SCHEDULES: dict[str, Schedule | None] = {**{schedule: schedule for schedule in Schedule}, PLAIN: None}
 """What can be asked for, by name."""
 COLOURS = {"trie": "tab:blue", "sequential": "tab:orange", "parallel": "tab:green", PLAIN: "tab:grey"}
 
@@ -55,18 +55,17 @@ class SweepRow:
     @property
     def schedule(self) -> str:
         """By name."""
-        schedule = self.report.setting.schedule
-        return PLAIN if schedule is None else schedule.value
+        return self.report.setting.schedule or PLAIN
 
     @property
     def drafts(self) -> bool:
         """Whether drafters have a part in it."""
-        return self.report.setting.schedule is not None
+        return self.schedule != PLAIN
 
     def cells(self) -> dict[str, str]:
         """What is shown, by column."""
         report, setting = self.report, self.report.setting
-        baseline = setting.schedule not in (None, Schedule.TRIE)
+        baseline = self.drafts and setting.schedule is not Schedule.TRIE
         return {
             "schedule": f"{self.schedule} {setting.draft_length}" if baseline else self.schedule,
             "round trip ms": f"{1000 * setting.rtt:g}" if self.drafts else "",
@@ -84,46 +83,37 @@ class SweepRow:
         }
 
 
+@dataclass(frozen=True, slots=True)
 class Simulator:
-    """Simulates settings of one set-up; the same one is computed once."""
+    """Simulates settings of one set-up, see :func:`simulation.simulate.simulate`; the same one is computed once."""
 
-    def __init__(
-        self,
-        costs: Costs,
-        outcomes: Sequence[Outcome],
-        bounds: Bounds,
-        tokens: int,
-        seed: int,
-        common: SimulationSettings,
-    ) -> None:
-        """See :func:`simulation.simulate.simulate`.
-
-        All settings are as ``common`` but for what is swept, and start from ``seed``.
-        """
-        self._costs, self._outcomes, self._bounds = costs, outcomes, bounds
-        self._tokens, self._seed, self._common = tokens, seed, common
-        self._known: dict[SimulationSettings, Report] = {}
+    costs: Costs
+    outcomes: Sequence[Outcome]
+    bounds: Bounds
+    tokens: int
+    seed: int
+    common: SimulationSettings
+    """What all settings are as, but for what is swept."""
+    known: dict[SimulationSettings, Report] = field(default_factory=dict)
 
     def report(self, setting: SimulationSettings) -> Report:
         """Simulate, or remember."""
-        if setting not in self._known:
-            rng = Random(self._seed)
-            self._known[setting] = simulate(
-                setting, self._costs, self._outcomes, rng, tokens=self._tokens, bounds=self._bounds
-            )
-        return self._known[setting]
+        if setting not in self.known:
+            run = self.costs, self.outcomes, Random(self.seed)
+            self.known[setting] = simulate(setting, *run, tokens=self.tokens, bounds=self.bounds)
+        return self.known[setting]
 
     def row(self, sweep: Sweep, schedule: str, rtt: float, sessions: int, targets: int, drafters: int) -> SweepRow:
         """One combination; of a baseline, with the draft length that suits it best."""
-        loaded = replace(self._common, sessions=sessions, targets=targets)
+        loaded = replace(self.common, sessions=sessions, targets=targets)
         plain = self.report(replace(loaded, schedule=None))
         kind = SCHEDULES[schedule]
         if kind is None:
             return SweepRow(plain, 1.0)
         lengths = sweep.draft_lengths if kind is not Schedule.TRIE else (0,)
         drafted = replace(loaded, schedule=kind, rtt=rtt, drafters=drafters)
-        settings = [replace(drafted, draft_length=length) for length in lengths]
-        best = max((self.report(setting) for setting in settings), key=lambda report: report.rate)
+        reports = (self.report(replace(drafted, draft_length=length)) for length in lengths)
+        best = max(reports, key=lambda report: report.rate)
         return SweepRow(best, best.rate / plain.rate)
 
     def rows(self, sweep: Sweep, progress: Callable[[str], None]) -> list[SweepRow]:
@@ -219,9 +209,11 @@ def _panel(axes: Axes, rows: Sequence[SweepRow], sweep: Sweep, name: str) -> Non
     # Drafters are short where sessions are many.
     sessions = sweep.sessions[-1 if name == "drafters" else 0]
     held = {"rtt": sweep.rtts[0], "drafters": sweep.drafters[0], "sessions": sessions, "targets": sweep.targets[0]}
-    fixed = {other: value for other, value in held.items() if other != name}
     for schedule in sweep.schedules:
-        shown = [row for row in rows if row.schedule == schedule and _has(row, fixed)]
+        # Distance and drafters mean nothing to plain decoding.
+        fixed = held.keys() - ({name} if schedule != PLAIN else {name, "rtt", "drafters"})
+        shown = [row for row in rows if row.schedule == schedule]
+        shown = [row for row in shown if all(getattr(row.report.setting, other) == held[other] for other in fixed)]
         points = sorted(_point(row, name) for row in shown)
         if schedule == PLAIN and name != "sessions":
             axes.axhline(points[0][1], label=PLAIN, color=COLOURS[PLAIN])
@@ -233,12 +225,6 @@ def _panel(axes: Axes, rows: Sequence[SweepRow], sweep: Sweep, name: str) -> Non
     axes.set_ylabel("speed-up over plain" if name == "rtt" else "tokens/s")
     axes.set_ylim(bottom=0)
     axes.legend()
-
-
-def _has(row: SweepRow, fixed: dict[str, float]) -> bool:
-    """Whether a row is at the given values; distance and drafters mean nothing to plain decoding."""
-    names = fixed if row.drafts else fixed.keys() - {"rtt", "drafters"}
-    return all(getattr(row.report.setting, name) == fixed[name] for name in names)
 
 
 def _point(row: SweepRow, name: str) -> tuple[float, float]:

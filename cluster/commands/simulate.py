@@ -79,8 +79,14 @@ SWEEP = {
 """What is swept: the values where the flags do not say otherwise, and what they are."""
 MAX_COUNT = 4096
 """Sessions, workers, or tokens of a draft."""
-LENGTHS = {"max_draft": (0, 64), "tokens": (1, 10**6), "request_tokens": (2, 10**6)}
-"""Bounds of what every run of a sweep has in common."""
+BOUNDS = {
+    "max_draft": (0, 64),
+    "tokens": (1, 10**6),
+    "request_tokens": (2, 10**6),
+    "jitter": (0, 1),
+    "seed": (0, 2**63),
+}
+"""Of what every run of a sweep has in common."""
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 PIPE_WIDTH = 200
 """Columns of a table that goes to a file."""
@@ -205,25 +211,17 @@ def _simulator(args: argparse.Namespace) -> Simulator:
     from simulation.simulate import Bounds, SimulationSettings
     from speculation.messages import Source
 
-    for name, (minimum, maximum) in LENGTHS.items():
+    for name, (minimum, maximum) in BOUNDS.items():
         _within(name, getattr(args, name), minimum, maximum)
-    costs, outcomes = _set_up(args)
-    bounds = Bounds(drafts_per_session=args.max_draft)
+    costs, outcomes = _recorded(args) if args.record else _made_up(args)
     common = SimulationSettings(
         request_tokens=args.request_tokens,
         sources=frozenset({Source.EAGLE if args.head == AT_TARGET else Source.DRAFT}),
         features=args.head == AT_DRAFTER,
         retention=_given(args, HEAD)["retention"] if args.head else 1.0,
     )
+    costs, bounds = replace(costs, jitter=args.jitter), Bounds(drafts_per_session=args.max_draft)
     return Simulator(costs, outcomes, bounds, args.tokens, args.seed, common)
-
-
-def _set_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
-    """What steps cost and how the models agree."""
-    for name, minimum, maximum in (("jitter", 0.0, 1.0), ("seed", 0, 2**63)):
-        _within(name, getattr(args, name), minimum, maximum)
-    costs, outcomes = _recorded(args) if args.record else _made_up(args)
-    return replace(costs, jitter=args.jitter), outcomes
 
 
 def _within(name: str, value: float, minimum: float, maximum: float) -> None:
@@ -307,11 +305,10 @@ def _recorded(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
             raise CommandError(f"{_flag(name)} belongs to a made-up set-up; --record says it already", BAD_INPUT)
     try:
         found = read([line for file in args.record for line in _lines(file)])
-    except UselessRecord as error:
-        raise CommandError(f"--record {' and '.join(map(str, args.record))}: {error}", BAD_INPUT) from error
-    except (KeyError, TypeError, ValueError) as error:
-        message = f"not what a worker of this version writes: {type(error).__name__}: {error}"
-        raise CommandError(f"--record {' and '.join(map(str, args.record))}: {message}", BAD_INPUT) from error
+    except (UselessRecord, KeyError, TypeError, ValueError) as error:
+        unknown = f"not what a worker of this version writes: {type(error).__name__}: {error}"
+        why = error if isinstance(error, UselessRecord) else unknown
+        raise CommandError(f"--record {' and '.join(map(str, args.record))}: {why}", BAD_INPUT) from error
     return found.costs, found.outcomes
 
 
@@ -320,18 +317,20 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
     try:
         with file.open(encoding="utf-8") as stream:
             for number, text in enumerate(stream, 1):
-                if text.endswith("\n"):
-                    yield _line(file, number, text)
+                if not text.endswith("\n"):
+                    return
+                line = _parsed(text)
+                if not isinstance(line, dict) or line.get("role") not in ("target", "draft"):
+                    what = f"line {number} is not one that a worker writes with --record"
+                    raise CommandError(f"--record {file}: {what}", BAD_INPUT)
+                yield line
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise CommandError(f"--record {file}: {reason}; give what a worker wrote with --record", BAD_INPUT) from error
 
 
-def _line(file: Path, number: int, text: str) -> dict[str, Any]:
+def _parsed(text: str) -> Any:
     try:
-        line = json.loads(text)
+        return json.loads(text)
     except ValueError:
-        line = None
-    if not isinstance(line, dict) or line.get("role") not in ("target", "draft"):
-        raise CommandError(f"--record {file}: line {number} is not one that a worker writes with --record", BAD_INPUT)
-    return line
+        return None

@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"--interval must be {bounds}, got {args.interval:g}", BAD_INPUT)
     headers = bearer(_key(args.api_key_file))
     with httpx.Client(timeout=TIMEOUT_SECONDS, trust_env=not is_local(args.url), headers=headers) as client:
-        look = Look(client, args.url)
+        look = partial(look_at, client, args.url)
         console = Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
         if args.json or args.once or not console.is_terminal:
             return _once(look, console, as_json=args.json)
@@ -75,40 +76,33 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
 
-class Look:
-    """Asks a router for its view of the cluster."""
+def look_at(client: httpx.Client, url: str) -> Cluster:
+    """A router's view of the cluster. Raises :class:`Unreachable`, and CommandError where no later try would help."""
+    import httpx
 
-    def __init__(self, client: httpx.Client, url: str) -> None:
-        """``url``: of the server."""
-        self._client, self.url = client, url
-
-    def __call__(self) -> Cluster:
-        """The view now. Raises :class:`Unreachable`, and CommandError where trying again would not help."""
-        import httpx
-
-        try:
-            answer = self._client.get(self.url.rstrip("/") + "/cluster")
-        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            raise CommandError(f"--url {self.url}: {error}", BAD_INPUT) from error
-        except httpx.HTTPError as error:
-            raise Unreachable(f"{self.url} does not answer: {error or type(error).__name__}") from error
-        if answer.status_code == httpx.codes.UNAUTHORIZED:
-            raise CommandError(f"{self.url} wants an API key it knows: see --api-key-file", BAD_INPUT)
-        if answer.status_code == httpx.codes.FORBIDDEN:
-            raise CommandError(f"{self.url} wants an operator's API key for this: see --api-key-file", BAD_INPUT)
-        if answer.is_server_error:
-            raise Unreachable(f"{self.url} answers with status {answer.status_code}")
-        try:
-            view = answer.json()
-        except ValueError:
-            view = None
-        if not isinstance(view, dict) or view.get("object") != "cluster":
-            raise CommandError(f"{self.url} is no Paceline server: status {answer.status_code} at /cluster", FAILED)
-        return cast("Cluster", view)
+    try:
+        answer = client.get(url.rstrip("/") + "/cluster")
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise CommandError(f"--url {url}: {error}", BAD_INPUT) from error
+    except httpx.HTTPError as error:
+        raise Unreachable(f"{url} does not answer: {error or type(error).__name__}") from error
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        raise CommandError(f"{url} wants an API key it knows: see --api-key-file", BAD_INPUT)
+    if answer.status_code == httpx.codes.FORBIDDEN:
+        raise CommandError(f"{url} wants an operator's API key for this: see --api-key-file", BAD_INPUT)
+    if answer.is_server_error:
+        raise Unreachable(f"{url} answers with status {answer.status_code}")
+    try:
+        view = answer.json()
+    except ValueError:
+        view = None
+    if not isinstance(view, dict) or view.get("object") != "cluster":
+        raise CommandError(f"{url} is no Paceline server: status {answer.status_code} at /cluster", FAILED)
+    return cast("Cluster", view)
 
 
 def watch(
-    look: Look,
+    look: Callable[[], Cluster],
     console: Console,
     interval: float,
     sleep: Callable[[float], None] = time.sleep,
@@ -132,7 +126,7 @@ def watch(
             sleep(interval)
 
 
-def _once(look: Look, console: Console, *, as_json: bool) -> int:
+def _once(look: Callable[[], Cluster], console: Console, *, as_json: bool) -> int:
     from cluster.top_screen import screen
 
     view = _first(look)
@@ -143,7 +137,7 @@ def _once(look: Look, console: Console, *, as_json: bool) -> int:
     return 0
 
 
-def _first(look: Look) -> Cluster:
+def _first(look: Callable[[], Cluster]) -> Cluster:
     """The first view; a server that was never there is a mistake rather than a fault."""
     try:
         return look()

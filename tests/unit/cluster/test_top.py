@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from functools import partial
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from cluster import cli
 from cluster.commands import top
-from cluster.commands.top import Look, watch
+from cluster.commands.top import look_at, watch
 from cluster.console import CommandError
 from cluster.top_screen import number, screen, span
 from router.generation import ServedModel
@@ -111,7 +112,7 @@ def test_it_says_that_the_router_is_away_and_goes_on_when_it_is_back() -> None:
     written = io.StringIO()
     console = Console(file=written, width=80, height=24, force_terminal=True, highlight=False)
     gone, broken = httpx.ConnectError("refused"), httpx.Response(502, text="bad gateway")
-    look = Look(client(view(), view(), gone, broken, view(targets=3)), "http://paceline")
+    look = partial(look_at, client(view(), view(), gone, broken, view(targets=3)), "http://paceline")
     frames: list[str] = []
 
     def sleep(_seconds: float) -> None:
@@ -144,13 +145,13 @@ def test_it_says_that_the_router_is_away_and_goes_on_when_it_is_back() -> None:
 )
 def test_what_is_wrong_at_the_start_ends_it(answer: Any, words: str, code: int) -> None:
     with pytest.raises(CommandError, match=words) as error:
-        top._once(Look(client(answer), "http://paceline"), Console(file=io.StringIO()), as_json=False)
+        top._once(partial(look_at, client(answer), "http://paceline"), Console(file=io.StringIO()), as_json=False)
     assert error.value.code == code
 
 
 def test_json_is_the_answer_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     shown = view()
-    assert top._once(Look(client(shown), "http://paceline"), Console(file=io.StringIO()), as_json=True) == 0
+    assert top._once(partial(look_at, client(shown), "http://paceline"), Console(file=io.StringIO()), as_json=True) == 0
     assert json.loads(capsys.readouterr().out) == shown
 
 
