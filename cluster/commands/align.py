@@ -1,21 +1,28 @@
 """``paceline align``: what drafts, made better at what one target says.
 
-A draft model (:mod:`.align_draft`), or heads that let a target be drafted for without one: Medusa's and EAGLE's.
+A draft model, or heads that let a target be drafted for without one: Medusa's and EAGLE's.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from threading import Event
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from cluster.commands import align_draft
-from cluster.commands.align_draft import Limits, add_flags, check_flags, done_before
-from cluster.config.flags import BAD_INPUT, FAILED, Parser
+from cluster.config.flags import BAD_INPUT, FAILED, Parser, number, values
 from cluster.console import CommandError, complain, say
+from cluster.local.threads import usable_cores
+
+if TYPE_CHECKING:  # they bring torch
+    from alignment.distillation import DistillationOutcome
+    from alignment.workplace import Workplace
 
 ABOUT = "train what drafts on what the target itself says"
 DETAILS = """\
@@ -26,9 +33,24 @@ The text of a deployment never depends on it; its speed does, and so does what a
   paceline align eagle --target ./llama-8b --data ./texts --out ./llama-8b-eagle
 """
 INTERRUPTED = 130
-
-
-BOTH: dict[str, Limits] = {
+DTYPES = ("auto", "bfloat16", "bf16", "float32", "fp32", "float64", "fp64")
+"""16-bit floats without bfloat16's range lose gradients."""
+OBJECTIVES = ("forward-kl", "reverse-kl", "tv")
+MAX_TEMPERATURE = 2.0
+Limits = tuple[int | float, float, float, str]
+"""Default, minimum, maximum, and what it is."""
+OF_DRAFTS: dict[str, Limits] = {
+    "samples": (200_000, 1000, 10**10, "tokens that the target writes"),
+    "new_tokens": (128, 8, 4096, "longest continuation that it writes"),
+    "data_tokens": (1_000_000, 1000, 10**10, "most tokens that are taken from the data, from all over it"),
+    "data_share": (0.25, 0.0, 0.9, "share of the batches that are data, not samples"),
+    "steps": (400, 1, 10**7, "steps of training, at most"),
+    "batch_tokens": (4096, 16, 1 << 22, "tokens of a step"),
+    "sequence": (512, 16, 1 << 20, "tokens of a sequence"),
+    "rate": (0.0, 0.0, 1.0, "peak learning rate (default: 0.2 / hidden size)"),
+    "seed": (0, 0, 2**31, "same seed, same draft"),
+}
+OF_HEADS: dict[str, Limits] = {
     "data_tokens": (1_000_000, 1000, 10**10, "most tokens that are taken from the data, from all over it"),
     "steps": (400, 1, 10**7, "steps of training, at most"),
     "minutes": (0.0, 0, 10**6, "minutes in steps, at most; 0: no limit"),
@@ -40,88 +62,246 @@ BOTH: dict[str, Limits] = {
 
 
 @dataclass(frozen=True)
-class HeadCommand:
-    """A command that trains heads."""
+class Alignment:
+    """A kind of what drafts, and how it is trained."""
 
-    ABOUT: str
-    DETAILS: str
-    counts: Mapping[str, Limits]
-    """What it takes beside :data:`BOTH`."""
-    training: Callable[[argparse.Namespace], tuple[Any, Any]]
-    """What its flags ask for, and the class that trains."""
-    served_with: str
-    """The flag of ``up``."""
-    switches: Mapping[str, str]
-    """Flags without a value, and what they do."""
-    start: str = ""
-    """What ``--start`` is for, where there is such a flag."""
-
-    def add(self, parser: Parser) -> None:
-        """Its flags."""
-        add_flags(parser, {**self.counts, **BOTH}, "folder for the heads")
-        flag = parser.add_argument
-        for name, about in self.switches.items():
-            flag(f"--{name}", action="store_true", help=about)
-        if self.start:
-            flag("--start", default="", metavar="DIR", help=self.start)
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Train and report."""
-        check_flags(args, {**self.counts, **BOTH})
-        from alignment.data import find_data
-        from alignment.encoding import Encoder, tokenizer_of
-        from alignment.pair import load_stock, settings_of
-        from alignment.workplace import Workplace
-
-        data = find_data(args.data)
-        target = load_stock(args.target, args.dtype, args.device, args.threads)
-        options, training = self.training(args)
-        if not options.reach < args.sequence <= target.context:
-            wanted = f"more than the {options.reach} tokens that are guessed, at most the context ({target.context})"
-            raise CommandError(f"--sequence must be {wanted}, got {args.sequence}", BAD_INPUT)
-        place = Workplace(args.out, settings_of(options, data, target=target), resume=args.resume)
-        if figures := done_before(place):
-            return self._tell(figures, args.out)
-        encoder = Encoder(tokenizer_of(args.target))
-        return self._tell(training(target, encoder, options, place, complain).run(data), args.out)
-
-    def _tell(self, figures: Any, out: Path) -> int:
-        from rich.console import Console
-        from rich.table import Table
-
-        before, after = figures["before"], figures["after"]
-        table = Table(title="how often guesses are what the target says, on text held out")
-        for column in ("guess", "before", "after"):
-            table.add_column(column, justify="right")
-        for number, (old, new) in enumerate(zip(before["by_head"], after["by_head"], strict=True)):
-            table.add_row(f"+{number + 1}", f"{old:.3f}", f"{new:.3f}")
-        table.add_row("in a row", f"{before['run']:.3f}", f"{after['run']:.3f}")
-        Console(highlight=False).print(table)
-        kept = f"step {figures['best_step']} of {figures['step']}"
-        say(f"{out} holds the heads of {kept}: paceline up --target ... {self.served_with} {out}")
-        return 0
+    about: str
+    details: str
+    out: str
+    """What ``--out`` is."""
+    numbers: Mapping[str, Limits]
+    """Flags that take one."""
+    add: Callable[[Parser], None]
+    """Its other flags, beside those of all kinds."""
+    run: Callable[[argparse.Namespace], int]
+    """Trains and reports."""
 
 
-def _medusa(args: argparse.Namespace) -> tuple[Any, Any]:
+def add(parser: Parser) -> None:
+    """Its flags."""
+    named = "{" + ",".join(KINDS) + "}"
+    kinds = parser.add_subparsers(dest="kind", title="what is trained", metavar=named, required=True)
+    for name, kind in KINDS.items():
+        about = f"{kind.about}\n\n{kind.details}"
+        own = kinds.add_parser(name, help=kind.about, description=about, prog=f"paceline align {name}")
+        _add_common(own, kind)
+        kind.add(own)
+
+
+def _add_common(parser: Parser, kind: Alignment) -> None:
+    flag = parser.add_argument
+    flag("--target", required=True, metavar="MODEL", help="folder or hub id of the target")
+    flag("--data", type=Path, required=True, nargs="+", metavar="PATH", help="files, or folders of them")
+    flag("--out", type=Path, required=True, metavar="DIR", help=kind.out)
+    for name, (default, _, _, about) in kind.numbers.items():
+        text = about if "(default:" in about else f"{about} (default: {default})"
+        metavar = "N" if isinstance(default, int) else "X"
+        flag(f"--{name.replace('_', '-')}", type=type(default), default=default, metavar=metavar, help=text)
+    flag("--device", default="auto", metavar="TEXT", help="auto, cpu or cuda (default: auto)")
+    flag("--dtype", choices=DTYPES, default="auto", help="working precision; weights are fp32 (default: auto)")
+    flag("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
+    about = "go on with what an earlier run left in --out, or delete that and start over (default: go on)"
+    flag("--resume", action=argparse.BooleanOptionalAction, default=True, help=about)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, and say what it brought."""
+    kind = KINDS[args.kind]
+    _check(args, kind.numbers)
+    from alignment.errors import AlignmentError, DataError, Interrupted, SettingsError
+    from engine.model import ModelError
+
+    try:
+        return kind.run(args)
+    except (DataError, SettingsError, ModelError) as error:
+        raise CommandError(str(error), BAD_INPUT) from error
+    except Interrupted as error:
+        raise CommandError(str(error), INTERRUPTED) from error
+    except AlignmentError as error:
+        raise CommandError(str(error), FAILED) from error
+
+
+def _check(args: argparse.Namespace, numbers: Mapping[str, Limits]) -> None:
+    """Raises CommandError for a number out of bounds, or more threads than cores."""
+    for name, (_, minimum, maximum, _) in numbers.items():
+        value = getattr(args, name)
+        if not minimum <= value <= maximum:
+            flag = f"--{name.replace('_', '-')}"
+            raise CommandError(f"{flag} must be from {minimum} to {maximum}, got {value}", BAD_INPUT)
+    cores = usable_cores()
+    if not 1 <= args.threads <= cores:
+        raise CommandError(f"--threads must be 1 to {cores}, the cores usable here, got {args.threads}", BAD_INPUT)
+
+
+def _done_before(place: Workplace) -> Mapping[str, Any] | None:
+    """The figures of a run of the same settings that came to its end in this folder, which is said."""
+    if place.finished is not None:
+        complain(f"paceline: --out {place.out}: done before with the same settings; --no-resume starts over")
+    return place.finished
+
+
+# -- a draft model -----------------------------------------------------------------------------------------------------
+
+
+def _add_draft(parser: Parser) -> None:
+    flag = parser.add_argument
+    flag("--draft", required=True, metavar="MODEL", help="folder or hub id of the draft to begin with")
+    about = "what is made small: a Kullback-Leibler divergence, or total variation, which is what acceptance loses"
+    flag("--objective", choices=OBJECTIVES, default="forward-kl", help=f"{about} (default: forward-kl)")
+    about = "of the target's samples; repeat, or separate by commas (default: 0,0.8,1)"
+    flag("--temperature", action="append", metavar="X,Y", help=about)
+
+
+def _align_draft(args: argparse.Namespace) -> int:
+    temperatures = values(args, "temperature", "0,0.8,1", partial(number, maximum=MAX_TEMPERATURE))
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    from alignment.data import find_data
+    from alignment.distillation import Distillation, DistillationOptions, DistillationOutcome
+    from alignment.encoding import Encoder, tokenizer_of
+    from alignment.pair import load_pair, settings_of
+    from alignment.workplace import Workplace
+
+    asked = {name: getattr(args, name) for name in OF_DRAFTS}
+    options = DistillationOptions(objective=args.objective, temperatures=temperatures, **asked)
+    data = find_data(args.data)
+    pair = load_pair(args.target, args.draft, args.dtype, args.device, args.threads)
+    if not options.new_tokens + 1 < options.sequence <= pair.context:
+        wanted = f"more than --new-tokens ({options.new_tokens}) and at most the context ({pair.context})"
+        raise CommandError(f"--sequence must be {wanted}, got {options.sequence}", BAD_INPUT)
+    if options.batch_tokens < options.sequence:
+        wanted = f"at least --sequence ({options.sequence})"
+        raise CommandError(f"--batch-tokens must be {wanted}, got {options.batch_tokens}", BAD_INPUT)
+    settings = settings_of(options, data, target=pair.target, draft=pair.draft)
+    place = Workplace(args.out, settings, resume=args.resume)
+    if figures := _done_before(place):
+        return _tell_draft(DistillationOutcome(**figures), args.out)
+    encoder = Encoder(tokenizer_of(args.target))
+    with _stopping() as stopped:
+        outcome = Distillation(pair, encoder, options, place, stopped, complain).run(data)
+    return _tell_draft(outcome, args.out)
+
+
+def _tell_draft(outcome: DistillationOutcome, out: Path) -> int:
+    from rich.console import Console
+
+    from alignment.report import plot, table, verdict
+
+    Console(highlight=False).print(table(outcome))
+    drawn = plot(outcome, out)
+    say(verdict(outcome, out))
+    say(f"plot: {drawn}" if drawn else "no plot: matplotlib is not installed")
+    return 0
+
+
+@contextmanager
+def _stopping() -> Iterator[Callable[[], bool]]:
+    """Ask what this gives whether the user wants to stop; a second signal does not wait."""
+    told = Event()
+
+    def take(signaled: int, _frame: FrameType | None) -> None:
+        told.set()
+        signal.signal(signaled, signal.SIG_DFL)
+        complain("paceline: stopping after this step, with a checkpoint; once more to stop at once")
+
+    before = {one: signal.signal(one, take) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield told.is_set
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+# -- heads -------------------------------------------------------------------------------------------------------------
+
+
+def _add_medusa(parser: Parser) -> None:
+    parser.add_argument("--share-output", action="store_true", help="one output layer for all heads")
+
+
+def _align_medusa(args: argparse.Namespace) -> int:
     from alignment.heads.medusa import MedusaOptions, MedusaTraining
 
-    asked = {name: getattr(args, name) for name in MEDUSA.counts.keys() | BOTH.keys()}
-    return MedusaOptions(shared_output=args.share_output, **asked), MedusaTraining
+    asked = {name: getattr(args, name) for name in KINDS["medusa"].numbers}
+    return _align_heads(args, MedusaOptions(shared_output=args.share_output, **asked), MedusaTraining, "--medusa")
 
 
-def _eagle(args: argparse.Namespace) -> tuple[Any, Any]:
+def _add_eagle(parser: Parser) -> None:
+    about = "folder of an EAGLE-3 head for this target to go on from (default: begin with the target's own weights)"
+    parser.add_argument("--start", default="", metavar="DIR", help=about)
+
+
+def _align_eagle(args: argparse.Namespace) -> int:
     from alignment.heads.eagle import EagleOptions, EagleTraining
 
+    asked = {name: getattr(args, name) for name in KINDS["eagle"].numbers}
     for name in ("layers", "vocabulary") if args.start else ():
-        if getattr(args, name) != EAGLE.counts[name][0]:
+        if asked[name] != KINDS["eagle"].numbers[name][0]:
             raise CommandError(f"--{name} is that of the head that --start names: leave it out", BAD_INPUT)
-    asked = {name: getattr(args, name) for name in EAGLE.counts.keys() | BOTH.keys()}
-    return EagleOptions(start=args.start, **asked), EagleTraining
+    return _align_heads(args, EagleOptions(start=args.start, **asked), EagleTraining, "--draft-eagle")
 
 
-MEDUSA = HeadCommand(
-    ABOUT="train Medusa heads for a target",
-    DETAILS="""\
+def _align_heads(args: argparse.Namespace, options: Any, training: Any, served_with: str) -> int:
+    """``training``: the class that trains as ``options`` say; ``served_with``: the flag of ``up``."""
+    from alignment.data import find_data
+    from alignment.encoding import Encoder, tokenizer_of
+    from alignment.pair import load_stock, settings_of
+    from alignment.workplace import Workplace
+
+    data = find_data(args.data)
+    target = load_stock(args.target, args.dtype, args.device, args.threads)
+    if not options.reach < args.sequence <= target.context:
+        wanted = f"more than the {options.reach} tokens that are guessed, at most the context ({target.context})"
+        raise CommandError(f"--sequence must be {wanted}, got {args.sequence}", BAD_INPUT)
+    place = Workplace(args.out, settings_of(options, data, target=target), resume=args.resume)
+    figures = _done_before(place)
+    if not figures:
+        figures = training(target, Encoder(tokenizer_of(args.target)), options, place, complain).run(data)
+    _tell_heads(figures)
+    kept = f"step {figures['best_step']} of {figures['step']}"
+    say(f"{args.out} holds the heads of {kept}: paceline up --target ... {served_with} {args.out}")
+    return 0
+
+
+def _tell_heads(figures: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    before, after = figures["before"], figures["after"]
+    table = Table(title="how often guesses are what the target says, on text held out")
+    for column in ("guess", "before", "after"):
+        table.add_column(column, justify="right")
+    for ahead, (old, new) in enumerate(zip(before["by_head"], after["by_head"], strict=True), 1):
+        table.add_row(f"+{ahead}", f"{old:.3f}", f"{new:.3f}")
+    table.add_row("in a row", f"{before['run']:.3f}", f"{after['run']:.3f}")
+    Console(highlight=False).print(table)
+
+
+KINDS = {
+    "draft": Alignment(
+        "distil a draft model on the target's own samples",
+        """\
+The target continues prompts that are cut from the data; the draft learns the target's distributions on that, and on
+the data itself. What is held out of the data is never trained on: acceptance there is measured on the way, the best
+weights are kept, and training ends early when nothing gets better. A run that is stopped goes on when it is given
+again. The defaults suit small models on a CPU; for a draft of a billion parameters on a GPU, begin with
+
+  paceline align draft --target ./llama-8b --draft ./llama-1b --data ./texts ./recorded-prompts --out ./aligned \\
+    --device cuda --dtype bf16 --steps 4000 --batch-tokens 16384 --sequence 2048 --samples 10000000
+
+Data are UTF-8 text and JSON lines with "text", "prompt" (and "completion") or "messages", as `--record-prompts` writes
+them.
+""",
+        "folder for the aligned draft",
+        OF_DRAFTS,
+        _add_draft,
+        _align_draft,
+    ),
+    "medusa": Alignment(
+        "train Medusa heads for a target",
+        """\
 Heads read the target's hidden state and guess the tokens behind its next one; no draft worker is needed. They learn the
 target's own distributions on the text of the data; the target stays as it is. What is held out of the data is never
 trained on: it says which weights are best, and when to end. A run that is stopped goes on when it is given again. The
@@ -132,17 +312,18 @@ folder has the layout of the Medusa authors; serve it with
 The defaults suit small models on a CPU. Data are UTF-8 text and JSON lines with "text", "prompt" (and "completion") or
 "messages". With --share-output all heads have one output layer, which makes them a quarter as large.
 """,
-    counts={
-        "heads": (4, 1, 32, "heads: tokens guessed behind the next one"),
-        "layers": (1, 0, 16, "residual blocks of a head"),
-    },
-    training=_medusa,
-    served_with="--medusa",
-    switches={"share-output": "one output layer for all heads"},
-)
-EAGLE = HeadCommand(
-    ABOUT="train an EAGLE-3 head for a target",
-    DETAILS="""\
+        "folder for the heads",
+        {
+            "heads": (4, 1, 32, "heads: tokens guessed behind the next one"),
+            "layers": (1, 0, 16, "residual blocks of a head"),
+            **OF_HEADS,
+        },
+        _add_medusa,
+        _align_medusa,
+    ),
+    "eagle": Alignment(
+        "train an EAGLE-3 head for a target",
+        """\
 The head reads hidden states of several layers of the target and guesses one token after another, from its own states.
 It learns the target's own distributions on the text of the data, with as many of its guesses in a row as --depth says
 (training-time test); the target stays as it is. What the target writes behind passages held out of the data says which
@@ -155,40 +336,15 @@ The defaults suit small models on a CPU. Data are UTF-8 text and JSON lines with
 "messages"; text that the target wrote itself is best. For targets with large vocabularies, --vocabulary 32000 keeps
 the output layer small.
 """,
-    counts={
-        "depth": (5, 1, 16, "guesses in a row that are trained"),
-        "layers": (1, 1, 16, "layers of the head"),
-        "vocabulary": (0, 0, 1 << 24, "tokens the head knows, those that come most often; 0: all"),
-        "farther": (0.8, 0, 1, "what a guess counts, relative to the one before it"),
-    },
-    training=_eagle,
-    served_with="--draft-eagle",
-    switches={},
-    start="folder of an EAGLE-3 head for this target to go on from (default: begin with the target's own weights)",
-)
-KINDS: dict[str, ModuleType | HeadCommand] = {"draft": align_draft, "medusa": MEDUSA, "eagle": EAGLE}
-
-
-def add(parser: Parser) -> None:
-    """Its flags."""
-    kinds = parser.add_subparsers(
-        dest="kind", title="what is trained", metavar="{" + ",".join(KINDS) + "}", required=True
-    )
-    for name, module in KINDS.items():
-        about = f"{module.ABOUT}\n\n{module.DETAILS}"
-        module.add(kinds.add_parser(name, help=module.ABOUT, description=about, prog=f"paceline align {name}"))
-
-
-def run(args: argparse.Namespace) -> int:
-    """Train, and say what it brought."""
-    from alignment.errors import AlignmentError, DataError, Interrupted, SettingsError
-    from engine.model import ModelError
-
-    try:
-        return int(KINDS[args.kind].run(args))
-    except (DataError, SettingsError, ModelError) as error:
-        raise CommandError(str(error), BAD_INPUT) from error
-    except Interrupted as error:
-        raise CommandError(str(error), INTERRUPTED) from error
-    except AlignmentError as error:
-        raise CommandError(str(error), FAILED) from error
+        "folder for the heads",
+        {
+            "depth": (5, 1, 16, "guesses in a row that are trained"),
+            "layers": (1, 1, 16, "layers of the head"),
+            "vocabulary": (0, 0, 1 << 24, "tokens the head knows, those that come most often; 0: all"),
+            "farther": (0.8, 0, 1, "what a guess counts, relative to the one before it"),
+            **OF_HEADS,
+        },
+        _add_eagle,
+        _align_eagle,
+    ),
+}

@@ -16,10 +16,19 @@ from cluster.config import environment
 from cluster.config.config import Config, Override, load
 from cluster.config.environment import CHECKOUT
 from cluster.config.pools import chosen_max_threads, chosen_threads
-from cluster.local import core_cache, threads
-from cluster.local.core_cache import CoreCache, default_cache, key_of
+from cluster.local import threads
 from cluster.local.cores import DRAFTS, StepTimes, decoded, encoded
-from cluster.local.threads import Unmeasured, divisible, measuring, output_of, settled, usable_cores
+from cluster.local.threads import (
+    CoreCache,
+    Unmeasured,
+    default_cache,
+    divisible,
+    key_of,
+    measuring,
+    output_of,
+    settled,
+    usable_cores,
+)
 from tests.stack import MODELS
 
 MEASURED = {count: StepTimes(dict.fromkeys(DRAFTS, 30.0 / count), 1.0) for count in (1, 2)}
@@ -213,10 +222,10 @@ def test_a_failed_measurement_is_tried_again_after_a_day_or_when_the_machine_cha
     settled(configured())
     measured_by(monkeypatch, f"print({json.dumps(encoded(MEASURED))!r})")
     with monkeypatch.context() as changed:
-        changed.setattr(core_cache, "_cpu", lambda: "another CPU")
+        changed.setattr(threads, "_cpu", lambda: "another CPU")
         assert settled(configured()).target.threads == 2
     assert settled(configured()).target.threads == 1
-    monkeypatch.setattr(core_cache, "FAILED_SECONDS", 0.0)
+    monkeypatch.setattr(threads, "FAILED_SECONDS", 0.0)
     assert settled(configured()).target.threads == 2
 
 
@@ -303,7 +312,7 @@ def test_a_relative_cache_folder_is_ignored(monkeypatch):
 
 
 def test_the_oldest_measurements_are_forgotten(cache, monkeypatch):
-    monkeypatch.setattr(core_cache, "MAX_ENTRIES", 2)
+    monkeypatch.setattr(threads, "MAX_ENTRIES", 2)
     for key in ("a", "b", "a", "c"):
         cache.put(key, MEASURED)
     assert [key for key in "abc" if cache.get(key, 2)] == ["a", "c"]
