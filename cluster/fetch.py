@@ -27,8 +27,9 @@ READABLE, COMPLETE = ".tokenizer", ".complete"
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
 COPIES = ("original/*", "consolidated*")
 """The same weights once more, in the formats of those who trained them."""
-UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-"""Of a quantity as Kubernetes writes it."""
+BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+DECIMAL = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+"""Units of a quantity as Kubernetes writes it."""
 
 
 class FetchError(Exception):
@@ -122,13 +123,14 @@ def _held(folder: Path) -> str:
     return next((text for mark in marks if mark.exists() and (text := mark.read_text(encoding="utf-8").strip())), "")
 
 
-def bytes_in(quantity: str) -> int:
-    """Of a size as Kubernetes writes it, such as 100Gi. Raises :class:`FetchError`."""
-    unit = next((unit for unit in UNITS if quantity.endswith(unit)), "")
+def quantity(written: str) -> float:
+    """A number as Kubernetes writes it, such as 100Gi bytes or 500m CPUs. Raises :class:`FetchError`."""
+    units = BINARY | DECIMAL
+    unit = next((unit for unit in units if written.endswith(unit)), "")
     try:
-        return int(float(quantity.removesuffix(unit)) * UNITS.get(unit, 1))
+        return float(written.removesuffix(unit)) * units.get(unit, 1)
     except ValueError as error:
-        raise FetchError(f"{quantity!r} is no size such as 100Gi") from error
+        raise FetchError(f"{written!r} is no size such as 100Gi") from error
 
 
 def _needed(files: Mapping[str, int]) -> dict[str, int]:
@@ -163,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
     """The command."""
     try:
         volume, capacity, models = arguments
-        fetch_all(Path(volume), bytes_in(capacity), models_in(models), Hub(), say)
+        fetch_all(Path(volume), int(quantity(capacity)), models_in(models), Hub(), say)
     except FetchError as error:
         complain(f"cluster.fetch: {error}")
         return 1

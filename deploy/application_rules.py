@@ -1,25 +1,27 @@
-"""Whether Paceline takes what it is told, and whether the worker groups can hold and equip what follows from it."""
+"""Whether Paceline takes what it is told, and whether the worker groups can hold, equip and scale what follows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
 
-from cluster.config.config import Config, from_mapping
+from cluster.autoscaling.serve_policy import IMPORT_PATH as POLICY_PATH
+from cluster.autoscaling.serve_policy import declared
+from cluster.config.config import AutoscalingConfig, Config, from_mapping, max_replicas_of
 from cluster.config.environment import BUNDLED
+from cluster.config.pools import TargetConfig
 from cluster.config.security import SecurityError, check_worker_exposure
-from cluster.config.settings import ConfigError
+from cluster.config.settings import ConfigError, described
 from cluster.placement import ROUTER as ROUTER_DEPLOYMENT
 from cluster.placement import ClusterNode, Need, lacking, needs, with_routers
-from deploy.manifests import Manifests, Object, group_name, groups, mount_of, ray_container, where
+from deploy.manifests import GPU, Manifests, Object, group_name, groups, mount_of, ray_container, requested, where
 from deploy.model_rules import LIST, fetched_by
-from deploy.pod_rules import GPU
 from deploy.ray_rules import HARD_STOP, drain_seconds, hard_stop_seconds
-from deploy.scaling_rules import scaling_faults
 from router.http.auth import PICKER_PATH
 from speculation.events import Role
 
@@ -31,8 +33,14 @@ left is what the replica may take to end, whether another has started or not."""
 SCRAPER, METRICS = "metrics-data-source", "/metrics"
 """Plugin by which llm-d-router's picker reads metrics, and the path that it reads unless it is told another."""
 
-SCALES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9}
-"""What the last letter of a quantity stands for."""
+
+POLICY = "autoscaling_policy"
+KWARGS = f"{POLICY}.policy_kwargs"
+MIN_DOWN_SECONDS = 60.0
+"""That routers must be too many before there are fewer. With each change Serve replaces the HAProxy of every node, and
+what was replaced keeps its streams, and its memory, for up to the hard stop."""
+WIDTH = 1 << 16
+"""Wide enough for a line of YAML that is not to be broken."""
 
 
 def application_faults(application: Object, service: Object, manifests: Manifests) -> Iterator[str]:
@@ -47,7 +55,7 @@ def application_faults(application: Object, service: Object, manifests: Manifest
     yield from _of_tracing(config, manifests)
     if config.security.api_keys:
         yield from _of_picker(manifests)
-    yield from scaling_faults(config, application)
+    yield from _of_scaling(config, application)
     config = with_routers(config, _nodes(service))
     wanted, faults = _wanted(config, application)
     why = lacking(wanted, _nodes(service))
@@ -199,19 +207,12 @@ def _nodes(service: Object) -> list[ClusterNode]:
     scaled = service["spec"]["rayClusterConfig"].get("enableInTreeAutoscaling")
     found = []
     for group in groups(service)[1:]:
-        requests = ray_container(group).get("resources", {}).get("requests", {})
+        container = ray_container(group)
         count = group.get("maxReplicas" if scaled else "replicas", 1)
         # KubeRay tells Ray whole CPUs, rounded up.
-        cpus, gpus = math.ceil(_quantity(requests.get("cpu", 0))), _quantity(requests.get(GPU, 0))
+        cpus, gpus = math.ceil(requested(container, "cpu")), requested(container, GPU)
         found += [ClusterNode(cpus, gpus, group.get("labels", {}))] * count
     return found
-
-
-def _quantity(written: str | int | float) -> float:
-    """CPUs or GPUs, as Kubernetes writes them; its schema has found the form right."""
-    text = str(written)
-    scale = SCALES.get(text[-1], 1.0)
-    return float(text.rstrip("".join(SCALES))) * scale
 
 
 def _fitting(need: Need, service: Object) -> list[Object]:
@@ -220,8 +221,7 @@ def _fitting(need: Need, service: Object) -> list[Object]:
         group
         for group in groups(service)[1:]
         if need.labels.items() <= group.get("labels", {}).items()
-        and _quantity(ray_container(group).get("resources", {}).get("requests", {}).get(GPU, 0))
-        >= need.gpus * need.ranks
+        and requested(ray_container(group), GPU) >= need.gpus * need.ranks
     ]
 
 
@@ -235,3 +235,90 @@ def _drain(role: str, config: Config) -> tuple[str, float]:
 def _role(need: Need, config: Config) -> str:
     roles: Mapping[str, str] = {pool.deployment: pool.role.value for pool in config.pools()}
     return roles.get(need.deployment, ROUTER)
+
+
+def _of_scaling(config: Config, application: Object) -> Iterator[str]:
+    """Whether what sizes the pools knows the pools that ``args`` describes.
+
+    Numbers of replicas stand beside ``args``: in ``deployments``, and for the policy that moves them in
+    ``autoscaling_policy``. What ``args`` says of them as well goes unheard.
+    """
+    yield from _unheard(config)
+    yield from _hasty(application)
+    yield from _standing_by(config, application)
+    policy = application.get(POLICY)
+    if policy is None:
+        return
+    yield from _unknown(POLICY, policy, ("policy_function", "policy_kwargs"))
+    if policy.get("policy_function") != POLICY_PATH:
+        yield f"{POLICY}.policy_function must be {POLICY_PATH}, got {described(policy.get('policy_function'))}"
+        return
+    given = policy.get("policy_kwargs", {})
+    if not isinstance(given, dict):
+        yield f"{KWARGS} must be a mapping, got {described(given)}"
+        return
+    yield from _unknown(KWARGS, given, ("pools", "settings"))
+    yield from _of_pools(config, given.get("pools"))
+    try:
+        from_mapping({"autoscaling": given.get("settings")}, f"{KWARGS}.settings")
+    except ConfigError as error:
+        yield str(error)
+
+
+def _unheard(config: Config) -> Iterator[str]:
+    """Settings of ``args`` that nothing reads where Serve is given ``deployments`` and a policy."""
+    pools = [(pool.path, pool.deployment, pool.settings.max_replicas) for pool in config.pools()]
+    for path, deployment, bound in [*pools, ("router", ROUTER_DEPLOYMENT, config.router.max_replicas)]:
+        if bound:
+            yield f"{path}.max_replicas has no effect here; give {deployment} an autoscaling_config in `deployments`"
+    if config.autoscaling != AutoscalingConfig():
+        yield f"autoscaling has no effect here; say it in {KWARGS}.settings"
+
+
+def _hasty(application: Object) -> Iterator[str]:
+    """Routers that come and go with every lull."""
+    scaled = {entry["name"]: entry.get("autoscaling_config") for entry in application.get("deployments", [])}
+    own = scaled.get(ROUTER_DEPLOYMENT)
+    if not own:
+        return
+    if POLICY in application:
+        kwargs = application[POLICY].get("policy_kwargs")
+        settings = kwargs.get("settings") if isinstance(kwargs, dict) else None
+        said = settings.get("down_s", AutoscalingConfig().down_s) if isinstance(settings, dict) else None
+        name = f"{KWARGS}.settings.down_s"
+    else:
+        name, said = f"{ROUTER_DEPLOYMENT}: downscale_delay_s", own.get("downscale_delay_s", math.inf)
+    if isinstance(said, int | float) and said < MIN_DOWN_SECONDS:
+        yield f"{name} is {said:g}; below {MIN_DOWN_SECONDS:g}, HAProxy is replaced on every node with every lull"
+
+
+def _standing_by(config: Config, application: Object) -> Iterator[str]:
+    """Routers take as many targets for idle as ``args`` says, of as many as there should be by it."""
+    counts = {entry["name"]: entry.get("num_replicas") for entry in application.get("deployments", [])}
+    for pool in config.pools():
+        if not isinstance(pool.settings, TargetConfig) or not pool.settings.standby or pool.deployment not in counts:
+            continue
+        wanted, said = pool.settings.replicas + pool.settings.standby, counts[pool.deployment]
+        if said != wanted:
+            parts = f"{pool.path}.replicas ({pool.settings.replicas}) and standby ({pool.settings.standby}) together"
+            yield f"{pool.deployment}: num_replicas is {said}; it must be {wanted}, {parts}"
+
+
+def _unknown(where: str, given: Object, known: Iterable[str]) -> Iterator[str]:
+    for key in given:
+        if key not in known:
+            yield f"{where}.{key}: there is no such setting; there are {', '.join(known)}"
+
+
+def _of_pools(config: Config, listed: object) -> Iterator[str]:
+    """The policy keeps a pool that it is not told of as it is."""
+    pools: list[dict[str, Any]] = declared(config)["policy_kwargs"]["pools"]
+    deployed = {pool.deployment for pool in config.pools() if max_replicas_of(pool.settings)}
+    needed = [pool for pool in pools if pool["deployment"] in deployed]
+    if (
+        not isinstance(listed, list)
+        or any(pool not in pools for pool in listed)
+        or any(pool not in listed for pool in needed)
+    ):
+        written = yaml.safe_dump(needed, default_flow_style=True, sort_keys=False, width=WIDTH).strip()
+        yield f"{KWARGS}.pools does not list the pools of args, which are {written}"

@@ -11,8 +11,11 @@ from typing import Any
 
 import yaml
 
+from cluster.fetch import quantity
+
 Object = Mapping[str, Any]
 """A Kubernetes object, or a part of one."""
+GPU = "nvidia.com/gpu"
 RENDER_SECONDS = 60
 
 
@@ -121,6 +124,11 @@ def ray_container(group: Object) -> Object:
     """Ray's own: KubeRay takes the first."""
     found: Object = group["template"]["spec"]["containers"][0]
     return found
+
+
+def requested(container: Object, resource: str) -> float:
+    """How much of a resource it reserves; its schema has found the form of quantities right."""
+    return quantity(str(container.get("resources", {}).get("requests", {}).get(resource, 0)))
 
 
 def environment_of(container: Object) -> dict[str, str]:

@@ -5,9 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from cluster.fetch import COMPLETE, READABLE, FetchError, bytes_in, models_in
-from deploy.manifests import Manifests, Object, Violation, environment_of, group_name, groups, where
-from deploy.pod_rules import GPU
+from cluster.fetch import COMPLETE, READABLE, FetchError, models_in, quantity
+from deploy.manifests import (
+    GPU,
+    Manifests,
+    Object,
+    Violation,
+    environment_of,
+    group_name,
+    groups,
+    ray_container,
+    requested,
+    where,
+)
 
 LIST, STORAGE = "MODELS", "STORAGE"
 """Variables of the Job: FOLDER=HUB-ID, separated by spaces; and how large the volume was asked to be."""
@@ -45,7 +55,7 @@ def _of_job(job: Object, told: Mapping[str, str], manifests: Manifests) -> Itera
     if CLAIM in sizes and told.get(STORAGE) != sizes[CLAIM]:
         yield f"{STORAGE} is {told.get(STORAGE)!r}, but the volume has {sizes[CLAIM]}"
     try:
-        models, capacity = models_in(told[LIST]), bytes_in(told.get(STORAGE, ""))
+        models, capacity = models_in(told[LIST]), quantity(told.get(STORAGE, ""))
     except FetchError as error:
         yield str(error)
         return
@@ -71,8 +81,7 @@ def _of_waiting(service: Object) -> Iterator[Violation]:
         claims = {volume.get("persistentVolumeClaim", {}).get("claimName") for volume in spec.get("volumes", [])}
         if CLAIM not in claims:
             continue
-        gpus = spec["containers"][0].get("resources", {}).get("requests", {}).get(GPU)
-        mark = COMPLETE if gpus else READABLE
+        mark = COMPLETE if requested(ray_container(group), GPU) else READABLE
         waits = " ".join(" ".join(entry.get("args", [])) for entry in spec.get("initContainers", []))
         if f"/{mark}" not in waits:
             yield Violation(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from deploy.manifests import Manifests, Object, Pod, Violation, mount_of, where
+from deploy.manifests import GPU, Manifests, Object, Pod, Violation, mount_of, requested, where
 
-GPU = "nvidia.com/gpu"
 DIGEST = "@sha256:[0-9a-f]{64}$"
 PROBE = "engine.host.live_gpus"
 
@@ -51,8 +50,9 @@ def _of_pod(pod: Pod) -> Iterator[str]:
     for key in ("hostNetwork", "hostPID", "hostIPC"):
         if pod.spec.get(key):
             yield f"{key} must not be set"
-    on_gpu = GPU in pod.spec["containers"][0].get("resources", {}).get("requests", {})
-    if on_gpu and PROBE not in str(pod.spec["containers"][0].get("livenessProbe", {}).get("exec")):
+    main = pod.spec["containers"][0]
+    on_gpu = requested(main, GPU) > 0
+    if on_gpu and PROBE not in str(main.get("livenessProbe", {}).get("exec")):
         yield f"its livenessProbe must run {PROBE}, or a GPU that is gone leaves a pod that serves nothing"
     if on_gpu and not (pod.spec.get("nodeSelector") or _asks_for_machines(pod)):
         yield "takes any machine with a GPU, small or large; choose some by their label"

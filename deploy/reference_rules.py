@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from deploy.manifests import Manifests, Object, Pod, Violation, group_pod, groups, selects, where
-from deploy.pod_rules import GPU
+from deploy.manifests import GPU, Manifests, Object, Pod, Violation, group_pod, groups, requested, selects, where
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +310,7 @@ def _entrance(manifests: Manifests) -> Iterator[Violation]:
         leads = any(port.get("targetPort") in ("serve", HTTP_PORT) for port in service["spec"]["ports"])
         for pod in manifests.pods_of(service) if leads else []:
             main = pod.spec["containers"][0]
-            if GPU in main.get("resources", {}).get("requests", {}):
+            if requested(main, GPU):
                 yield Violation(where(service), f"leads clients into {pod.where}, which computes")
             elif main.get("readinessProbe", {}).get("httpGet", {}).get("path") != READY:
                 yield Violation(pod.where, f"must be ready by {READY}: {service['metadata']['name']} leads clients in")

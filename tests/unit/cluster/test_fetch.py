@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 
-from cluster.fetch import COMPLETE, READABLE, FetchError, Hub, HubModel, bytes_in, fetch_all, main, models_in
+from cluster.fetch import COMPLETE, READABLE, FetchError, Hub, HubModel, fetch_all, main, models_in, quantity
 
 GIB = 1 << 30
 COMMIT = "0123456789abcdef" * 2 + "01234567"
@@ -135,9 +135,9 @@ def test_another_revision_is_not_mixed_into_a_folder(tmp_path: Path, mark: str) 
 
 
 def test_sizes_are_those_of_kubernetes() -> None:
-    assert [bytes_in(text) for text in ("100Gi", "1T", "1.5Ki", "12")] == [100 << 30, 10**12, 1536, 12]
+    assert [quantity(text) for text in ("100Gi", "1T", "1.5Ki", "12")] == [100 << 30, 10**12, 1536, 12]
     with pytest.raises(FetchError, match="no size"):
-        bytes_in("much")
+        quantity("much")
 
 
 def test_the_command_says_in_one_line_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

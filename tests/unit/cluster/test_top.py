@@ -13,9 +13,8 @@ from rich.console import Console
 
 from cluster import cli
 from cluster.commands import top
-from cluster.commands.top import look_at, watch
+from cluster.commands.top import look_at, number, screen, span, watch
 from cluster.console import CommandError
-from cluster.top_screen import number, screen, span
 from router.generation import ServedModel
 from router.sessions.event_log import EventKind, LoggedEvent
 from router.sessions.snapshot import Snapshot, Totals, WorkerState, WorkerView
