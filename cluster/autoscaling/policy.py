@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import fsum
+from statistics import fmean
 
 from cluster.config.config import AutoscalingConfig
 from speculation.demand import DraftDemand, RouterDemand, TargetDemand
@@ -65,40 +67,33 @@ def targets(reports: Sequence[TargetDemand], settings: AutoscalingConfig) -> Des
     """Target workers for what ``reports``, one of each replica that runs, add up to."""
     speeds = [report.speed for report in reports if report.speed > 0]
     count, goal = _count(len(reports), "target"), f"goal {settings.load:.0%}"
-    queued, sessions = _sum(report.queued_tokens for report in reports), _sum(report.sessions for report in reports)
-    running = _sum(report.running_tokens for report in reports)
+    queued, sessions = fsum(report.queued_tokens for report in reports), fsum(report.sessions for report in reports)
+    running = fsum(report.running_tokens for report in reports)
     choices: list[DesiredReplicas] = []
     if speeds:
-        speed = _mean(speeds)
-        computed = _sum(report.computed for report in reports)
+        speed = fmean(speeds)
+        computed = fsum(report.computed for report in reports)
         share = computed / speed / len(reports)
         says = f"{computed:,.0f} tokens a second = {share:.0%} of what {count} can compute; {goal}"
         choices.append(DesiredReplicas(computed / speed / settings.load, Why.WORK, says))
-        choices += _for_queue(queued, speed, len(reports), settings)
+        seconds = queued / speed / len(reports)
+        if seconds > settings.queue_s:
+            says = f"queued {queued:,.0f} tokens = {seconds:.1f} s of work for {count}; limit {settings.queue_s:g} s"
+            more = (seconds - settings.queue_s) / settings.clear_s
+            choices.append(DesiredReplicas(len(reports) * (1.0 + more), Why.QUEUE, says))
     for amount, rooms, why, unit in (
         (sessions, [report.places for report in reports], Why.SESSIONS, "places"),
         (running, [report.capacity_tokens for report in reports], Why.CACHE, "tokens of cache"),
     ):
-        room = _sum(rooms)
+        room = fsum(rooms)
         if room > 0:
             says = f"{amount:,.0f} of {room:,.0f} {unit} taken on {count} = {amount / room:.0%}; {goal}"
-            choices.append(DesiredReplicas(amount / _mean(rooms) / settings.load, why, says))
+            choices.append(DesiredReplicas(amount / fmean(rooms) / settings.load, why, says))
     if not choices:
         return DesiredReplicas(0.0, Why.UNKNOWN, "no target has reported yet")
     if not queued and not sessions:
         return DesiredReplicas(0.0, Why.IDLE, "no sessions")
     return max(choices, key=lambda wanted: wanted.replicas)
-
-
-def _for_queue(queued: float, speed: float, replicas: int, settings: AutoscalingConfig) -> list[DesiredReplicas]:
-    """More replicas while it takes these too long to compute what is queued."""
-    seconds = queued / speed / replicas
-    if seconds <= settings.queue_s:
-        return []
-    count = _count(replicas, "target")
-    says = f"queued {queued:,.0f} tokens = {seconds:.1f} s of work for {count}; limit {settings.queue_s:g} s"
-    more = (seconds - settings.queue_s) / settings.clear_s
-    return [DesiredReplicas(replicas * (1.0 + more), Why.QUEUE, says)]
 
 
 def drafters(
@@ -109,12 +104,11 @@ def drafters(
     Below full delivery what is delivered is in proportion to the time spent drafting; so is what is wanted.
     """
     routers = list(routers)
-    undrafted = _sum(router.undrafted for router in routers)
-    resting = _sum(router.resting for router in routers)
-    asked = _sum(report.asked for report in reports)
-    used = _sum(report.busy for report in reports)
-    demand = _demand(len(reports), _sum(router.streams for router in routers), undrafted)
-    delivered = _sum(report.delivered for report in reports)
+    undrafted = fsum(router.undrafted for router in routers)
+    resting = fsum(router.resting for router in routers)
+    asked, used = fsum(report.asked for report in reports), fsum(report.busy for report in reports)
+    demand = _demand(len(reports), fsum(router.streams for router in routers), undrafted)
+    delivered = fsum(report.delivered for report in reports)
     if reports and asked:
         # Nothing delivered at all is far too little, by an amount that nobody knows.
         share = max(delivered / asked, 1 / (1 + asked))
@@ -144,7 +138,7 @@ def routers(reports: Sequence[RouterDemand], settings: AutoscalingConfig) -> Des
     """Routers."""
     if not reports:
         return DesiredReplicas(0.0, Why.UNKNOWN, "no router has reported yet")
-    streams = _sum(report.streams for report in reports)
+    streams = fsum(report.streams for report in reports)
     if not streams:
         return DesiredReplicas(0.0, Why.IDLE, "no streams")
     says = f"{streams:,.0f} streams on {_count(len(reports), 'router')}; {settings.streams} are enough for one"
@@ -153,11 +147,3 @@ def routers(reports: Sequence[RouterDemand], settings: AutoscalingConfig) -> Des
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _sum(values: Iterable[float]) -> float:
-    return float(sum(values))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

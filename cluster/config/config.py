@@ -28,6 +28,7 @@ from cluster.config.settings import (
     Values,
     document_in,
     rule_in,
+    seconds,
     setting,
     settings_of,
 )
@@ -51,9 +52,7 @@ class RouterConfig:
     tokenizer: str = setting("", "folder or hub id of the tokenizer (default: the target's)")
     max_sessions: int = setting(1024, "generations at once per router; more get status 429", ge=1)
     allow_remote: bool = setting(False, "listen beyond loopback even where there is no authentication")
-    drain_timeout: float = setting(
-        600.0, "seconds that running requests have when a router is told to stop", ge=0, le=86400
-    )
+    drain_timeout: float = seconds(600.0, "seconds that running requests have when a router is told to stop")
     record_prompts: str = setting(
         "", "folder that prompts are recorded in, for `paceline align`; a request may opt out by store (default: none)"
     )
@@ -125,12 +124,10 @@ class AutoscalingConfig:
     delivery: float = setting(0.5, "share of the lead that targets ask for which drafters shall deliver", ge=0.01, le=1)
     streams: int = setting(256, "open streams that are enough for one router", ge=1)
     margin: float = setting(0.2, "share of what remains that must be to spare before a pool shrinks", ge=0, le=0.9)
-    up_s: float = setting(3.0, "seconds a pool must be too small before it grows", ge=0, le=86400)
-    down_s: float = setting(120.0, "seconds a pool must be too large before it shrinks", ge=0, le=86400)
-    pause_s: float = setting(15.0, "seconds between two growths of a pool", ge=0, le=86400)
-    rest_s: float = setting(
-        120.0, "seconds that drafters which were of no use stay away; doubles each time in a row", ge=0, le=86400
-    )
+    up_s: float = seconds(3.0, "seconds a pool must be too small before it grows")
+    down_s: float = seconds(120.0, "seconds a pool must be too large before it shrinks")
+    pause_s: float = seconds(15.0, "seconds between two growths of a pool")
+    rest_s: float = seconds(120.0, "seconds that drafters which were of no use stay away; doubles each time in a row")
     interval_s: float = setting(1.0, "seconds between two reports of a replica", ge=0.1, le=60)
     window_s: float = setting(10.0, "seconds over which reports are averaged", ge=0.5, le=600)
 
@@ -149,15 +146,10 @@ class AdmissionConfig:
     concurrent_requests: int = setting(0, "requests under way at once per router (0: no limit)", ge=0)
     concurrent_sessions: int | Literal["auto"] = _share("choices of requests", "half of router.max_sessions")
     concurrent_tokens: int | Literal["auto"] = _share("tokens of requests", "4,096 for each of these choices")
-    request_timeout: float = setting(
-        0.0, "seconds that a request has if it asks for none (0: as many as it takes)", ge=0, le=86400
-    )
-    max_request_timeout: float = setting(0.0, "seconds that none goes beyond (0: no limit)", ge=0, le=86400)
-    target_timeout: float = setting(
-        0.0,
-        "seconds that a request waits while its model has no target (0: its own timeout; if none, 30, then 120)",
-        ge=0,
-        le=86400,
+    request_timeout: float = seconds(0.0, "seconds that a request has if it asks for none (0: as many as it takes)")
+    max_request_timeout: float = seconds(0.0, "seconds that none goes beyond (0: no limit)")
+    target_timeout: float = seconds(
+        0.0, "seconds that a request waits while its model has no target (0: its own timeout; if none, 30, then 120)"
     )
     cors_origins: str = setting(
         "",
@@ -187,9 +179,7 @@ class Config:
 
     backend: str = setting("ray", "what runs the workers: ray, or local processes", choices=("ray", "local"))
     start_timeout: float = setting(600.0, "seconds in which every worker must have loaded its model", ge=1, le=86400)
-    drain_timeout: float = setting(
-        30.0, "seconds in which a worker that is told to stop lets its sessions move or end", ge=0, le=86400
-    )
+    drain_timeout: float = seconds(30.0, "seconds in which a worker that is told to stop lets its sessions move or end")
     validate: bool = setting(
         False, "have workers check their own books whenever they are idle, and end where they are wrong; for debugging"
     )

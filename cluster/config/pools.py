@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from cluster.config.environment import BUNDLED
-from cluster.config.settings import AUTO, DEFAULT_POOL, ConfigError, in_file_names, setting
+from cluster.config.settings import AUTO, DEFAULT_POOL, ConfigError, in_file_names, seconds, setting
 from speculation.events import Role
 
 NO_QUANTIZATION = "none"
@@ -81,12 +81,10 @@ class WorkerConfig:
         auto=True,
     )
     cache_tokens: int = setting(0, "room of the cache in tokens (0: what the free memory allows)", ge=0)
-    step_timeout: float = setting(
+    step_timeout: float = seconds(
         60.0,
         "seconds after which a step counts as stuck, and the worker ends itself to be replaced (0: never); a target's "
         "also at twenty times what its steps take, ten seconds at least",
-        ge=0,
-        le=86400,
     )
     record: str = setting("", "file to record every step in, as JSON lines, for benchmarks and the simulator")
     gpus: float = setting(

@@ -52,6 +52,11 @@ def setting(default: Any, about: str, **limits: Any) -> Any:
     return field(default=default, metadata={"rule": SettingSpec(about, **limits)})
 
 
+def seconds(default: float, about: str) -> Any:
+    """A field that is a length of time, up to a day."""
+    return setting(default, about, ge=0, le=86400)
+
+
 def settings_of(kind: type[Any]) -> Iterator[Field[Any]]:
     """The fields of a dataclass that are settings."""
     return (entry for entry in fields(kind) if "rule" in entry.metadata)
