@@ -124,7 +124,6 @@ def stream(
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """Those of commits."""
     for line in response.iter_lines():
         data = line.removeprefix("data: ")
         if data == line or data == "[DONE]":

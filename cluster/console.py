@@ -30,7 +30,6 @@ class CommandError(Exception):
     """A command cannot go on. One line for the user, and the exit code."""
 
     def __init__(self, message: str, code: int) -> None:
-        """``message`` says what would be right, where that is known."""
         super().__init__(message)
         self.code = code
 

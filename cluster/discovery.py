@@ -202,7 +202,6 @@ class StaticDirectory:
     """A list that never changes."""
 
     def __init__(self, workers: Mapping[Role, Sequence[str]]) -> None:
-        """Addresses by role."""
         self.workers = workers
 
     def start(self, changed: Changed) -> None:

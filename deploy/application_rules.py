@@ -136,7 +136,6 @@ def _of_picker(manifests: Manifests) -> Iterator[str]:
 
 
 def _plugins(text: str) -> list[Object]:
-    """Of an endpoint picker's configuration."""
     found: list[Object] = yaml.safe_load(text).get("plugins", [])
     return found
 
@@ -195,7 +194,6 @@ def _of_models(config: Config, wanted: Iterable[Need], service: Object, manifest
 
 
 def _fetched(manifests: Manifests) -> set[str]:
-    """The folders that Jobs fill."""
     found = set()
     for job in manifests.of("Job"):
         found |= {f"/models/{entry.partition('=')[0]}" for entry in fetched_by(job).get(LIST, "").split()}

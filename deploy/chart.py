@@ -106,7 +106,6 @@ class Marks:
     """What stands for each value while kustomize carries it where it belongs; a number for one that is a number."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
-        """``values``: of all overlays, by their names."""
         numbers = enumerate(values, start=FIRST_NUMBER)
         self.by_key = {
             key: str(number) if value.isdecimal() else f"mark-of-{key}-"

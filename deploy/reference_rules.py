@@ -353,7 +353,6 @@ def _covers(port: Object, number: int) -> bool:
 
 
 def _open(pod: Pod) -> dict[str, int]:
-    """Ports by name."""
     return {
         port.get("name", ""): port["containerPort"] for entry in pod.containers() for port in entry.get("ports", [])
     }

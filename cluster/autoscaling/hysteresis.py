@@ -154,5 +154,4 @@ def _rest(now: float, state: State, settings: AutoscalingConfig) -> State:
 
 
 def _whole(replicas: float) -> int:
-    """The least whole number of replicas that is enough."""
     return math.ceil(replicas - ROUNDING)

@@ -111,7 +111,6 @@ class ServePolicy:
         return steer(ctx.current_time, pool, wanted, State(**ctx.policy_state.get(STATE, {})), self._settings)
 
     def _wanted(self, ctx: AutoscalingContext, routers: AutoscalingContext | None) -> DesiredReplicas:
-        """What the figures of a pool amount to."""
         name = ctx.deployment_name
         if name == ROUTER:
             return policy.routers(self._routers(ctx), self._settings)
@@ -173,7 +172,6 @@ class DecisionMetrics:
     """The last decision about every pool, in Ray's own metrics."""
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
         self._told: dict[str, tuple[int, int, str, str]] = {}
         """By deployment: replicas as decided, of which some may be starting, and those that run; why, and held."""
         self._gauges: tuple[Any, Any] | None = None

@@ -264,7 +264,6 @@ def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
 
 
 def _given(args: argparse.Namespace, known: Mapping[str, tuple[float, float, float, str]]) -> dict[str, float]:
-    """What is made up, by name: as the flags say, or what holds without."""
     given = {}
     for name, (default, minimum, maximum, _) in known.items():
         given[name] = default if getattr(args, name) is None else getattr(args, name)

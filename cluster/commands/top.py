@@ -151,7 +151,6 @@ def _first(look: Callable[[], Cluster]) -> Cluster:
 
 
 def _key(path: Path | None) -> str:
-    """The key to send; empty for none."""
     if path is None:
         key = environment.api_key()
         return key if key.isascii() and key.isprintable() else ""

@@ -173,7 +173,6 @@ def _await_http(config: Config) -> None:
 
 
 def _size(pool: Pool) -> str:
-    """How many replicas it has, or may have."""
     fewest, largest = min_replicas_of(pool.settings), max_replicas_of(pool.settings)
     return str(fewest) if fewest == largest else f"{fewest} to {largest}"
 

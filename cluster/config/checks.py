@@ -56,7 +56,6 @@ def _check_models(config: Config, pool: Pool) -> None:
 
 
 def _setting_of(pool: Pool) -> str:
-    """How the user gave its model."""
     return f"{pool.path}.model" if pool.model else f"--{pool.path}"
 
 

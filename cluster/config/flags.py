@@ -153,7 +153,6 @@ def overrides_in(args: argparse.Namespace) -> list[Override]:
 
 
 def _flags(parser: argparse.ArgumentParser) -> list[str]:
-    """All flags of a parser and the parsers below it."""
     known = list(parser._option_string_actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -121,7 +121,6 @@ def described(value: object) -> str:
 
 
 def _type_of(entry: Field[Any]) -> type[object]:
-    """The type of its values, apart from :data:`AUTO`."""
     return int if rule_in(entry).auto else type(entry.default)
 
 

@@ -142,5 +142,4 @@ _MAPPED: dict[str, Callable[[object], dict[str, object]]] = {
 
 
 def _text(value: object) -> str:
-    """As it would stand on the command line."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -175,7 +175,6 @@ def _pools(config: Config) -> list[Pool]:
 
 
 def _itemsize(pool: TargetConfig | DraftConfig, on_gpu: bool, text_config: Any) -> int:
-    """Bytes of a number once loaded."""
     import torch
 
     from engine.cpu.stack import widens

@@ -151,7 +151,6 @@ def read_weights(folder: Path) -> Weights | None:
 
 
 def _expected(index: Path) -> dict[str, set[str]]:
-    """The tensors of each file."""
     try:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         expected = defaultdict(set)

@@ -253,7 +253,6 @@ def check_application(config: Config, addresses: dict[Role, list[str]]) -> Itera
 
 
 def _listening(deployment: str, addresses: list[str]) -> Iterator[Finding]:
-    """Fills in where the workers of a deployment listen."""
     from ray import serve
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException

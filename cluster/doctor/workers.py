@@ -152,7 +152,6 @@ def _judge_one(worker: Met) -> Iterator[Finding]:
 
 
 async def _trip(host: str, port: int) -> float:
-    """Seconds to open a connection."""
     started = time.perf_counter()
     async with asyncio.timeout(CONNECT_SECONDS):
         _, writer = await asyncio.open_connection(host, port)

@@ -32,7 +32,6 @@ class LocalProcesses:
     """All processes of a Paceline on this machine. Used from one thread, the one that lives longest."""
 
     def __init__(self, config: Config) -> None:
-        """Nothing is started yet."""
         # All parts stop together, so there is nowhere to move to.
         router = replace(config.router, drain_timeout=min(config.router.drain_timeout, DRAIN_SECONDS))
         config = replace(config, drain_timeout=min(config.drain_timeout, DRAIN_SECONDS), router=router)
@@ -110,7 +109,6 @@ class LocalProcesses:
             time.sleep(POLL_SECONDS)
 
     def _write(self, name: str, config: Config) -> str:
-        """A configuration file for processes; its path."""
         file = Path(self._folder.name) / name
         file.write_text(config.to_yaml(), encoding="utf-8")
         return str(file)

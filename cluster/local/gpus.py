@@ -76,7 +76,6 @@ class Turns:
     """Gives each worker of this machine the GPUs with the most room left."""
 
     def __init__(self, gpus: int) -> None:
-        """``gpus``: how many there are."""
         self._left = [1.0] * gpus
 
     def environment(self, worker: TargetConfig | DraftConfig) -> dict[str, str]:
@@ -92,7 +91,6 @@ class Turns:
 
 
 def _ranks_may_meet(pools: list[Pool], shares: dict[Role, float]) -> bool:
-    """Whether Ray might put two ranks of a worker on the same GPU."""
     return any(pool.settings.tensor_parallel_size > 1 and shares[pool.role] <= 0.5 for pool in pools)
 
 

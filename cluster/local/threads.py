@@ -92,7 +92,6 @@ def _division(config: Config, cores: int, measured: Measured | None) -> CoreDivi
 
 
 def _divided(config: Config, division: CoreDivision) -> Config:
-    """With its threads, and the draft model where it has it."""
     target = replace(config.target, threads=division.target)
     if not division.draft:
         return replace(config, target=target, draft=replace(config.draft, placement=SHARED))
@@ -170,7 +169,6 @@ class CoreCache:
     """The step times in one file."""
 
     def __init__(self, path: Path) -> None:
-        """``path`` need not exist."""
         self.path = path
 
     def get(self, key: str, cores: int) -> Measured | None:
@@ -234,7 +232,6 @@ def _model(worker: TargetConfig | DraftConfig) -> list[object]:
 
 
 def _cpu() -> str:
-    """The name of the CPU."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):

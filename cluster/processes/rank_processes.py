@@ -48,7 +48,6 @@ class RankProcesses:
     """What a rank runs: :func:`main`."""
 
     def __init__(self) -> None:
-        """Nothing is started yet."""
         self._ranks: dict[int, _Rank] = {}
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
 

@@ -209,7 +209,6 @@ class RayCluster:
             report(f"{running} of {need.replicas} ready", need.name)
 
     def _called(self, deployment: str) -> str:
-        """A deployment in our words."""
         return self._needs[deployment].name if deployment in self._needs else deployment
 
     def _unhealthy(self, status: ApplicationStatus) -> str:

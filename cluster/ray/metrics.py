@@ -26,7 +26,6 @@ class RayExporter:
     """Copies samples into Ray's metrics until closed. Must live in a Ray worker."""
 
     def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        """``collect`` tells all families as of now. Nothing is copied before ``start``."""
         self._collect = collect
         self._gauges: dict[str, metrics.Gauge] = {}
         self._task: asyncio.Task[None] | None = None

@@ -70,7 +70,6 @@ class RouterWatch:
     """Answers what Serve leaves without an answer, and what no router takes in :data:`WAIT_SECONDS`."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """Round ``app``, the proxy."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,10 +89,7 @@ class RouterWatch:
 
 
 class _Request:
-    """One that passes the proxy."""
-
     def __init__(self, name: str, receive: Receive, send: Send) -> None:
-        """``name``: its id."""
         self.name, self.answered = name, False
         self._receive, self._send = receive, send
         self._hopeless = asyncio.Event()

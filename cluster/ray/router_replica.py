@@ -32,7 +32,6 @@ class RouterReplica:
     """A router behind Serve's HTTP proxy."""
 
     async def __init__(self, config: Config, workers: Handles) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Read the tokenizers and begin to look for workers."""
         config = known(config)
         await asyncio.to_thread(_check_doors, config)
         settings = router_settings(config)
@@ -60,7 +59,6 @@ class RouterReplica:
         self._directory.announced(Role(role), address)
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        """The OpenAI-compatible API."""
         serving = self._dispatcher
         return build_app(serving, self._tokenizers, self._settings, serving.metrics, self._tracing, self._recorder)
 

@@ -48,7 +48,6 @@ class _WorkerReplica:
     _exporter: RayExporter | None = None
 
     async def __init__(self, config: Config, deployment: str) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Load the model and listen."""
         config = known(config)
         pool = next(pool for pool in config.pools() if pool.deployment == deployment)
         own, certified, wanted = worker_config(config, pool), identity(config, self.role.value), need(pool, config)

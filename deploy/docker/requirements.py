@@ -69,7 +69,6 @@ def _applies(need: Requirement, extra: str) -> bool:
 
 
 def _locked(text: str) -> Mapping[str, str]:
-    """Pins by normalised name, each with the lines of its hashes."""
     pins = re.finditer(r"^([\w.-]+)==.*(?:\n[ ].*)*", text, re.MULTILINE)
     return {canonicalize_name(pin[1]): pin[0] for pin in pins}
 
