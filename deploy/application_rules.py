@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,7 +14,7 @@ from cluster.autoscaling.serve_policy import IMPORT_PATH as POLICY_PATH
 from cluster.autoscaling.serve_policy import declared
 from cluster.config.config import AutoscalingConfig, Config, from_mapping, max_replicas_of
 from cluster.config.environment import BUNDLED
-from cluster.config.pools import TargetConfig
+from cluster.config.pools import TargetConfig, role_of
 from cluster.config.security import SecurityError, check_worker_exposure
 from cluster.config.settings import ConfigError, described
 from cluster.placement import ROUTER as ROUTER_DEPLOYMENT
@@ -68,7 +68,7 @@ def application_faults(application: Object, service: Object, manifests: Manifest
         yield f"{group_name(head)}: {what}; from there the doctor meets workers as a router does"
     for need in wanted:
         for group in _fitting(need, service):
-            for what in _of_equipment(config, _role(need, config), group, manifests):
+            for what in _of_equipment(config, role_of(need.deployment) or ROUTER, group, manifests):
                 yield f"{group_name(group)}: {what}"
     yield from _of_models(config, wanted, service, manifests)
 
@@ -77,11 +77,8 @@ def _wanted(config: Config, application: Object) -> tuple[list[Need], list[str]]
     """What all replicas ask for, as many as ``deployments`` allows, and what that says of deployments there are not."""
     counts = {entry["name"]: _max_replicas(entry) for entry in application.get("deployments", [])}
     names = [need.deployment for need in needs(config)]
-    faults = [
-        f"deployments: there is none called {name!r}; there are {', '.join(names)}"
-        for name in counts
-        if name not in names
-    ]
+    unknown = [name for name in counts if name not in names]
+    faults = [f"deployments: there is none called {name!r}; there are {', '.join(names)}" for name in unknown]
     found = [replace(need, replicas=counts.get(need.deployment) or need.replicas) for need in needs(config)]
     return found, faults
 
@@ -129,26 +126,20 @@ def _of_picker(manifests: Manifests) -> Iterator[str]:
     """Endpoint pickers present no key."""
     for entry in manifests.of("ConfigMap"):
         for name, text in entry.get("data", {}).items():
-            for plugin in _plugins(text) if "EndpointPickerConfig" in text else []:
+            for plugin in yaml.safe_load(text).get("plugins", []) if "EndpointPickerConfig" in text else []:
                 path = plugin.get("parameters", {}).get("path", METRICS)
                 if plugin.get("type") == SCRAPER and path != PICKER_PATH:
                     yield f"{where(entry, name)}: {path} wants a key; have it read {PICKER_PATH}"
 
 
-def _plugins(text: str) -> list[Object]:
-    found: list[Object] = yaml.safe_load(text).get("plugins", [])
-    return found
-
-
 def _of_equipment(config: Config, role: str, group: Object, manifests: Manifests) -> Iterator[str]:
     """What the pods of a group need that may run this role: files, the certificate of the role, and time to end."""
     container, keys = ray_container(group), config.security.api_keys
-    name, drain = _drain(role, config)
+    drain = config.router.drain_timeout if role == ROUTER else config.drain_timeout
     if drain + START_SECONDS > drain_seconds(container):
-        yield (
-            f"{name} is {drain:g}, but Ray drains for {drain_seconds(container):g}; without {START_SECONDS:g} more the "
-            "replica ends before another has started"
-        )
+        name, said = "router.drain_timeout" if role == ROUTER else "drain_timeout", drain_seconds(container)
+        more = f"without {START_SECONDS:g} more the replica ends before another has started"
+        yield f"{name} is {drain:g}, but Ray drains for {said:g}; {more}"
     if role == ROUTER and keys and mount_of(container, keys) is None:
         yield f"security.api_keys is {keys}, but nothing is mounted there"
     yield from _of_files(config, role, group, manifests)
@@ -175,7 +166,8 @@ def _of_models(config: Config, wanted: Iterable[Need], service: Object, manifest
 
     A router reads the tokenizer of every target.
     """
-    fetched = _fetched(manifests)
+    listed = [entry for job in manifests.of("Job") for entry in fetched_by(job).get(LIST, "").split()]
+    fetched = {f"/models/{entry.partition('=')[0]}" for entry in listed}
     for pool in config.pools():
         model = pool.settings.model
         if model.startswith(str(BUNDLED)):
@@ -191,13 +183,6 @@ def _of_models(config: Config, wanted: Iterable[Need], service: Object, manifest
             yield f"{said}, but {' and '.join(blind)} mount nothing there"
         elif fetched and model not in fetched:
             yield f"{said}, but `models` fetches only {', '.join(sorted(fetched))}"
-
-
-def _fetched(manifests: Manifests) -> set[str]:
-    found = set()
-    for job in manifests.of("Job"):
-        found |= {f"/models/{entry.partition('=')[0]}" for entry in fetched_by(job).get(LIST, "").split()}
-    return found
 
 
 def _nodes(service: Object) -> list[ClusterNode]:
@@ -221,18 +206,6 @@ def _fitting(need: Need, service: Object) -> list[Object]:
         if need.labels.items() <= group.get("labels", {}).items()
         and requested(ray_container(group), GPU) >= need.gpus * need.ranks
     ]
-
-
-def _drain(role: str, config: Config) -> tuple[str, float]:
-    """The setting that says how long a replica takes to end, and its value."""
-    if role == ROUTER:
-        return "router.drain_timeout", config.router.drain_timeout
-    return "drain_timeout", config.drain_timeout
-
-
-def _role(need: Need, config: Config) -> str:
-    roles: Mapping[str, str] = {pool.deployment: pool.role.value for pool in config.pools()}
-    return roles.get(need.deployment, ROUTER)
 
 
 def _of_scaling(config: Config, application: Object) -> Iterator[str]:
@@ -279,13 +252,12 @@ def _hasty(application: Object) -> Iterator[str]:
     own = scaled.get(ROUTER_DEPLOYMENT)
     if not own:
         return
+    name, said = f"{ROUTER_DEPLOYMENT}: downscale_delay_s", own.get("downscale_delay_s", math.inf)
     if POLICY in application:
         kwargs = application[POLICY].get("policy_kwargs")
         settings = kwargs.get("settings") if isinstance(kwargs, dict) else None
-        said = settings.get("down_s", AutoscalingConfig().down_s) if isinstance(settings, dict) else None
         name = f"{KWARGS}.settings.down_s"
-    else:
-        name, said = f"{ROUTER_DEPLOYMENT}: downscale_delay_s", own.get("downscale_delay_s", math.inf)
+        said = settings.get("down_s", AutoscalingConfig().down_s) if isinstance(settings, dict) else None
     if isinstance(said, int | float) and said < MIN_DOWN_SECONDS:
         yield f"{name} is {said:g}; below {MIN_DOWN_SECONDS:g}, HAProxy is replaced on every node with every lull"
 
@@ -313,10 +285,7 @@ def _of_pools(config: Config, listed: object) -> Iterator[str]:
     pools: list[dict[str, Any]] = declared(config)["policy_kwargs"]["pools"]
     deployed = {pool.deployment for pool in config.pools() if max_replicas_of(pool.settings)}
     needed = [pool for pool in pools if pool["deployment"] in deployed]
-    if (
-        not isinstance(listed, list)
-        or any(pool not in pools for pool in listed)
-        or any(pool not in listed for pool in needed)
-    ):
+    fits = isinstance(listed, list) and all(pool in pools for pool in listed) and all(pool in listed for pool in needed)
+    if not fits:
         written = yaml.safe_dump(needed, default_flow_style=True, sort_keys=False, width=WIDTH).strip()
         yield f"{KWARGS}.pools does not list the pools of args, which are {written}"

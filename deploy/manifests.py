@@ -67,20 +67,27 @@ class Manifests:
 
     def pods(self) -> list[Pod]:
         """Every pod template: of Ray's head and worker groups, and of what Kubernetes runs itself."""
-        found = []
-        for entry in self.of("RayService"):
-            found += [group_pod(entry, group) for group in groups(entry)]
+        found = [group_pod(entry, group) for entry in self.of("RayService") for group in groups(entry)]
         for entry in self.of("Deployment", "StatefulSet", "Job"):
             template, count = entry["spec"]["template"], entry["spec"].get("replicas", 1)
-            found.append(
-                Pod(where(entry), template.get("metadata", {}).get("labels", {}), template["spec"], count, count)
-            )
+            labels = template.get("metadata", {}).get("labels", {})
+            found.append(Pod(where(entry), labels, template["spec"], count, count))
         return found
+
+    def selected(self, selector: Object) -> list[Pod]:
+        """Those that a label selector takes."""
+        return [pod for pod in self.pods() if selects(selector, pod.labels)]
 
     def pods_of(self, service: Object) -> list[Pod]:
         """Those that a Service leads to."""
-        selector = {"matchLabels": service["spec"].get("selector", {})}
-        return [pod for pod in self.pods() if selects(selector, pod.labels)]
+        return self.selected({"matchLabels": service["spec"].get("selector", {})})
+
+    def redis_of(self, rayservice: Object) -> list[Pod]:
+        """Those of ours that keep the state of its head in Redis."""
+        options = rayservice["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions", {})
+        name = host_in(options.get("redisAddress", ""))
+        services = [entry for entry in self.of("Service") if entry["metadata"]["name"] == name]
+        return [pod for service in services for pod in self.pods_of(service)]
 
     def ways_out(self, pod: Pod) -> list[Object]:
         """Egress rules of all NetworkPolicies that select a pod."""
@@ -144,6 +151,11 @@ def group_pod(rayservice: Object, group: Object) -> Pod:
     low, high = (group.get("minReplicas", 0), group.get("maxReplicas", usual)) if scaled else (usual, usual)
     labels = template.get("metadata", {}).get("labels", {})
     return Pod(where(rayservice, group_name(group)), labels, template["spec"], low, high)
+
+
+def host_in(address: str) -> str:
+    """That of an address such as ``rediss://HOST:PORT``."""
+    return address.rpartition("://")[2].partition(":")[0]
 
 
 def mount_of(container: Object, path: str) -> Object | None:

@@ -30,23 +30,20 @@ SMALL = {"fp8": 1.0, "int8": 1.0, "w8a8": 1.0, "8bit": 1.0, "awq": 0.55, "gptq":
 def model_findings(manifests: Manifests) -> Iterator[Violation]:
     """Of every Job that fetches models, and of the pods that read these."""
     for job in manifests.of("Job"):
-        told = fetched_by(job)
-        if LIST in told:
-            for what in _of_job(job, told, manifests):
-                yield Violation(where(job), what)
+        if LIST in fetched_by(job):
+            yield from (Violation(where(job), what) for what in _of_job(job, manifests))
             for service in manifests.of("RayService"):
                 yield from _of_waiting(service)
 
 
 def fetched_by(job: Object) -> Mapping[str, str]:
     """The environment of a Job's container."""
-    (container, *_) = job["spec"]["template"]["spec"]["containers"]
-    return environment_of(container)
+    return environment_of(job["spec"]["template"]["spec"]["containers"][0])
 
 
-def _of_job(job: Object, told: Mapping[str, str], manifests: Manifests) -> Iterator[str]:
-    (container, *_) = job["spec"]["template"]["spec"]["containers"]
-    if FETCHING not in container.get("command", []):
+def _of_job(job: Object, manifests: Manifests) -> Iterator[str]:
+    told = fetched_by(job)
+    if FETCHING not in job["spec"]["template"]["spec"]["containers"][0].get("command", []):
         yield f"must run {FETCHING}, which checks that models fit, leaves copies out, and brings tokenizers first"
     sizes = {
         str(claim["metadata"]["name"]): str(claim["spec"]["resources"]["requests"]["storage"])
@@ -84,6 +81,5 @@ def _of_waiting(service: Object) -> Iterator[Violation]:
         mark = COMPLETE if requested(ray_container(group), GPU) else READABLE
         waits = " ".join(" ".join(entry.get("args", [])) for entry in spec.get("initContainers", []))
         if f"/{mark}" not in waits:
-            yield Violation(
-                where(service, group_name(group)), f"must wait until each model has {mark}, in an init container"
-            )
+            what = f"must wait until each model has {mark}, in an init container"
+            yield Violation(where(service, group_name(group)), what)

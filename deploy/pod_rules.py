@@ -14,11 +14,10 @@ PROBE = "engine.host.live_gpus"
 def pod_findings(manifests: Manifests) -> Iterator[Violation]:
     """Of every pod, every container, and the container of Ray's autoscaler, which KubeRay adds."""
     for pod in manifests.pods():
-        for what in _of_pod(pod):
-            yield Violation(pod.where, what)
+        yield from (Violation(pod.where, what) for what in _of_pod(pod))
         for container in pod.containers():
-            for what in _of_container(container):
-                yield Violation(f"{pod.where} {container['name']}", what)
+            place = f"{pod.where} {container['name']}"
+            yield from (Violation(place, what) for what in _of_container(container))
     for service in manifests.of("RayService"):
         cluster = service["spec"]["rayClusterConfig"]
         if cluster.get("enableInTreeAutoscaling"):
@@ -54,16 +53,12 @@ def _of_pod(pod: Pod) -> Iterator[str]:
     on_gpu = requested(main, GPU) > 0
     if on_gpu and PROBE not in str(main.get("livenessProbe", {}).get("exec")):
         yield f"its livenessProbe must run {PROBE}, or a GPU that is gone leaves a pod that serves nothing"
-    if on_gpu and not (pod.spec.get("nodeSelector") or _asks_for_machines(pod)):
+    affinity = pod.spec.get("affinity", {}).get("nodeAffinity", {})
+    if on_gpu and not (pod.spec.get("nodeSelector") or affinity.get("requiredDuringSchedulingIgnoredDuringExecution")):
         yield "takes any machine with a GPU, small or large; choose some by their label"
     for volume in pod.spec.get("volumes", []):
         if "hostPath" in volume:
             yield f"volume {volume['name']} is a hostPath; use a volume of the cluster"
-
-
-def _asks_for_machines(pod: Pod) -> bool:
-    affinity = pod.spec.get("affinity", {}).get("nodeAffinity", {})
-    return bool(affinity.get("requiredDuringSchedulingIgnoredDuringExecution"))
 
 
 def _of_container(container: Object) -> Iterator[str]:

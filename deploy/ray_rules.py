@@ -17,7 +17,6 @@ from deploy.manifests import (
     ray_container,
     where,
 )
-from deploy.reference_rules import redis_of
 from router.http.asgi import HEAD_SECONDS, STALL_SECONDS
 
 MAX_NAME_CHARACTERS = 47
@@ -137,11 +136,10 @@ def _of_state(service: Object) -> Iterator[str]:
 
 def _of_redis(service: Object, manifests: Manifests) -> Iterator[Violation]:
     """Of the Redis that keeps the head's state, where it is one of ours."""
-    for entry in manifests.of("Service"):
-        for pod in manifests.pods_of(entry) if entry["metadata"]["name"] == redis_of(service) else []:
-            said = " ".join(str(part) for part in pod.spec["containers"][0].get("args", []))
-            if "--tls-port" not in said or "--port 0" not in said:
-                yield Violation(pod.where, "must listen with --tls-port alone, and --port 0")
+    for pod in manifests.redis_of(service):
+        said = " ".join(str(part) for part in pod.spec["containers"][0].get("args", []))
+        if "--tls-port" not in said or "--port 0" not in said:
+            yield Violation(pod.where, "must listen with --tls-port alone, and --port 0")
 
 
 def _of_autoscaler(service: Object) -> Iterator[str]:
@@ -180,7 +178,7 @@ def _of_group(group: Object, service: Object) -> Iterator[str]:
 
 
 def _of_proxies(container: Object) -> Iterator[str]:
-    environment = {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}
+    environment = environment_of(container)
     for name, value in WORDS.items():
         if environment.get(name) != value:
             said = environment.get(name) or "not set"

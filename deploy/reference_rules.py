@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from deploy.manifests import GPU, Manifests, Object, Pod, Violation, group_pod, groups, requested, selects, where
+from deploy.manifests import (
+    GPU,
+    Manifests,
+    Object,
+    Pod,
+    Violation,
+    group_pod,
+    groups,
+    host_in,
+    requested,
+    selects,
+    where,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +151,7 @@ def _mentioned(part: object) -> Iterator[tuple[str, str]]:
             case ("service" | "endpointPickerRef", {"name": str(name)}):
                 yield "Service", name
             case ("redisAddress", str(address)):
-                yield "Service", redis_in(address)
+                yield "Service", host_in(address)
         yield from _mentioned(value)
 
 
@@ -161,19 +173,16 @@ def _claims(manifests: Manifests, pod: Pod) -> set[str]:
 
 
 def _selectors(manifests: Manifests) -> Iterator[Violation]:
-    pods = manifests.pods()
-    for entry in manifests.of("NetworkPolicy"):
-        yield from _must_select(entry, "podSelector", entry["spec"]["podSelector"], pods)
-    for entry in manifests.of("PodMonitor", "PodDisruptionBudget", "InferencePool"):
-        yield from _must_select(entry, "selector", entry["spec"].get("selector", {}), pods)
-    for entry in manifests.of("Service"):
-        yield from _must_select(entry, "selector", {"matchLabels": entry["spec"].get("selector", {})}, pods)
-    for pod in pods:
+    for entry in manifests.of("NetworkPolicy", "PodMonitor", "PodDisruptionBudget", "InferencePool", "Service"):
+        part = "podSelector" if entry["kind"] == "NetworkPolicy" else "selector"
+        selector = entry["spec"].get(part, {})
+        if not manifests.selected({"matchLabels": selector} if entry["kind"] == "Service" else selector):
+            yield Violation(where(entry, part), "selects no pod")
+    for pod in manifests.pods():
         yield from _spread(pod)
-    denied = [entry["spec"] for entry in manifests.of("NetworkPolicy") if not entry["spec"]["podSelector"]]
-    if not any(
-        {"Ingress", "Egress"} == set(spec.get("policyTypes", [])) and not spec.get("ingress") for spec in denied
-    ):
+    of_all = [entry["spec"] for entry in manifests.of("NetworkPolicy") if not entry["spec"]["podSelector"]]
+    closed = [spec for spec in of_all if not spec.get("ingress")]
+    if not any(set(spec.get("policyTypes", [])) == {"Ingress", "Egress"} for spec in closed):
         yield Violation("manifests", "there must be a NetworkPolicy that denies everything, in and out, to all pods")
 
 
@@ -189,11 +198,6 @@ def _spread(pod: Pod) -> Iterator[Violation]:
             yield Violation(pod.where, f"{place} counts pods of other clusters; set matchLabelKeys: [{OF_A_CLUSTER}]")
 
 
-def _must_select(entry: Object, part: str, selector: Object, pods: list[Pod]) -> Iterator[Violation]:
-    if not any(selects(selector, pod.labels) for pod in pods):
-        yield Violation(where(entry, part), "selects no pod")
-
-
 def _authorities(manifests: Manifests) -> Iterator[Violation]:
     """What cert-manager does unless it is told differs between its versions."""
     for certificate in manifests.of("Certificate"):
@@ -207,68 +211,46 @@ def _budgets(manifests: Manifests) -> Iterator[Violation]:
     for budget in manifests.of("PodDisruptionBudget"):
         place, stay = where(budget), budget["spec"].get("minAvailable")
         if not isinstance(stay, int):
-            yield Violation(
-                place, "minAvailable must be a whole number: Ray's pods have no controller that can be asked"
-            )
+            what = "minAvailable must be a whole number: Ray's pods have no controller that can be asked"
+            yield Violation(place, what)
             continue
-        fewest = sum(
-            pod.at_least for pod in manifests.pods() if selects(budget["spec"].get("selector", {}), pod.labels)
-        )
+        fewest = sum(pod.at_least for pod in manifests.selected(budget["spec"].get("selector", {})))
         if stay >= fewest:
             yield Violation(place, f"minAvailable is {stay} of {fewest} pods, so a machine could never be drained")
 
 
 def _apart(manifests: Manifests) -> Iterator[Violation]:
     """Whether one machine could take all pods of a kind that is to outlive a machine, or the head and its state."""
-    pods = manifests.pods()
     for budget in manifests.of("PodDisruptionBudget"):
-        for pod in pods:
-            if selects(budget["spec"].get("selector", {}), pod.labels) and not _on_two_machines(pod):
+        for pod in manifests.selected(budget["spec"].get("selector", {})):
+            if not _on_two_machines(pod):
                 said = f"whose loss {where(budget)} is against"
                 yield Violation(pod.where, f"all of its pods may come to one machine, {said}")
     for service in manifests.of("RayService"):
-        head, state = group_pod(service, groups(service)[0]), redis_of(service)
-        for entry in manifests.of("Service") if state else []:
-            for pod in manifests.pods_of(entry) if entry["metadata"]["name"] == state else []:
-                if not _shuns(pod, head):
-                    yield Violation(pod.where, "may come to the machine of Ray's head, whose state it keeps")
-
-
-def redis_of(service: Object) -> str:
-    """The Service of the Redis that keeps the head's state; empty for none."""
-    return redis_in(service["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions", {}).get("redisAddress", ""))
-
-
-def redis_in(address: str) -> str:
-    """The host that an address such as ``rediss://HOST:PORT`` names."""
-    return address.rpartition("://")[2].partition(":")[0]
+        head = group_pod(service, groups(service)[0])
+        for pod in manifests.redis_of(service):
+            if not _shuns(pod, head):
+                yield Violation(pod.where, "may come to the machine of Ray's head, whose state it keeps")
 
 
 def _on_two_machines(pod: Pod) -> bool:
-    return any(
-        spread["topologyKey"] == HOST
-        and spread["whenUnsatisfiable"] == "DoNotSchedule"
-        and spread.get("minDomains", 1) > 1
-        for spread in pod.spec.get("topologySpreadConstraints", [])
-    )
+    spreads = [one for one in pod.spec.get("topologySpreadConstraints", []) if one["topologyKey"] == HOST]
+    return any(one["whenUnsatisfiable"] == "DoNotSchedule" and one.get("minDomains", 1) > 1 for one in spreads)
 
 
 def _shuns(pod: Pod, other: Pod) -> bool:
-    terms = pod.spec.get("affinity", {}).get("podAntiAffinity", {})
-    return any(
-        term["topologyKey"] == HOST and selects(term.get("labelSelector", {}), other.labels)
-        for term in terms.get("requiredDuringSchedulingIgnoredDuringExecution", [])
-    )
+    affinity = pod.spec.get("affinity", {}).get("podAntiAffinity", {})
+    terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", [])
+    return any(one["topologyKey"] == HOST and selects(one.get("labelSelector", {}), other.labels) for one in terms)
 
 
 def _ports(manifests: Manifests) -> Iterator[Violation]:
     """Policies, monitors and routes name ports that the pods have."""
-    pods = manifests.pods()
-    yield from _policy_ports(manifests.of("NetworkPolicy"), pods)
+    yield from _policy_ports(manifests)
     for monitor in manifests.of("PodMonitor"):
-        for pod in pods:
+        for pod in manifests.selected(monitor["spec"]["selector"]):
             for endpoint in monitor["spec"]["podMetricsEndpoints"]:
-                if selects(monitor["spec"]["selector"], pod.labels) and endpoint["port"] not in _open(pod):
+                if endpoint["port"] not in _open(pod):
                     yield Violation(where(monitor), f"{pod.where} has no port {endpoint['port']}")
     for pool in manifests.of("InferencePool"):
         for port in pool["spec"]["targetPorts"]:
@@ -316,10 +298,10 @@ def _entrance(manifests: Manifests) -> Iterator[Violation]:
                 yield Violation(pod.where, f"must be ready by {READY}: {service['metadata']['name']} leads clients in")
 
 
-def _policy_ports(policies: Iterable[Object], pods: Sequence[Pod]) -> Iterator[Violation]:
-    for policy in policies:
-        selected = [pod for pod in pods if selects(policy["spec"]["podSelector"], pod.labels)]
-        opened = {number for pod in selected for number in _open(pod).values()}
+def _policy_ports(manifests: Manifests) -> Iterator[Violation]:
+    for policy in manifests.of("NetworkPolicy"):
+        pods = manifests.selected(policy["spec"]["podSelector"])
+        opened = {number for pod in pods for number in _open(pod).values()}
         for rule in policy["spec"].get("ingress", []):
             for port in rule.get("ports", []):
                 if "endPort" not in port and port["port"] not in opened:
@@ -353,6 +335,5 @@ def _covers(port: Object, number: int) -> bool:
 
 
 def _open(pod: Pod) -> dict[str, int]:
-    return {
-        port.get("name", ""): port["containerPort"] for entry in pod.containers() for port in entry.get("ports", [])
-    }
+    ports = [port for container in pod.containers() for port in container.get("ports", [])]
+    return {port.get("name", ""): port["containerPort"] for port in ports}

@@ -10,20 +10,9 @@ import signal
 import sys
 from pathlib import Path
 
+from cluster.config import flags
 from cluster.config.checks import check_tokenizer
 from cluster.config.config import Config
-from cluster.config.flags import (
-    AFTER_INPUT,
-    BAD_INPUT,
-    FAILED,
-    add_file,
-    add_parent,
-    add_repeated,
-    add_section,
-    add_speculative_config,
-    add_tracing,
-    configuration,
-)
 from cluster.config.security import check_http_exposure, check_security
 from cluster.config.serving import router_settings
 from cluster.console import CommandError, stages, tell
@@ -45,23 +34,20 @@ is there at first: requests then get status 503.
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Its flags."""
-    parser.add_argument(
-        "--target", action="append", default=[], metavar="HOST:PORT", help="a target worker (may be repeated)"
-    )
-    parser.add_argument(
-        "--draft", action="append", default=[], metavar="HOST:PORT", help="a draft worker (may be repeated)"
-    )
+    for role in Role:
+        about = f"a {role} worker (may be repeated)"
+        parser.add_argument(f"--{role}", action="append", default=[], metavar="HOST:PORT", help=about)
     parser.add_argument("--workers", type=Path, metavar="FILE", help="a list of workers instead; may change meanwhile")
-    add_section(parser, "router", without=("replicas", "labels"))
-    add_section(parser, "security")
-    add_speculative_config(parser)
-    add_section(parser, "admission", without=("cors_origins",))
-    add_repeated(parser, "--cors-origin", "admission.cors_origins")
-    add_tracing(parser)
-    add_file(parser)
+    flags.add_section(parser, "router", without=("replicas", "labels"))
+    flags.add_section(parser, "security")
+    flags.add_speculative_config(parser)
+    flags.add_section(parser, "admission", without=("cors_origins",))
+    flags.add_repeated(parser, "--cors-origin", "admission.cors_origins")
+    flags.add_tracing(parser)
+    flags.add_file(parser)
     add_flags(parser)
-    add_parent(parser)
-    parser.add_argument(AFTER_INPUT, action="store_true", help="connect to workers once standard input has ended")
+    flags.add_parent(parser)
+    parser.add_argument(flags.AFTER_INPUT, action="store_true", help="connect to workers once standard input has ended")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from router.http.exhaustion import raise_limit
 
     raise_limit()
-    config = configuration(args)
+    config = flags.configuration(args)
     check_http_exposure(config)
     check_security(config, ("router",))
     check_free(join(config.router.host, config.router.port))
@@ -89,13 +75,13 @@ def _directory(args: argparse.Namespace) -> StaticDirectory:
     """Where the router learns its workers from; raises AddressError, CommandError."""
     if args.workers is not None:
         if args.target or args.draft:
-            raise CommandError("give either --workers or --target and --draft", BAD_INPUT)
+            raise CommandError("give either --workers or --target and --draft", flags.BAD_INPUT)
         try:
             return FileDirectory(args.workers)
         except WorkerListError as error:
-            raise CommandError(f"--workers {error}", BAD_INPUT) from error
+            raise CommandError(f"--workers {error}", flags.BAD_INPUT) from error
     if not args.target:
-        raise CommandError("give --target HOST:PORT, at least once, or --workers FILE", BAD_INPUT)
+        raise CommandError("give --target HOST:PORT, at least once, or --workers FILE", flags.BAD_INPUT)
     for address in (*args.target, *args.draft):
         parse(address)
     return StaticDirectory({Role.TARGET: args.target, Role.DRAFT: args.draft})
@@ -126,7 +112,7 @@ async def _serve(config: Config, directory: StaticDirectory) -> int:
             notify(READY)
             await stop
     except RouterError as error:
-        raise CommandError(str(error), FAILED) from error
+        raise CommandError(str(error), flags.FAILED) from error
     finally:
         notify(STOPPING)
         for number in (signal.SIGINT, signal.SIGTERM):  # a second one does not wait for running requests

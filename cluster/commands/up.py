@@ -7,19 +7,9 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
+from cluster.config import flags
 from cluster.config.checks import check
 from cluster.config.config import Config, max_replicas_of, min_replicas_of
-from cluster.config.flags import (
-    BAD_INPUT,
-    FAILED,
-    add_file,
-    add_repeated,
-    add_section,
-    add_setting,
-    add_speculative_config,
-    add_tracing,
-    configuration,
-)
 from cluster.config.pools import Pool
 from cluster.config.security import own_api_key
 from cluster.console import CommandError, complain, stages, tell
@@ -52,37 +42,37 @@ HTTP_SECONDS = 60.0
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Its flags."""
-    add_setting(parser, "--target", "target.model", about="target model: folder or hub id")
-    add_setting(
+    flags.add_setting(parser, "--target", "target.model", about="target model: folder or hub id")
+    flags.add_setting(
         parser, "--draft", "draft.model", about="draft model: folder or hub id, best with the target's tokenizer"
     )
-    add_setting(parser, "--draft-placement", "draft.placement")
-    add_setting(parser, "--medusa", "target.medusa")
-    add_setting(parser, "--draft-eagle", "target.eagle")
-    add_setting(parser, "--eagle-at", "target.eagle_at")
-    add_setting(parser, "--dtype", "target.dtype", "draft.dtype")
-    add_setting(parser, "--device", "target.device", "draft.device")
-    add_setting(parser, "--quantization", "target.quantization")
-    add_setting(parser, "--draft-quantization", "draft.quantization")
-    add_setting(parser, "--threads", "target.threads", "draft.threads")
-    add_setting(parser, "--tensor-parallel-size", "target.tensor_parallel_size")
-    add_setting(parser, "--draft-tensor-parallel-size", "draft.tensor_parallel_size")
-    add_speculative_config(parser)
-    add_setting(parser, "--no-speculation", "speculation.enabled", about="plain decoding, no draft workers")
-    add_setting(parser, "--host", "router.host")
-    add_setting(parser, "--port", "router.port")
-    add_setting(parser, "--allow-remote", "router.allow_remote")
-    add_setting(parser, "--model-name", "router.model_name")
-    add_setting(parser, "--record-prompts", "router.record_prompts")
-    add_section(parser, "security")
-    add_section(parser, "admission", without=("cors_origins",))
-    add_repeated(parser, "--cors-origin", "admission.cors_origins")
-    add_tracing(parser)
+    flags.add_setting(parser, "--draft-placement", "draft.placement")
+    flags.add_setting(parser, "--medusa", "target.medusa")
+    flags.add_setting(parser, "--draft-eagle", "target.eagle")
+    flags.add_setting(parser, "--eagle-at", "target.eagle_at")
+    flags.add_setting(parser, "--dtype", "target.dtype", "draft.dtype")
+    flags.add_setting(parser, "--device", "target.device", "draft.device")
+    flags.add_setting(parser, "--quantization", "target.quantization")
+    flags.add_setting(parser, "--draft-quantization", "draft.quantization")
+    flags.add_setting(parser, "--threads", "target.threads", "draft.threads")
+    flags.add_setting(parser, "--tensor-parallel-size", "target.tensor_parallel_size")
+    flags.add_setting(parser, "--draft-tensor-parallel-size", "draft.tensor_parallel_size")
+    flags.add_speculative_config(parser)
+    flags.add_setting(parser, "--no-speculation", "speculation.enabled", about="plain decoding, no draft workers")
+    flags.add_setting(parser, "--host", "router.host")
+    flags.add_setting(parser, "--port", "router.port")
+    flags.add_setting(parser, "--allow-remote", "router.allow_remote")
+    flags.add_setting(parser, "--model-name", "router.model_name")
+    flags.add_setting(parser, "--record-prompts", "router.record_prompts")
+    flags.add_section(parser, "security")
+    flags.add_section(parser, "admission", without=("cors_origins",))
+    flags.add_repeated(parser, "--cors-origin", "admission.cors_origins")
+    flags.add_tracing(parser)
     for role in ("target", "draft", "router"):
-        add_setting(parser, f"--{role}-replicas", f"{role}.replicas")
-    add_setting(parser, "--target-standby", "target.standby")
-    add_setting(parser, "--backend", "backend")
-    add_setting(parser, "--address", "ray.address")
+        flags.add_setting(parser, f"--{role}-replicas", f"{role}.replicas")
+    flags.add_setting(parser, "--target-standby", "target.standby")
+    flags.add_setting(parser, "--backend", "backend")
+    flags.add_setting(parser, "--address", "ray.address")
     parser.add_argument(
         "--stretched", action="store_true", help="serve the bundled target at the cost of a larger model, same text"
     )
@@ -90,17 +80,19 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--detach", action="store_true", help="on a running cluster: return when it serves, and leave it serving"
     )
-    add_file(parser)
+    flags.add_file(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Start, say how to use it, and keep it running."""
-    config = configuration(args)
+    config = flags.configuration(args)
     if args.stretched:
         with stages() as report:
             config = stretched(config, report)
     if args.detach and (config.backend != "ray" or config.ray.address == "local"):
-        raise CommandError("--detach leaves the application on a running Ray cluster: name it by --address", BAD_INPUT)
+        raise CommandError(
+            "--detach leaves the application on a running Ray cluster: name it by --address", flags.BAD_INPUT
+        )
     check(config)
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT as well: in the background it starts out ignored
         signal.signal(number, signal.default_int_handler)
@@ -133,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         with stages() as report:
             report("leaving" if args.detach else "stopping")
             backend.stop()
-    return FAILED
+    return flags.FAILED
 
 
 def _backend(config: Config, *, detach: bool) -> LocalProcesses | RayCluster:
@@ -169,7 +161,7 @@ def _await_http(config: Config) -> None:
             except httpx.TransportError as error:
                 last = str(error)
             time.sleep(0.1)
-    raise CommandError(f"{_url(config)} does not serve within {HTTP_SECONDS:.0f} s ({last})", FAILED)
+    raise CommandError(f"{_url(config)} does not serve within {HTTP_SECONDS:.0f} s ({last})", flags.FAILED)
 
 
 def _size(pool: Pool) -> str:

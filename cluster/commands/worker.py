@@ -8,29 +8,8 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-from cluster.config.checks import (
-    check_assistant,
-    check_eagle,
-    check_heads,
-    check_listen,
-    check_model,
-    check_shared_draft,
-    check_target_tokenizer,
-)
+from cluster.config import checks, flags
 from cluster.config.config import Config
-from cluster.config.flags import (
-    BAD_INPUT,
-    FAILED,
-    Parser,
-    add_file,
-    add_parent,
-    add_repeated,
-    add_section,
-    add_setting,
-    add_shared_draft,
-    add_tracing,
-    configuration,
-)
 from cluster.config.pools import SHARED
 from cluster.config.security import check_security, identity
 from cluster.config.serving import start_worker
@@ -58,7 +37,7 @@ sessions move or end, for up to drain_timeout seconds, and stop it; a second one
 LISTEN = {"target": "127.0.0.1:7001", "draft": "127.0.0.1:7002"}
 
 
-def add(parser: Parser) -> None:
+def add(parser: flags.Parser) -> None:
     """Its flags."""
     roles = parser.add_subparsers(dest="role", title="roles", metavar="{target,draft}", required=True)
     for role, about in (("target", "runs the served model"), ("draft", "runs a small model ahead of it")):
@@ -66,25 +45,25 @@ def add(parser: Parser) -> None:
         worker.add_argument(
             "--listen", default=LISTEN[role], metavar="HOST:PORT", help=f"default: {LISTEN[role]}; port 0: any free one"
         )
-        add_section(
+        flags.add_section(
             worker,
             role,
             without=("replicas", "standby", "gpus", "gpu_class", "labels", "sources", "placement", "eagle"),
         )
-        add_setting(worker, "--allow-remote", "router.allow_remote")
-        add_section(worker, "security", without=("api_keys",))
+        flags.add_setting(worker, "--allow-remote", "router.allow_remote")
+        flags.add_section(worker, "security", without=("api_keys",))
         if role == "target":
-            add_setting(worker, "--draft-eagle", "target.eagle")
-            add_setting(worker, "--max-draft", "speculation.max_draft")
-            add_repeated(worker, "--source", "target.sources")
-            add_shared_draft(worker, "--draft-model")
+            flags.add_setting(worker, "--draft-eagle", "target.eagle")
+            flags.add_setting(worker, "--max-draft", "speculation.max_draft")
+            flags.add_repeated(worker, "--source", "target.sources")
+            flags.add_shared_draft(worker, "--draft-model")
         else:
-            add_setting(worker, "--draft-eagle", "draft.eagle")
-            add_setting(worker, "--lead", "speculation.lead")
-        add_tracing(worker)
-        add_file(worker)
+            flags.add_setting(worker, "--draft-eagle", "draft.eagle")
+            flags.add_setting(worker, "--lead", "speculation.lead")
+        flags.add_tracing(worker)
+        flags.add_file(worker)
         add_flags(worker)
-        add_parent(worker)
+        flags.add_parent(worker)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,21 +71,21 @@ def run(args: argparse.Namespace) -> int:
     if args.exit_with is not None:
         exit_with(args.exit_with)
     set_up(args)
-    config = configuration(args)
-    check_listen(args.listen, config)
+    config = flags.configuration(args)
+    checks.check_listen(args.listen, config)
     check_security(config, (args.role,))
-    check_model(config.target.model if args.role == "target" else config.draft.model, "--model")
+    checks.check_model(config.target.model if args.role == "target" else config.draft.model, "--model")
     if args.role == "target":
-        check_heads(config.target.medusa, "--medusa", "Medusa heads")
-        check_eagle(config.target.eagle, "--draft-eagle")
+        checks.check_heads(config.target.medusa, "--medusa", "Medusa heads")
+        checks.check_eagle(config.target.eagle, "--draft-eagle")
     if args.role == "target" and config.draft.placement == SHARED and config.drafts_with_models:
-        check_model(config.draft.model, "--draft-model")
-        check_shared_draft(config.target, config.draft, "--draft-model")
+        checks.check_model(config.draft.model, "--draft-model")
+        checks.check_shared_draft(config.target, config.draft, "--draft-model")
     if args.role == "draft":
-        check_heads(config.draft.eagle, "--draft-eagle", "an EAGLE-3 head")
-        check_assistant(config.draft, "--assistant")
+        checks.check_heads(config.draft.eagle, "--draft-eagle", "an EAGLE-3 head")
+        checks.check_assistant(config.draft, "--assistant")
         if config.draft.target_tokenizer:
-            check_target_tokenizer(config.draft.target_tokenizer, "--target-tokenizer")
+            checks.check_target_tokenizer(config.draft.target_tokenizer, "--target-tokenizer")
     return asyncio.run(_serve(Role(args.role), config, args.listen))
 
 
@@ -135,7 +114,7 @@ async def _serve(role: Role, config: Config, listen: str) -> int:
         return 0
     await worker.stop()
     complain(f"paceline: the {role} worker failed: {type(error).__name__}: {error}")
-    return FAILED
+    return flags.FAILED
 
 
 async def _end(worker: Worker, seconds: float, loop: asyncio.AbstractEventLoop) -> None:
@@ -160,6 +139,6 @@ async def _start(role: Role, config: Config, listen: str) -> Worker:
         try:
             return await start_worker(config, role, door, RankProcesses(), lambda loading: report(loading.doing))
         except (ModelError, RecordError, SourceError) as error:
-            raise CommandError(str(error), BAD_INPUT) from error
+            raise CommandError(str(error), flags.BAD_INPUT) from error
         except RankError as error:
-            raise CommandError(str(error), FAILED) from error
+            raise CommandError(str(error), flags.FAILED) from error
