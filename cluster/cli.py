@@ -18,10 +18,10 @@ from types import ModuleType
 from cluster.commands import align, certs, complete, config, doctor, down, router, simulate, top, up, worker
 from cluster.config.checks import CheckError
 from cluster.config.environment import CHECKOUT
-from cluster.config.flags import BAD_INPUT, Parser
+from cluster.config.flags import Parser
 from cluster.config.security import SecurityError
 from cluster.config.settings import ConfigError
-from cluster.console import CommandError, complain, let_go
+from cluster.console import BAD_INPUT, CommandError, complain, let_go
 from cluster.processes.starting import begin_again
 from transport.address import AddressError
 

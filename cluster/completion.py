@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from cluster.config.flags import BAD_INPUT, FAILED
-from cluster.console import CommandError
+from cluster.console import BAD_INPUT, FAILED, CommandError
 from transport.address import is_loopback
 
 SILENCE_SECONDS = 60.0

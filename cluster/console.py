@@ -22,8 +22,8 @@ from rich.progress import Progress as Bars
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 SLOW_SECONDS = 2.0
-_FAILED = 1
-"""As in :mod:`cluster.config.flags`, which imports this."""
+BAD_INPUT, FAILED = 2, 1
+"""Exit codes: for what the user gave, and for what went wrong later."""
 
 
 class CommandError(Exception):
@@ -72,7 +72,7 @@ def write(text: str) -> None:
         sys.stdout.flush()
     except (OSError, ValueError, AttributeError) as error:
         why = getattr(error, "strerror", None) or "standard output is closed"
-        raise CommandError(f"cannot write the result: {why}", _FAILED) from error
+        raise CommandError(f"cannot write the result: {why}", FAILED) from error
 
 
 def say(text: str) -> None:

@@ -15,8 +15,7 @@ from benchmarks.chaos.settings import ChaosOptions, FaultOptions, SoakOptions, c
 from benchmarks.chaos.stage import Stage, running
 from benchmarks.harness.options import known
 from benchmarks.harness.report import Result, Table, table_of
-from cluster.config.flags import FAILED
-from cluster.console import say
+from cluster.console import FAILED, say
 from cluster.processes.child import HeldPort
 
 NOTES = (

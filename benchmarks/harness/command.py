@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.harness.options import BadInput, Options, add_flags
 from cluster.config.environment import is_folder
-from cluster.config.flags import FAILED, Parser
-from cluster.console import CommandError
+from cluster.config.flags import Parser
+from cluster.console import FAILED, CommandError
 
 ENDED = {"router.generation": "GenerationError"}
 """By module, what ends a run early."""

@@ -8,8 +8,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from cluster.config.flags import BAD_INPUT
-from cluster.console import CommandError
+from cluster.console import BAD_INPUT, CommandError
 
 FIGURES = "write the figures there too"
 METAVARS = {int: "N", float: "N", str: "TEXT", type(None): "FILE", tuple: "NAME"}

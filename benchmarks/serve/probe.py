@@ -17,8 +17,7 @@ from benchmarks.harness.prompts import Prompt
 from benchmarks.serve.answer import Answer, AnswerError
 from benchmarks.serve.client import Refusal, body, path, read
 from benchmarks.serve.settings import Make, ServeOptions, ServerContender
-from cluster.config.flags import FAILED
-from cluster.console import CommandError
+from cluster.console import FAILED, CommandError
 
 TOKENS = 4
 LIST_SECONDS = 10.0

@@ -16,8 +16,8 @@ from threading import Event
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from cluster.config.flags import BAD_INPUT, FAILED, Parser, number, values
-from cluster.console import CommandError, complain, say
+from cluster.config.flags import Parser, number, values
+from cluster.console import BAD_INPUT, FAILED, CommandError, complain, say
 from cluster.local.threads import usable_cores
 
 if TYPE_CHECKING:  # they bring torch

@@ -6,8 +6,7 @@ import argparse
 from datetime import timedelta
 from pathlib import Path
 
-from cluster.config.flags import BAD_INPUT
-from cluster.console import CommandError, say
+from cluster.console import BAD_INPUT, CommandError, say
 
 ABOUT = "make a development CA, and certificates for routers, targets and drafts"
 DETAILS = """\

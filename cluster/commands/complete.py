@@ -11,8 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from cluster.config import environment
-from cluster.config.flags import BAD_INPUT
-from cluster.console import CommandError, complain, stages, stderr_console, write
+from cluster.console import BAD_INPUT, CommandError, complain, stages, stderr_console, write
 
 if TYPE_CHECKING:
     from cluster.completion import CompletionRequest, CompletionTally

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from cluster.config import environment
 from cluster.config.config import Config, from_mapping
-from cluster.config.flags import BAD_INPUT, FAILED, Parser, add_file, add_setting, configuration, overrides_in
+from cluster.config.flags import Parser, add_file, add_setting, configuration, overrides_in
 from cluster.config.security import identity, own_api_key
 from cluster.config.settings import ConfigError
-from cluster.console import CommandError, say, stages
+from cluster.console import BAD_INPUT, FAILED, CommandError, say, stages
 from cluster.discovery import WorkerListError, read_list
 from cluster.doctor.finding import Finding, Level, ok, problem
 from speculation.events import Role

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from cluster.config.flags import BAD_INPUT, add_file, add_setting, configuration
-from cluster.console import CommandError, say, stages
+from cluster.config.flags import add_file, add_setting, configuration
+from cluster.console import BAD_INPUT, CommandError, say, stages
 
 ABOUT = "remove Paceline from a Ray cluster, after `paceline up --detach`"
 DETAILS = """\

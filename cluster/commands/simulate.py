@@ -12,9 +12,9 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from cluster.config.config import default_of
-from cluster.config.flags import BAD_INPUT, Parser, Value, count, number, round_trip, values
+from cluster.config.flags import Parser, Value, count, number, round_trip, values
 from cluster.config.pools import AT_DRAFTER, AT_TARGET
-from cluster.console import CommandError, stages
+from cluster.console import BAD_INPUT, CommandError, stages
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -21,8 +21,7 @@ from rich.text import Text
 
 from cluster.commands.complete import DEFAULT_URL
 from cluster.config import environment
-from cluster.config.flags import BAD_INPUT, FAILED
-from cluster.console import CommandError, say
+from cluster.console import BAD_INPUT, FAILED, CommandError, say
 
 if TYPE_CHECKING:
     import httpx

@@ -13,7 +13,7 @@ from cluster.config.config import Config
 from cluster.config.pools import SHARED
 from cluster.config.security import check_security, identity
 from cluster.config.serving import start_worker
-from cluster.console import CommandError, complain, stages, tell
+from cluster.console import BAD_INPUT, FAILED, CommandError, complain, stages, tell
 from cluster.processes.imports import import_worker
 from cluster.processes.logs import add_flags, set_up
 from cluster.processes.rank_processes import RankProcesses
@@ -114,7 +114,7 @@ async def _serve(role: Role, config: Config, listen: str) -> int:
         return 0
     await worker.stop()
     complain(f"paceline: the {role} worker failed: {type(error).__name__}: {error}")
-    return flags.FAILED
+    return FAILED
 
 
 async def _end(worker: Worker, seconds: float, loop: asyncio.AbstractEventLoop) -> None:
@@ -139,6 +139,6 @@ async def _start(role: Role, config: Config, listen: str) -> Worker:
         try:
             return await start_worker(config, role, door, RankProcesses(), lambda loading: report(loading.doing))
         except (ModelError, RecordError, SourceError) as error:
-            raise CommandError(str(error), flags.BAD_INPUT) from error
+            raise CommandError(str(error), BAD_INPUT) from error
         except RankError as error:
-            raise CommandError(str(error), flags.FAILED) from error
+            raise CommandError(str(error), FAILED) from error

@@ -13,18 +13,12 @@ from cluster.config import speculative_config
 from cluster.config.config import SECTIONS, Config, default_of, load, rule_of
 from cluster.config.pools import SHARED
 from cluster.config.settings import ConfigError, Override
-from cluster.console import CommandError, complain
+from cluster.console import BAD_INPUT, CommandError, complain
 
-BAD_INPUT = 2
-"""Exit code for what the user gave."""
-FAILED = 1
-"""Exit code for what went wrong later."""
 AFTER_INPUT = "--after-input"
 """Flag of a router that is started before its workers are ready."""
 OVERRIDES = "overrides"
 """Where a parser collects the settings, in the order of the command line."""
-
-
 LONGEST_TRIP_MS = 60_000.0
 """A minute there and back is no network."""
 

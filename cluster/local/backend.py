@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.config.config import Config, max_replicas_of
-from cluster.config.flags import AFTER_INPUT, FAILED
+from cluster.config.flags import AFTER_INPUT
 from cluster.config.serving import worker_config
-from cluster.console import CommandError, Stages, complain
+from cluster.console import FAILED, CommandError, Stages, complain
 from cluster.local.gpus import Turns, here
 from cluster.processes.child import Child, HeldPort, paceline
 from cluster.processes.starting import openmp_environment

@@ -16,8 +16,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from cluster.config.flags import FAILED, add_parent
-from cluster.console import complain, say
+from cluster.config.flags import add_parent
+from cluster.console import FAILED, complain, say
 from cluster.local.cores import DRAFTS, StepTimes, encoded
 from cluster.processes.imports import uncollected
 from cluster.processes.starting import exit_with

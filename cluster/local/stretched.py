@@ -15,8 +15,7 @@ from pathlib import Path
 
 from cluster.config.config import Config
 from cluster.config.environment import BUNDLED
-from cluster.config.flags import BAD_INPUT, FAILED
-from cluster.console import CommandError, Stages
+from cluster.console import BAD_INPUT, FAILED, CommandError, Stages
 
 HIDDEN, LAYERS = 1024, 16
 ABOUT = "about 190 million parameters"

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from cluster.config.environment import CHECKOUT, current
-from cluster.config.flags import FAILED
-from cluster.console import CommandError
+from cluster.console import FAILED, CommandError
 
 RESTART_SECONDS = (0.2, 1.0, 3.0, 10.0)
 """Pauses before starting a process again that ended; the last one repeats."""

@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING
 
-from cluster.config.flags import BAD_INPUT, FAILED
-from cluster.console import complain
+from cluster.console import BAD_INPUT, FAILED, complain
 from cluster.processes.child import environment, ours
 from cluster.processes.imports import uncollected
 from cluster.processes.starting import exit_with

@@ -16,9 +16,8 @@ from threading import Thread
 from typing import Any
 
 from cluster.config.config import Config
-from cluster.config.flags import FAILED
 from cluster.config.security import check_worker_exposure
-from cluster.console import CommandError, Stages, complain, first_line
+from cluster.console import FAILED, CommandError, Stages, complain, first_line
 from cluster.placement import APPLICATION, Need, described_node, lacking, needs, with_routers
 from cluster.ray.connection import check_token, end_own_processes, is_broken, join, prepare_environment
 from cluster.ray.parts import declaration, proxy_environment

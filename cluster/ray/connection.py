@@ -18,8 +18,7 @@ from typing import Any
 
 from cluster.config.config import Config
 from cluster.config.environment import current
-from cluster.config.flags import FAILED
-from cluster.console import CommandError, complain, first_line
+from cluster.console import FAILED, CommandError, complain, first_line
 from cluster.placement import APPLICATION
 from cluster.processes.starting import NICENESS
 from transport.address import is_loopback, parse

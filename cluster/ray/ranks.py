@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.config.flags import FAILED
+from cluster.console import FAILED
 from cluster.placement import Need
 
 if TYPE_CHECKING:
