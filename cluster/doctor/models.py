@@ -6,11 +6,14 @@ Of weights, what the headers of their safetensors files tell.
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from cluster.config.checks import CheckError, check_model, check_tokenizer
 from cluster.config.config import Config
@@ -101,10 +104,10 @@ def _count(numbers: int) -> str:
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
-FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Bytes of a number, by the name of its format. All others were stored quantised."""
-LONGEST_HEADER = 100_000_000
-"""Of a file, in bytes; what safetensors itself allows."""
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Formats that weights are stored in; all others hold quantised ones."""
+BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
+"""Of a number in these; of others it is one."""
 
 
 class WeightsError(Exception):
@@ -135,19 +138,14 @@ def read_weights(folder: Path) -> Weights | None:
         expected = {WHOLE: set()}
     else:
         return None
-    headers = {name: _header(folder / name) for name in sorted(expected)}
+    found = {name: _tensors(folder / name) for name in sorted(expected)}
     for name, tensors in expected.items():
-        if missing := sorted(tensors - headers[name].keys()):
-            raise WeightsError(
-                f"{name} lacks {len(missing)} of the tensors that {INDEX} promises, first {missing[0]!r}"
-            )
-    entries = [entry for header in headers.values() for entry in header.values()]
-    sizes = [(entry["dtype"], entry["data_offsets"][1] - entry["data_offsets"][0]) for entry in entries]
-    return Weights(
-        tensors=len(entries),
-        numbers=sum(size // FLOATS[dtype] for dtype, size in sizes if dtype in FLOATS),
-        fixed_bytes=sum(size for dtype, size in sizes if dtype not in FLOATS),
-    )
+        if missing := sorted(tensors - found[name].keys()):
+            lacking = f"{len(missing)} of the tensors that {INDEX} promises, first {missing[0]!r}"
+            raise WeightsError(f"{name} lacks {lacking}")
+    sizes = [size for tensors in found.values() for size in tensors.values()]
+    fixed = sum(count * BYTES.get(dtype, 1) for dtype, count in sizes if dtype not in FLOATS)
+    return Weights(len(sizes), sum(count for dtype, count in sizes if dtype in FLOATS), fixed)
 
 
 def _expected(index: Path) -> dict[str, set[str]]:
@@ -161,21 +159,13 @@ def _expected(index: Path) -> dict[str, set[str]]:
     return expected
 
 
-def _header(file: Path) -> dict[str, dict[str, Any]]:
-    """By tensor: its format, shape and place among the data."""
+def _tensors(file: Path) -> dict[str, tuple[str, int]]:
+    """The format of each tensor, and how many numbers it holds."""
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 0 < length <= min(size - 8, LONGEST_HEADER):
-                raise WeightsError(f"{file.name} is cut short, or no safetensors file")
-            header: dict[str, dict[str, Any]] = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        with safe_open(file, "np") as stored:
+            parts = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
+            return {name: (part.get_dtype(), math.prod(part.get_shape())) for name, part in parts.items()}
     except FileNotFoundError as error:
         raise WeightsError(f"{file.name} is missing") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{file.name} cannot be read: {type(error).__name__}: {error}") from error
-    if size < 8 + length + end:
-        raise WeightsError(f"{file.name} is cut short: {size} bytes of {8 + length + end}")
-    return header
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{file.name} is cut short, or cannot be read: {error}") from error
