@@ -115,12 +115,6 @@ class ServeDirectory:
         if new:
             self._tell(role)
 
-    def _forget_announced(self) -> None:
-        now = asyncio.get_running_loop().time()
-        for role, address in [key for key, until in self._announced.items() if until <= now]:
-            del self._announced[role, address]
-            self._tell(role)
-
     def _tell(self, role: Role) -> None:
         if self._changed is None:
             return
@@ -134,7 +128,10 @@ class ServeDirectory:
             await asyncio.sleep(CHECK_SECONDS if subscribed else POLL_SECONDS)
             if not subscribed:
                 await asyncio.to_thread(self._resubscribe)  # where Ray's head is away it waits, and streams go on
-            self._forget_announced()
+            now = asyncio.get_running_loop().time()
+            for role, address in [key for key, until in self._announced.items() if until <= now]:
+                del self._announced[role, address]
+                self._tell(role)
             patience = CONTRADICTIONS if subscribed else 1
             for deployment, (_, handle) in enumerate(self._handles):
                 with contextlib.suppress(Exception):  # a replica that dies while asked: the next round knows

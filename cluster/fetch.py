@@ -95,7 +95,9 @@ def fetch_all(
         if held not in ("", str(model)):
             raise FetchError(f"{name} holds {held}; give {model} a folder of its own")
     complete = [name for name in models if (volume / name / COMPLETE).exists()]
-    missing = {name: _needed(hub.files(model)) for name, model in models.items() if name not in complete}
+    missing: dict[str, Mapping[str, int]] = {}
+    for name in (name for name in models if name not in complete):
+        missing[name] = {file: size for file, size in hub.files(models[name]).items() if not _fits(file, COPIES)}
     _check_room(volume, capacity, missing, complete)
     for weights, mark in ((False, READABLE), (True, COMPLETE)):
         for name, sizes in missing.items():
@@ -131,10 +133,6 @@ def quantity(written: str) -> float:
         return float(written.removesuffix(unit)) * units.get(unit, 1)
     except ValueError as error:
         raise FetchError(f"{written!r} is no size such as 100Gi") from error
-
-
-def _needed(files: Mapping[str, int]) -> dict[str, int]:
-    return {name: size for name, size in files.items() if not _fits(name, COPIES)}
 
 
 def _check_room(volume: Path, capacity: int, missing: Mapping[str, Mapping[str, int]], complete: Iterable[str]) -> None:

@@ -110,12 +110,14 @@ def _on_ray(config: Config) -> bool:
 
 def _checks(args: argparse.Namespace, config: Config, listed: dict[Role, list[str]]) -> Iterator[tuple[str, Check]]:
     """What there is to check, in order; ``listed`` gets the workers that Ray knows."""
-    from cluster.doctor import endpoint, machine, models, ray_nodes
+    from cluster.doctor import certificates, endpoint, machine, models, ray_nodes
 
     elsewhere = _on_ray(config) and not models.are_here(config)
     if not elsewhere:
         yield "models", lambda: models.check(config)
-    yield "certificates", lambda: _certificates(config)
+    if (security := config.security).certificate:
+        files = security.certificate, security.key, security.authority
+        yield "certificates", lambda: certificates.check_all(*files)
     if not (_on_ray(config) or any(listed.values()) or args.url):
         yield "devices", lambda: machine.check_devices(config)
         yield "this machine", lambda: machine.check_machine(config)
@@ -124,14 +126,6 @@ def _checks(args: argparse.Namespace, config: Config, listed: dict[Role, list[st
     yield "workers", lambda: _workers(args, config, listed)
     if args.url:
         yield args.url, lambda: endpoint.check(args.url, _api_key(args, config))
-
-
-def _certificates(config: Config) -> Iterator[Finding]:
-    security = config.security
-    if security.certificate:
-        from cluster.doctor import certificates
-
-        yield from certificates.check_all(security.certificate, security.key, security.authority)
 
 
 def _workers(args: argparse.Namespace, config: Config, listed: dict[Role, list[str]]) -> Iterator[Finding]:

@@ -44,7 +44,7 @@ def check(config: Config) -> None:
 
 def _check_models(config: Config, pool: Pool) -> None:
     if max_replicas_of(pool.settings) or pool.role is Role.TARGET:
-        check_model(pool.settings.model, _setting_of(pool))
+        check_model(pool.settings.model, f"{pool.path}.model" if pool.model else f"--{pool.path}")
     if isinstance(pool.settings, TargetConfig):
         check_heads(pool.settings.medusa, f"{pool.path}.medusa", "Medusa heads")
         check_eagle(pool.settings.eagle, f"{pool.path}.eagle")
@@ -53,10 +53,6 @@ def _check_models(config: Config, pool: Pool) -> None:
     if isinstance(pool.settings, TargetConfig) and (draft := config.shared_draft(pool)):
         check_model(draft.model, "--draft")
         check_shared_draft(pool.settings, draft, "--draft")
-
-
-def _setting_of(pool: Pool) -> str:
-    return f"{pool.path}.model" if pool.model else f"--{pool.path}"
 
 
 def check_bounds(config: Config) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.config.config import Config, RouterConfig
+from cluster.config.config import Config
 from cluster.config.environment import expanded
 from cluster.config.pools import AT_DRAFTER, SHARED, DraftConfig, Pool, TargetConfig, chosen_max_threads, chosen_threads
 from cluster.config.security import api_keys, identity
@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # they bring torch
     from engine.leader import Ranks
     from engine.settings import EngineSettings
     from router.http.admission import AdmissionSettings
-    from router.http.prompt_recorder import RecordSettings
     from router.limits import Allowance
     from router.service import RouterSettings
     from router.sessions.choice import StandbyTargets
@@ -136,8 +135,10 @@ def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tu
     """A router for workers at these addresses. Raises :class:`cluster.config.security.SecurityError`."""
     from router.dispatch import DispatchLimits
     from router.http.api import ApiSettings
+    from router.http.prompt_recorder import RecordSettings
     from router.service import RouterSettings
 
+    folder, limit = config.router.record_prompts, config.router.record_megabytes << 20
     return RouterSettings(
         targets=targets,
         drafts=drafts,
@@ -156,7 +157,7 @@ def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tu
         limits=DispatchLimits(sessions=config.router.max_sessions, standby=_standby(config)),
         identity=identity(config, "router"),
         trace=trace_settings(config),
-        record=_record(config.router),
+        record=RecordSettings(Path(folder), limit) if folder else None,
     )
 
 
@@ -169,13 +170,6 @@ def _standby(config: Config) -> dict[str, StandbyTargets]:
         for model, settings in pools
         if isinstance(settings, TargetConfig) and settings.standby
     }
-
-
-def _record(chosen: RouterConfig) -> RecordSettings | None:
-    from router.http.prompt_recorder import RecordSettings
-
-    folder = chosen.record_prompts
-    return RecordSettings(Path(folder), chosen.record_megabytes << 20) if folder else None
 
 
 def trace_settings(config: Config) -> TraceSettings | None:

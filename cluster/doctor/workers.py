@@ -106,27 +106,22 @@ def judge(met: Sequence[Met]) -> Iterator[Finding]:
     for worker in met:
         yield from _judge_one(worker)
     if met and not any(worker.role is Role.TARGET and worker.welcome is not None for worker in met):
-        yield problem(
-            "targets", "no target worker answers", "start one: `paceline worker target --model ... --listen ...`"
-        )
+        fix = "start one: `paceline worker target --model ... --listen ...`"
+        yield problem("targets", "no target worker answers", fix)
     yield from _judge_models(met)
 
 
 def _judge_models(met: Sequence[Met]) -> Iterator[Finding]:
     known = [(worker, worker.welcome) for worker in met if isinstance(worker.welcome, Welcome)]
     targets = [welcome for worker, welcome in known if worker.role is Role.TARGET]
-    for worker, welcome in known if targets else ():
-        if worker.role is Role.DRAFT:
-            yield from _judge_tokenizer(worker.subject, welcome, targets)
+    drafts = [(worker, welcome) for worker, welcome in known if worker.role is Role.DRAFT]
+    for worker, welcome in drafts if targets else ():
+        if not any(same_tokenizer(welcome.tokenizer, target.tokenizer) for target in targets):
+            text = f"the tokenizer of {welcome.model} is that of no target"
+            fix = "start it with --target-tokenizer, or choose a draft model with that tokenizer"
+            yield problem(worker.subject, text, fix)
     for plain in sorted({welcome.model for welcome in targets if not welcome.speculates}):
         yield warning("targets", f"{plain} cannot speculate", "drafters are of no use to it; leave them out")
-
-
-def _judge_tokenizer(subject: str, welcome: Welcome, targets: Sequence[Welcome]) -> Iterator[Finding]:
-    if not any(same_tokenizer(welcome.tokenizer, target.tokenizer) for target in targets):
-        text = f"the tokenizer of {welcome.model} is that of no target"
-        fix = "start it with --target-tokenizer, or choose a draft model with that tokenizer"
-        yield problem(subject, text, fix)
 
 
 def _judge_one(worker: Met) -> Iterator[Finding]:

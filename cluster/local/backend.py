@@ -18,7 +18,7 @@ from cluster.config.flags import AFTER_INPUT
 from cluster.config.serving import worker_config
 from cluster.console import FAILED, CommandError, Stages, complain
 from cluster.local.gpus import Turns, here
-from cluster.processes.child import Child, HeldPort, paceline
+from cluster.processes.child import Child, HeldPort, ours
 from cluster.processes.starting import openmp_environment
 
 POLL_SECONDS = 0.1
@@ -114,7 +114,7 @@ class LocalProcesses:
         return str(file)
 
     def _command(self, file: str, *arguments: str) -> list[str]:
-        return paceline(*arguments, "--config", file, "--exit-with", str(os.getpid()))
+        return ours("cluster.cli", *arguments, "--config", file, "--exit-with", str(os.getpid()))
 
     def _heard(self, name: str, line: str) -> None:
         """Progress while starting; later whatever a process has to say, but not that others end while all do."""

@@ -61,7 +61,8 @@ def divided(config: Config, gpus: int) -> Config:
     if not gpus or not all(_open(pool.settings) for pool in pools):
         return config
     shares = _shares(pools, gpus)
-    if config.backend == "ray" and _ranks_may_meet(pools, shares):
+    together = any(pool.settings.tensor_parallel_size > 1 and shares[pool.role] <= 0.5 for pool in pools)
+    if config.backend == "ray" and together:  # it might put two ranks of a worker on the same GPU
         return config
 
     def shared(pool: Pool) -> TargetConfig | DraftConfig:
@@ -88,10 +89,6 @@ class Turns:
             self._left[gpu] -= worker.gpus or 1.0
         known = visible_gpus()
         return {VISIBLE: ",".join(known[gpu] if gpu < len(known) and known[gpu] else str(gpu) for gpu in chosen)}
-
-
-def _ranks_may_meet(pools: list[Pool], shares: dict[Role, float]) -> bool:
-    return any(pool.settings.tensor_parallel_size > 1 and shares[pool.role] <= 0.5 for pool in pools)
 
 
 def _open(worker: TargetConfig | DraftConfig) -> bool:

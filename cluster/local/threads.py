@@ -68,9 +68,9 @@ def settled(config: Config) -> Config:
             measured = _measured(config, cores)
         except Unmeasured as error:
             failure = str(error)
-            cache.put_failure(key, time.time())
+            cache.put(key, {"failed": time.time()})
         else:
-            cache.put(key, measured)
+            cache.put(key, encoded(measured))
     division = _division(config, cores, measured)
     if failure:
         complain(
@@ -184,15 +184,8 @@ class CoreCache:
         since = entry.get("failed") if isinstance(entry, dict) else None
         return isinstance(since, int | float) and 0 <= now - since < FAILED_SECONDS
 
-    def put(self, key: str, measured: Measured) -> None:
-        """Keep it, as far as that is possible."""
-        self._put(key, encoded(measured))
-
-    def put_failure(self, key: str, now: float) -> None:
-        """Keep that measuring it has failed."""
-        self._put(key, {"failed": now})
-
-    def _put(self, key: str, entry: dict[str, Any]) -> None:
+    def put(self, key: str, entry: dict[str, Any]) -> None:
+        """Keep what was measured, encoded, or since when it is known to fail, as far as that is possible."""
         others = [kept for kept in self._entries().items() if kept[0] != key]
         newest = [*others, (key, entry)][-MAX_ENTRIES:]
         with contextlib.suppress(OSError):
@@ -205,9 +198,8 @@ class CoreCache:
             document = json.loads(self.path.read_bytes())
         except (OSError, ValueError, RecursionError):
             return {}
-        if not isinstance(document, dict) or document.get("layout") != LAYOUT:
-            return {}
-        entries = document.get("measured")
+        known = isinstance(document, dict) and document.get("layout") == LAYOUT
+        entries = document.get("measured") if known else None
         return entries if isinstance(entries, dict) else {}
 
 

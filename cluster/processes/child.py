@@ -165,13 +165,8 @@ def spawn(command: Sequence[str], variables: Mapping[str, str], *, held: bool = 
     )
 
 
-def paceline(*arguments: str) -> list[str]:
-    """A command line that runs Paceline with this interpreter; see :func:`environment`."""
-    return ours("cluster.cli", *arguments)
-
-
 def ours(module: str, *arguments: str) -> list[str]:
-    """A command line that runs one of our modules with this interpreter."""
+    """A command line that runs one of our modules with this interpreter; see :func:`environment`."""
     # -P: a folder named cluster where the user happens to be must not be taken for ours.
     return [sys.executable, "-P", "-m", module, *arguments]
 

@@ -109,9 +109,8 @@ def _uninterrupted() -> Iterator[None]:
 
 def prepare_environment() -> None:
     """Settings of Ray that can only be made through the environment, for a Ray of our own."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_SERVE_LOG_TO_STDERR"] = "0"
-    os.environ["RAY_enable_metrics_collection"] = "0"  # noqa: SIM112 - so named by Ray
+    for switch in ("RAY_USAGE_STATS_ENABLED", "RAY_SERVE_LOG_TO_STDERR", "RAY_enable_metrics_collection"):
+        os.environ[switch] = "0"
     os.environ.update(NICENESS)
     # Whoever reserves no GPU sees all, as a plain process does, also where the environment tells Ray to hide them.
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"

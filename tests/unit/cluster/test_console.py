@@ -19,7 +19,7 @@ from cluster import console
 from cluster.commands import worker
 from cluster.config.config import Config
 from cluster.local.backend import LocalProcesses
-from cluster.processes.child import Child, paceline
+from cluster.processes.child import Child, ours
 
 FULL = Path("/dev/full")
 pytestmark = pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
@@ -103,5 +103,7 @@ async def test_a_worker_serves_whether_or_not_its_ready_line_can_be_written(
 
 def test_a_result_that_cannot_be_written_fails_in_one_line() -> None:
     with FULL.open("w") as full:
-        done = subprocess.run(paceline("config"), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            ours("cluster.cli", "config"), stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
     assert (done.returncode, done.stderr) == (1, "paceline: cannot write the result: No space left on device\n")

@@ -291,7 +291,7 @@ def test_a_damaged_cache_is_replaced(cache, content):
     cache.path.write_text(content, encoding="latin-1")
     assert cache.get("key", 2) is None
     assert not cache.failed("key", 0.0)
-    cache.put("key", MEASURED)
+    cache.put("key", encoded(MEASURED))
     assert cache.get("key", 2) == MEASURED
     assert cache.get("other", 2) is None
     assert cache.get("key", 3) is None
@@ -314,7 +314,7 @@ def test_a_relative_cache_folder_is_ignored(monkeypatch):
 def test_the_oldest_measurements_are_forgotten(cache, monkeypatch):
     monkeypatch.setattr(threads, "MAX_ENTRIES", 2)
     for key in ("a", "b", "a", "c"):
-        cache.put(key, MEASURED)
+        cache.put(key, encoded(MEASURED))
     assert [key for key in "abc" if cache.get(key, 2)] == ["a", "c"]
 
 
