@@ -10,6 +10,8 @@ import random
 import sys
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from cluster.config import environment
 from cluster.console import BAD_INPUT, CommandError, complain, stages, stderr_console, write
 
@@ -61,8 +63,16 @@ def show(url: str, request: CompletionRequest, *, compare: bool) -> None:
     """Stream to stdout, then the closing line: on the terminal below the text, else on stderr."""
     from cluster.completion import CompletionTally, stream
 
+    console = Console(highlight=False, markup=False) if sys.stdout.isatty() else None
+    if console is not None and not request.chat:
+        console.out(request.prompt, style="dim", end="", highlight=False)
     tally, plain = CompletionTally(), None
-    _print(url, request, tally)
+    for piece in stream(url, request, tally):
+        if console is None:
+            write(piece.text)
+        else:
+            console.out(piece.text, style="green" if piece.drafted else None, end="", highlight=False)
+    write("\n")
     if compare:
         plain = CompletionTally()
         with stages() as report:
@@ -72,26 +82,10 @@ def show(url: str, request: CompletionRequest, *, compare: bool) -> None:
     line = closing_line(tally, plain)
     if request.temperature:
         line += f"; seed {request.seed}"
-    if sys.stdout.isatty():
+    if console is not None:
         stderr_console().print(f"[dim]{line}[/dim]", highlight=False)
     else:
         complain(line)
-
-
-def _print(url: str, request: CompletionRequest, tally: CompletionTally) -> None:
-    from rich.console import Console
-
-    from cluster.completion import stream
-
-    console = Console(highlight=False, markup=False) if sys.stdout.isatty() else None
-    if console is not None and not request.chat:
-        console.out(request.prompt, style="dim", end="", highlight=False)
-    for piece in stream(url, request, tally):
-        if console is None:
-            write(piece.text)
-        else:
-            console.out(piece.text, style="green" if piece.drafted else None, end="", highlight=False)
-    write("\n")
 
 
 def closing_line(tally: CompletionTally, plain: CompletionTally | None) -> str:

@@ -14,7 +14,7 @@ from cluster.config.security import check_http_exposure
 from cluster.config.serving import router_settings
 from cluster.discovery import Handles, serve_directory
 from cluster.ray.connection import check_token
-from cluster.ray.metrics import RayExporter
+from cluster.ray.metrics import copy_metrics
 from cluster.ray.parts import known
 from router.http.api import build_app
 from router.http.prompt_recorder import PromptRecorder
@@ -45,8 +45,7 @@ class RouterReplica:
         self._models = tuple(dict.fromkeys(pool.model for pool in config.pools()))
         self._directory = serve_directory(workers)
         self._directory.start(self._dispatcher.pool.set_workers)
-        self._exporter = RayExporter(self._dispatcher.metrics.collect)
-        self._exporter.start()
+        self._copying = asyncio.create_task(copy_metrics(self._dispatcher.metrics.collect))
         freeze_loaded()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -67,7 +66,7 @@ class RouterReplica:
         if hasattr(self, "_directory"):
             self._dispatcher.draining = True
             self._directory.close()
-            await self._exporter.close()
+            self._copying.cancel()
             await self._dispatcher.pool.close()
             if self._recorder is not None:
                 await asyncio.to_thread(self._recorder.close)

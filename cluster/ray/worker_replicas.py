@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -23,7 +24,7 @@ from cluster.config.serving import start_worker, worker_config
 from cluster.discovery import ENDPOINT
 from cluster.placement import APPLICATION, ROUTER, need
 from cluster.processes.imports import import_worker
-from cluster.ray.metrics import RayExporter
+from cluster.ray.metrics import copy_metrics
 from cluster.ray.parts import known
 from cluster.ray.ranks import RayRanks
 from router.telemetry.metrics import collect_certificates
@@ -45,7 +46,7 @@ class _WorkerReplica:
 
     role: Role
     _worker: Worker
-    _exporter: RayExporter | None = None
+    _copying: asyncio.Task[None] | None = None
 
     async def __init__(self, config: Config, deployment: str) -> None:  # type: ignore[misc]  # Serve awaits it
         config = known(config)
@@ -64,8 +65,8 @@ class _WorkerReplica:
         self._worker, self._drain_timeout = worker, drain_timeout
         worker.freeze_loaded()
         if certified:  # all else that there is to tell of a worker, routers tell
-            self._exporter = RayExporter(lambda: collect_certificates(certified.certificates))
-            self._exporter.start()
+            collect = partial(collect_certificates, certified.certificates)
+            self._copying = asyncio.create_task(copy_metrics(collect))
         self._watch = asyncio.create_task(self._exit_on_failure())
 
     async def _exit_on_failure(self) -> None:
@@ -92,8 +93,8 @@ class _WorkerReplica:
         """Serve's call at a graceful end: routers are told, and move the sessions elsewhere before it."""
         if hasattr(self, "_worker"):
             self._watch.cancel()
-            if self._exporter is not None:
-                await self._exporter.close()
+            if self._copying is not None:
+                self._copying.cancel()
             await self._worker.drain(self._drain_timeout)
 
 

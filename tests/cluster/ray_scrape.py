@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import httpx
 
-from cluster.ray.metrics import RayExporter
+from cluster.ray.metrics import copy_metrics
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
 from router.sessions.tally import RouterCounters
 from router.telemetry.metrics import RouterMetrics
@@ -46,10 +46,9 @@ class Router:
         for i in range(10):
             record.committed(i / 8, tokens=3, accepted=2, offered=5, cached=0)
         self._metrics = RouterMetrics(tally, lambda: Snapshot(workers=tuple(self._workers)))
-        self._exporter = RayExporter(self._metrics.collect)
 
     async def start(self) -> str:
-        self._exporter.start()
+        self._copying = asyncio.create_task(copy_metrics(self._metrics.collect))
         await asyncio.sleep(0)
         return self._metrics.exposition()[0].decode()
 

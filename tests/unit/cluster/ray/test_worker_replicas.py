@@ -12,22 +12,6 @@ from cluster.ray import worker_replicas
 from router.telemetry.metrics import UNREADABLE
 
 
-class FakeExporter:
-    """Notes what it would tell Ray, and when it was closed."""
-
-    made: list["FakeExporter"]
-
-    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        self.collect, self.closed = collect, False
-        self.made.append(self)
-
-    def start(self) -> None:
-        self.told = {sample.labels["file"]: sample.value for family in self.collect() for sample in family.samples}
-
-    async def close(self) -> None:
-        self.closed = True
-
-
 class FakeWorker:
     """Runs until it is drained."""
 
@@ -50,14 +34,24 @@ FILES = ("/nowhere/tls.crt", "/nowhere/ca.crt")
 @pytest.mark.parametrize(("files", "told"), [(None, []), (FILES, [dict.fromkeys(FILES, UNREADABLE)])])
 async def test_a_worker_with_certificates_tells_when_they_end(monkeypatch, files, told) -> None:
     """Without any there is nothing to tell, so nothing runs for it."""
-    FakeExporter.made = []
-    monkeypatch.setattr(worker_replicas, "RayExporter", FakeExporter)
+    heard, ended = [], []
+
+    async def copy_metrics(collect: Callable[[], Iterable[Metric]]) -> None:
+        heard.append({sample.labels["file"]: sample.value for family in collect() for sample in family.samples})
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr(worker_replicas, "copy_metrics", copy_metrics)
     worker = FakeWorker()
     # One of the class has a destructor that must be awaited.
-    replica = SimpleNamespace(_exit_on_failure=worker.wait, _exporter=None)
+    replica = SimpleNamespace(_exit_on_failure=worker.wait, _copying=None)
     certified = SimpleNamespace(certificates=tuple(map(Path, files))) if files else None
     await worker_replicas._WorkerReplica._begin(replica, worker, 1.0, certified)
-    assert [exporter.told for exporter in FakeExporter.made] == told
+    await asyncio.sleep(0)
+    assert heard == told
     await worker_replicas._WorkerReplica.__del__(replica)
     assert worker.drained.is_set()
-    assert all(exporter.closed for exporter in FakeExporter.made)
+    await asyncio.sleep(0)
+    assert len(ended) == len(told)
