@@ -38,14 +38,6 @@ class CompletionRequest:
         return {**prompt, **settings, "stream": True, "stream_options": options, "speculation": speculation}
 
 
-@dataclass(frozen=True, slots=True)
-class TextPiece:
-    """Text that belongs together: drafted and accepted, or the target's own."""
-
-    text: str
-    drafted: bool
-
-
 @dataclass(slots=True)
 class CompletionTally:
     """What was seen of a completion so far."""
@@ -94,8 +86,11 @@ def is_local(url: str) -> bool:
 
 def stream(
     url: str, request: CompletionRequest, tally: CompletionTally, *, speculate: bool = True
-) -> Iterator[TextPiece]:
-    """Pieces as they arrive, counted in ``tally``. Raises :class:`cluster.console.CommandError`."""
+) -> Iterator[tuple[str, bool]]:
+    """Text as it arrives, and whether it was drafted and accepted or is the target's own; counted in ``tally``.
+
+    Raises :class:`cluster.console.CommandError`.
+    """
     path = "/v1/chat/completions" if request.chat else "/v1/completions"
     body = request.body(speculate=speculate)
     timeout = httpx.Timeout(SILENCE_SECONDS, connect=5.0)
@@ -111,7 +106,7 @@ def stream(
                 tally.add(event["speculation"], time.perf_counter())
                 for piece in event["speculation"]["pieces"]:
                     tally.text += piece["text"]
-                    yield TextPiece(piece["text"], piece["drafted"])
+                    yield piece["text"], piece["drafted"]
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
         raise CommandError(f"no Paceline at {url}; start one with `paceline up`", FAILED) from error
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:

@@ -85,26 +85,23 @@ def steer(
     now: float, pool: ScaledPool, wanted: DesiredReplicas, state: State, settings: AutoscalingConfig
 ) -> tuple[Decision, State]:
     """Decide, and remember. ``now`` never goes back."""
-    replicas, held, state = _steer(now, pool, wanted, state, settings)
-    return Decision(replicas, wanted.why, wanted.says, held), state
 
+    def decision(replicas: int, held: HoldReason, state: State) -> tuple[Decision, State]:
+        return Decision(replicas, wanted.why, wanted.says, held), state
 
-def _steer(
-    now: float, pool: ScaledPool, wanted: DesiredReplicas, state: State, settings: AutoscalingConfig
-) -> tuple[int, HoldReason, State]:
     bounded = min(max(pool.replicas, pool.min_replicas), pool.max_replicas)
     if bounded != pool.replicas:
-        return bounded, HoldReason.BOUNDS, State()
+        return decision(bounded, HoldReason.BOUNDS, State())
     if wanted.why is Why.UNKNOWN:
-        return pool.replicas, HoldReason.NOTHING, replace(state, small_since=None, large_since=None)
+        return decision(pool.replicas, HoldReason.NOTHING, replace(state, small_since=None, large_since=None))
     needed = _whole(wanted.replicas)
     if needed > pool.replicas:
-        return _grow(now, pool, needed, replace(state, large_since=None), settings)
+        return decision(*_grow(now, pool, needed, replace(state, large_since=None), settings))
     state = replace(state, small_since=None)
     roomy = _whole(wanted.replicas / (1.0 - settings.margin))
     if roomy < pool.replicas:
-        return _shrink(now, pool, roomy, wanted.why, state, settings)
-    return pool.replicas, HoldReason.NOTHING, replace(state, large_since=None)
+        return decision(*_shrink(now, pool, roomy, wanted.why, state, settings))
+    return decision(pool.replicas, HoldReason.NOTHING, replace(state, large_since=None))
 
 
 def _grow(

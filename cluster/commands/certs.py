@@ -51,11 +51,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(str(error), BAD_INPUT) from error
     except OSError as error:
         raise CommandError(f"cannot write to {folder}: {error.strerror or error}", BAD_INPUT) from error
-    _introduce(folder.resolve())
-    return 0
-
-
-def _introduce(folder: Path) -> None:
+    folder = folder.resolve()
     say(
         f"""\
 Certificates for router, target, draft and redis are in {folder}; keep its *.key files to yourself.
@@ -65,3 +61,4 @@ security:
   key: {folder}/{{role}}.key
   authority: {folder}/ca.crt"""
     )
+    return 0

@@ -67,11 +67,11 @@ def show(url: str, request: CompletionRequest, *, compare: bool) -> None:
     if console is not None and not request.chat:
         console.out(request.prompt, style="dim", end="", highlight=False)
     tally, plain = CompletionTally(), None
-    for piece in stream(url, request, tally):
+    for text, drafted in stream(url, request, tally):
         if console is None:
-            write(piece.text)
+            write(text)
         else:
-            console.out(piece.text, style="green" if piece.drafted else None, end="", highlight=False)
+            console.out(text, style="green" if drafted else None, end="", highlight=False)
     write("\n")
     if compare:
         plain = CompletionTally()

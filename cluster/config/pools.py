@@ -184,9 +184,8 @@ class DraftConfig(WorkerConfig):
         """The same for this target: with its EAGLE head instead of a model, where that is to draft away from it."""
         if self.eagle or not target.eagle or target.eagle_at != AT_DRAFTER:
             return self
-        return replace(
-            self, model=target.model, eagle=target.eagle, placement=OWN if self.placement == AUTO else self.placement
-        )
+        placement = OWN if self.placement == AUTO else self.placement
+        return replace(self, model=target.model, eagle=target.eagle, placement=placement)
 
     def placed(self, where: object, path: str) -> DraftConfig:
         """The same with what follows from its placement. Raises ConfigError where that contradicts the rest."""
@@ -232,27 +231,20 @@ class Pool:
     @property
     def path(self) -> str:
         """Where its settings stand in the configuration, for messages: ``draft``, ``models.llama.drafts.small``."""
-        if not self.model:
-            return self.role.value
         within = self.name if self.role is Role.TARGET else f"drafts.{self.name}"
-        return f"models.{self.model}.{within}"
+        return f"models.{self.model}.{within}" if self.model else self.role.value
 
     @property
     def deployment(self) -> str:
         """Its name in Ray Serve: ``DraftWorker``, ``DraftWorker-llama.small``."""
-        kind = KINDS[self.role]
-        if not self.model:
-            return kind
-        model = in_file_names(self.model)
-        return f"{kind}-{model}" if self.role is Role.TARGET else f"{kind}-{model}.{self.name}"
+        model = f"-{in_file_names(self.model)}" if self.model else ""
+        name = f".{self.name}" if self.model and self.role is Role.DRAFT else ""
+        return f"{KINDS[self.role]}{model}{name}"
 
     def __str__(self) -> str:
         """For people and process titles: ``draft``, ``draft small of llama``."""
-        if not self.model:
-            return self.role.value
-        return (
-            f"{self.role} of {self.model}" if self.role is Role.TARGET else f"{self.role} {self.name} of {self.model}"
-        )
+        name = f" {self.name}" if self.role is Role.DRAFT else ""
+        return f"{self.role}{name} of {self.model}" if self.model else self.role.value
 
 
 def role_of(deployment: str) -> Role | None:

@@ -28,11 +28,6 @@ def check(url: str, api_key: str = "") -> Iterator[Finding]:
         yield problem(subject, "answers but serves no model", "no target worker is connected; check them with --target")
         return
     yield ok(subject, f"serves {', '.join(models)}")
-    yield from check_text(url, subject, api_key)
-
-
-def check_text(url: str, subject: str, api_key: str = "") -> Iterator[Finding]:
-    """Whether a completion streams, and drafting changes nothing of it."""
     request = CompletionRequest(PROMPT, TOKENS, temperature=0.8, seed=1, api_key=api_key)
     drafted, plain = CompletionTally(), CompletionTally()
     try:
