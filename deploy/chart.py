@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,11 @@ def template(renderings: Mapping[Variant, list[str]]) -> str:
     merged: list[Line] = []
     for variant, texts in renderings.items():
         merged = _merge(merged, texts, variant)
-    said, condition = "", ""
-    for line in merged:
-        needed = _condition(line)
-        if needed != condition:
-            said += "{{- end }}\n" if condition else ""
-            said += f"{{{{- if {needed} }}}}\n" if needed else ""
-            condition = needed
-        said += f"{line.text}\n"
-    return said + ("{{- end }}\n" if condition else "")
+    said = ""
+    for condition, lines in groupby(merged, _condition):
+        text = "".join(f"{line.text}\n" for line in lines)
+        said += f"{{{{- if {condition} }}}}\n{text}{{{{- end }}}}\n" if condition else text
+    return said
 
 
 def overlay_values(deploy: Path, overlay: str) -> dict[str, str]:
@@ -190,8 +187,6 @@ def _merge(lines: list[Line], texts: list[str], variant: Variant) -> list[Line]:
     """``lines`` and one more rendering of the same object."""
     made: list[Line] = []
     known = [line.text for line in lines]
-    if known == texts:  # in most cases
-        return [Line(line.text, line.variants | {variant}) for line in lines]
     for what, first, last, begin, end in SequenceMatcher(None, known, texts, autojunk=False).get_opcodes():
         if what == "equal":
             made += [Line(line.text, line.variants | {variant}) for line in lines[first:last]]
