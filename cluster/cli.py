@@ -112,9 +112,8 @@ def _parsers(known: Mapping[str, ModuleType]) -> tuple[Parser, dict[str, Parser]
     choices = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND", required=True)
     parsers = {}
     for name, module in known.items():
-        parsers[name] = choices.add_parser(
-            name, help=module.ABOUT, description=f"{module.ABOUT}\n\n{module.DETAILS}", prog=f"paceline {name}"
-        )
+        about = f"{module.ABOUT}\n\n{module.DETAILS}"
+        parsers[name] = choices.add_parser(name, help=module.ABOUT, description=about, prog=f"paceline {name}")
         module.add(parsers[name])
     return parser, parsers
 

@@ -101,9 +101,8 @@ def render(overlay: Path) -> Manifests:
     if kubectl is None:
         raise RenderError("kubectl is not on the PATH; install it, its `kubectl kustomize` needs no cluster")
     try:
-        done = subprocess.run(
-            [kubectl, "kustomize", str(overlay)], capture_output=True, text=True, timeout=RENDER_SECONDS
-        )
+        command = [kubectl, "kustomize", str(overlay)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=RENDER_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise RenderError(f"kubectl kustomize {overlay} did not end within {RENDER_SECONDS} s") from error
     if done.returncode:

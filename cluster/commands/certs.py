@@ -23,13 +23,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Its flags."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="where to put them; made if it is not there")
     parser.add_argument("--renew", action="store_true", help="keep the CA that is there and sign new certificates")
-    parser.add_argument(
-        "--days",
-        type=int,
-        default=DAYS,
-        metavar="N",
-        help=f"how long certificates are valid, but for Redis': as long as the CA (default: {DAYS})",
-    )
+    about = f"how long certificates are valid, but for Redis': as long as the CA (default: {DAYS})"
+    parser.add_argument("--days", type=int, default=DAYS, metavar="N", help=about)
 
 
 def run(args: argparse.Namespace) -> int:

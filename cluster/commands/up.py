@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from cluster.config import flags
 from cluster.config.checks import check
 from cluster.config.config import Config, max_replicas_of, min_replicas_of
-from cluster.config.pools import Pool
 from cluster.config.security import own_api_key
 from cluster.console import BAD_INPUT, FAILED, CommandError, complain, stages, tell
 from cluster.local import gpus, threads
@@ -43,9 +42,8 @@ HTTP_SECONDS = 60.0
 def add(parser: argparse.ArgumentParser) -> None:
     """Its flags."""
     flags.add_setting(parser, "--target", "target.model", about="target model: folder or hub id")
-    flags.add_setting(
-        parser, "--draft", "draft.model", about="draft model: folder or hub id, best with the target's tokenizer"
-    )
+    about = "draft model: folder or hub id, best with the target's tokenizer"
+    flags.add_setting(parser, "--draft", "draft.model", about=about)
     flags.add_setting(parser, "--draft-placement", "draft.placement")
     flags.add_setting(parser, "--medusa", "target.medusa")
     flags.add_setting(parser, "--draft-eagle", "target.eagle")
@@ -73,13 +71,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     flags.add_setting(parser, "--target-standby", "target.standby")
     flags.add_setting(parser, "--backend", "backend")
     flags.add_setting(parser, "--address", "ray.address")
-    parser.add_argument(
-        "--stretched", action="store_true", help="serve the bundled target at the cost of a larger model, same text"
-    )
+    about = "serve the bundled target at the cost of a larger model, same text"
+    parser.add_argument("--stretched", action="store_true", help=about)
     parser.add_argument("--demo", action="store_true", help="stream one completion, with its speed-up, when ready")
-    parser.add_argument(
-        "--detach", action="store_true", help="on a running cluster: return when it serves, and leave it serving"
-    )
+    about = "on a running cluster: return when it serves, and leave it serving"
+    parser.add_argument("--detach", action="store_true", help=about)
     flags.add_file(parser)
 
 
@@ -162,14 +158,13 @@ def _await_http(config: Config) -> None:
     raise CommandError(f"{_url(config)} does not serve within {HTTP_SECONDS:.0f} s ({last})", FAILED)
 
 
-def _size(pool: Pool) -> str:
-    fewest, largest = min_replicas_of(pool.settings), max_replicas_of(pool.settings)
-    return str(fewest) if fewest == largest else f"{fewest} to {largest}"
-
-
 def _introduce(config: Config) -> None:
     tell(f"Paceline serves at {_url(config)}")
-    pools = [f"{_size(p)} x {p} {p.settings.model}" for p in config.pools() if max_replicas_of(p.settings)]
+    pools = []
+    for pool in config.pools():
+        fewest, largest = min_replicas_of(pool.settings), max_replicas_of(pool.settings)
+        size = f"{fewest}" if fewest == largest else f"{fewest} to {largest}"
+        pools += [f"{size} x {pool} {pool.settings.model}"] if largest else []
     shared = [draft.model for pool in config.pools() if (draft := config.shared_draft(pool))]
     drafts = f", drafting in turn with {', '.join(shared)}" if shared else "" if config.drafts else ", no drafts"
     tell(f"  {', '.join(pools)}{drafts}, on {config.backend}")

@@ -35,6 +35,8 @@ sessions move or end, for up to drain_timeout seconds, and stop it; a second one
   paceline worker draft --model ./llama-8b --draft-eagle ./eagle3     a head, for targets with --eagle-at drafter
 """
 LISTEN = {"target": "127.0.0.1:7001", "draft": "127.0.0.1:7002"}
+ELSEWHERE = ("replicas", "standby", "gpus", "gpu_class", "labels", "sources", "placement", "eagle")
+"""Settings that are no flags here, or others."""
 
 
 def add(parser: flags.Parser) -> None:
@@ -42,14 +44,9 @@ def add(parser: flags.Parser) -> None:
     roles = parser.add_subparsers(dest="role", title="roles", metavar="{target,draft}", required=True)
     for role, about in (("target", "runs the served model"), ("draft", "runs a small model ahead of it")):
         worker = roles.add_parser(role, help=about, description=f"A {role} worker: {about}.")
-        worker.add_argument(
-            "--listen", default=LISTEN[role], metavar="HOST:PORT", help=f"default: {LISTEN[role]}; port 0: any free one"
-        )
-        flags.add_section(
-            worker,
-            role,
-            without=("replicas", "standby", "gpus", "gpu_class", "labels", "sources", "placement", "eagle"),
-        )
+        about = f"default: {LISTEN[role]}; port 0: any free one"
+        worker.add_argument("--listen", default=LISTEN[role], metavar="HOST:PORT", help=about)
+        flags.add_section(worker, role, without=ELSEWHERE)
         flags.add_setting(worker, "--allow-remote", "router.allow_remote")
         flags.add_section(worker, "security", without=("api_keys",))
         if role == "target":

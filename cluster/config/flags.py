@@ -94,9 +94,8 @@ def add_repeated(parser: argparse._ActionsContainer, flag: str, key: str) -> Non
             joined = Override(key, ", ".join([*before[-1:], str(value)]), flag)
             setattr(found, OVERRIDES, [*given, [joined]])
 
-    parser.add_argument(
-        flag, dest=OVERRIDES, action=Join, metavar="TEXT", help=f"one of {rule_of(key).about}; may be repeated"
-    )
+    about = f"one of {rule_of(key).about}; may be repeated"
+    parser.add_argument(flag, dest=OVERRIDES, action=Join, metavar="TEXT", help=about)
 
 
 def add_tracing(parser: argparse._ActionsContainer) -> None:
@@ -109,26 +108,15 @@ def add_tracing(parser: argparse._ActionsContainer) -> None:
 def add_file(parser: argparse._ActionsContainer) -> None:
     """The flags that reach every setting."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file (YAML); flags win over it")
-    parser.add_argument(
-        "--set",
-        dest=OVERRIDES,
-        action="append",
-        type=_any_setting,
-        metavar="KEY=VALUE",
-        help="any setting by its path, such as target.cache_tokens=8192; see `paceline config`",
-    )
+    about = "any setting by its path, such as target.cache_tokens=8192; see `paceline config`"
+    parser.add_argument("--set", dest=OVERRIDES, action="append", type=_any_setting, metavar="KEY=VALUE", help=about)
 
 
 def add_speculative_config(parser: argparse._ActionsContainer) -> None:
     """VLLM's flag for everything about drafting."""
-    parser.add_argument(
-        speculative_config.FLAG,
-        dest=OVERRIDES,
-        action="append",
-        type=speculative_config.overrides,
-        metavar="JSON",
-        help='as vLLM takes it, such as \'{"method": "ngram", "num_speculative_tokens": 5}\'',
-    )
+    flag, parse = speculative_config.FLAG, speculative_config.overrides
+    about = 'as vLLM takes it, such as \'{"method": "ngram", "num_speculative_tokens": 5}\''
+    parser.add_argument(flag, dest=OVERRIDES, action="append", type=parse, metavar="JSON", help=about)
 
 
 def add_parent(parser: argparse._ActionsContainer) -> None:

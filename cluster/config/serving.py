@@ -50,22 +50,22 @@ def target_settings(config: Config) -> TargetSettings:
     from target_service.service import TargetSettings
     from target_service.verify_loop import TargetLimits
 
-    budget = Budget(
-        tokens=config.target.step_tokens,
-        drafts_per_session=config.speculation.max_draft,
-        seconds=config.target.step_ms / 1000,
-        alone=config.target.prompt_tokens,
-    )
+    target, drafting = config.target, config.speculation
+    seconds, alone = target.step_ms / 1000, target.prompt_tokens
+    budget = Budget(target.step_tokens, drafting.max_draft, seconds=seconds, alone=alone)
     limits = TargetLimits(
-        running=config.target.max_running,
-        waiting=config.target.max_waiting,
+        running=target.max_running,
+        waiting=target.max_waiting,
         budget=budget,
-        lookup=LookupBounds(config.speculation.lookup_min, config.speculation.lookup_max),
-        suffix=SuffixSettings(config.target.suffix_tokens, SuffixScope(config.target.suffix_scope)),
+        lookup=LookupBounds(drafting.lookup_min, drafting.lookup_max),
+        suffix=SuffixSettings(target.suffix_tokens, SuffixScope(target.suffix_scope)),
     )
-    settings = _engine(config.target), limits, config.target.record, config.target.step_timeout
-    sources = tuple(name.strip() for name in config.target.sources.split(",") if name.strip())
-    return TargetSettings(*settings, trace_settings(config), sources, config.validate)
+    settings = _engine(target), limits, target.record, target.step_timeout, trace_settings(config)
+    return TargetSettings(*settings, _listed(target.sources), config.validate)
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(entry.strip() for entry in text.split(",") if entry.strip())
 
 
 def shared_drafter(config: Config) -> MakeDrafter | None:
@@ -92,25 +92,21 @@ def draft_settings(config: Config) -> DraftSettings:
     from draft_service.service import DraftSettings
     from speculation.drafting.draft_session import DraftLimits
 
-    speculation = config.speculation
-    draft = DraftLimits(
-        lead=speculation.lead,
-        nodes=max(speculation.lead, DraftLimits().nodes),
-        children=speculation.children,
-        width=speculation.width,
-        bytes_a_token=speculation.push_bytes,
+    draft, drafting = config.draft, config.speculation
+    nodes = max(drafting.lead, DraftLimits().nodes)
+    limits = DraftLimits(
+        drafting.lead, nodes=nodes, children=drafting.children, width=drafting.width, bytes_a_token=drafting.push_bytes
     )
-    limits = LookaheadLimits(sessions=config.draft.max_sessions, draft=draft)
     return DraftSettings(
-        engine=_engine(config.draft),
-        limits=limits,
-        record=config.draft.record,
-        step_timeout=config.draft.step_timeout,
+        engine=_engine(draft),
+        limits=LookaheadLimits(sessions=draft.max_sessions, draft=limits),
+        record=draft.record,
+        step_timeout=draft.step_timeout,
         trace=trace_settings(config),
-        target_tokenizer=config.draft.target_tokenizer,
-        lookup=config.draft.second_level == "lookup",
-        assistant=config.draft.assistant,
-        eagle_format=config.draft.eagle_format,
+        target_tokenizer=draft.target_tokenizer,
+        lookup=draft.second_level == "lookup",
+        assistant=draft.assistant,
+        eagle_format=draft.eagle_format,
         validate=config.validate,
     )
 
@@ -201,7 +197,7 @@ def _admission(config: Config) -> AdmissionSettings:
         timeout=chosen.request_timeout,
         max_timeout=chosen.max_request_timeout,
         target_timeout=chosen.target_timeout,
-        cors_origins=tuple(origin.strip() for origin in chosen.cors_origins.split(",") if origin.strip()),
+        cors_origins=_listed(chosen.cors_origins),
     )
 
 
@@ -211,12 +207,9 @@ def speculation(config: Config) -> Speculation:
     unwanted: set[SourceName] = set() if chosen.lookup else {Source.LOOKUP}
     unwanted |= set() if chosen.drafters else {Source.DRAFT}
     sources: Sources = AllBut(frozenset(unwanted)) if chosen.enabled else frozenset({Source.DRAFT})
+    rule, schedule = AcceptanceRule(chosen.rule), Schedule(chosen.schedule)
     return Speculation(
-        enabled=chosen.enabled,
-        max_depth=chosen.max_depth,
-        rule=AcceptanceRule(chosen.rule),
-        schedule=Schedule(chosen.schedule),
-        sources=sources,
+        enabled=chosen.enabled, max_depth=chosen.max_depth, rule=rule, schedule=schedule, sources=sources
     )
 
 

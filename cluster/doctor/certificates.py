@@ -70,9 +70,8 @@ def _validity(file: Path, certificate: x509.Certificate, now: datetime) -> Itera
     if now >= ends:
         yield problem(SUBJECT, f"{file} expired at {ends:%Y-%m-%d %H:%M} UTC", "renew it; it is read again by itself")
     elif now < begins:
-        yield problem(
-            SUBJECT, f"{file} is valid only from {begins:%Y-%m-%d %H:%M} UTC on", "check this machine's clock"
-        )
+        text = f"{file} is valid only from {begins:%Y-%m-%d %H:%M} UTC on"
+        yield problem(SUBJECT, text, "check this machine's clock")
     elif ends - now < SOON:
         text = f"{file} expires in {(ends - now).days} days"
         yield warning(SUBJECT, text, "renew it; see whether cert-manager does")

@@ -76,8 +76,7 @@ class LocalProcesses:
         """Start again what ends. Returns never."""
         while True:
             for child in self.children:
-                happened = child.restart_if_due(time.monotonic())
-                if happened:
+                if happened := child.restart_if_due(time.monotonic()):
                     complain(happened)
             time.sleep(POLL_SECONDS)
 
@@ -103,9 +102,8 @@ class LocalProcesses:
                 if child.ended:
                     raise CommandError(f"{child.name} cannot start: {child.reason}", FAILED)
             if time.monotonic() > deadline:
-                names = ", ".join(child.name for child in waiting)
-                seconds = self._config.start_timeout
-                raise CommandError(f"not ready within {seconds:.0f} s (start_timeout): {names}", FAILED)
+                text = f"not ready within {self._config.start_timeout:.0f} s (start_timeout)"
+                raise CommandError(f"{text}: {', '.join(child.name for child in waiting)}", FAILED)
             time.sleep(POLL_SECONDS)
 
     def _write(self, name: str, config: Config) -> str:

@@ -73,9 +73,8 @@ def settled(config: Config) -> Config:
             cache.put(key, encoded(measured))
     division = _division(config, cores, measured)
     if failure:
-        complain(
-            f"paceline: {cores} cores: {division}; if that is fastest could not be measured ({failure}), see --threads"
-        )
+        doubt = f"if that is fastest could not be measured ({failure}), see --threads"
+        complain(f"paceline: {cores} cores: {division}; {doubt}")
     elif fresh:
         tell(f"{cores} cores: {division}, the fastest as measured at this first start")
     return _divided(config, division)
@@ -129,8 +128,8 @@ def _drafts_in_turn(config: Config) -> bool:
 def _measured(config: Config, cores: int) -> Measured:
     """Raises :class:`Unmeasured`."""
     with stages() as report:
-        seconds = f"{MEASURE_SECONDS:g} s at most, at the first start of a pair"
-        report(f"timing both models to divide {cores} cores between them ({seconds})")
+        limit = f"{MEASURE_SECONDS:g} s at most, at the first start of a pair"
+        report(f"timing both models to divide {cores} cores between them ({limit})")
         said = output_of(measuring(config, cores), MEASURE_SECONDS)
     try:
         return decoded(json.loads(said), cores)

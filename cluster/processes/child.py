@@ -71,9 +71,8 @@ class Child:
         code = self._process.returncode
         if code is not None and code < 0:
             return f"killed by signal {-code}"
-        if code is not None:
-            for reader in self._readers:
-                reader.join(LAST_WORDS_SECONDS)
+        for reader in self._readers if code is not None else ():
+            reader.join(LAST_WORDS_SECONDS)
         return self._said[-1].removeprefix("paceline: ") if self._said else f"exit code {code}"
 
     def start(self, now: float, *, held: bool = False) -> None:
@@ -141,8 +140,7 @@ class Child:
     def _read_errors(self, stream: IO[str]) -> None:
         with stream:
             for line in stream:
-                text = line.rstrip()
-                if text:
+                if text := line.rstrip():
                     self._said.append(text)
                     self._heard(self.name, text)
 

@@ -106,10 +106,9 @@ def list_models_once() -> None:
 
     listing = import_utils.define_import_structure
     listed = listing(Path(transformers.__file__).parent / "models", prefix="models")  # kept, with other modules added
+    prefix = "models."
     again = {
-        needs: {
-            name.removeprefix("models."): defined for name, defined in modules.items() if name.startswith("models.")
-        }
+        needs: {name.removeprefix(prefix): defined for name, defined in modules.items() if name.startswith(prefix)}
         for needs, modules in listed.items()
     }
     import_utils.define_import_structure = lambda _: again  # type: ignore[assignment]

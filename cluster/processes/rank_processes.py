@@ -68,9 +68,8 @@ class RankProcesses:
             )
             rank = self._ranks[task.rank] = _Rank(process)
             assert process.stdin and process.stdout
-            threading.Thread(
-                target=self._follow, args=(task.rank, rank, process.stdout), daemon=True, name=f"rank {task.rank}"
-            ).start()
+            follow = task.rank, rank, process.stdout
+            threading.Thread(target=self._follow, args=follow, daemon=True, name=f"rank {task.rank}").start()
             process.stdin.write(pickle.dumps(task))
             process.stdin.flush()  # left open: its end is the worker's end
 
@@ -116,8 +115,7 @@ class RankProcesses:
     def _follow(self, number: int, rank: _Rank, output: IO[bytes]) -> None:
         with output:
             for line in output:
-                text = line.decode(errors="replace").rstrip()
-                if text:
+                if text := line.decode(errors="replace").rstrip():
                     rank.said.append(text)
         rank.process.wait()
         self._ended.put(number)

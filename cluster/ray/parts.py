@@ -50,14 +50,8 @@ def outline(config: Config) -> Config:
     """Which deployments there are, and nothing else."""
     chosen = config.speculation
     speculation = SpeculationConfig(enabled=chosen.enabled, drafters=chosen.drafters)
-    pools = _with_pools(config, _default)
-    return Config(
-        target=pools.target,
-        draft=pools.draft,
-        models=pools.models,
-        speculation=speculation,
-        ray=RayConfig(address=config.ray.address),
-    )
+    pools, ray = _with_pools(config, _default), RayConfig(address=config.ray.address)
+    return Config(target=pools.target, draft=pools.draft, models=pools.models, speculation=speculation, ray=ray)
 
 
 def part(config: Config, own: Pool | None) -> Config:
