@@ -119,9 +119,8 @@ class Simulator:
     def rows(self, sweep: Sweep, progress: Callable[[str], None]) -> list[SweepRow]:
         """All combinations; plain decoding, which knows no drafters, once for each kind of load."""
         rows: dict[SimulationSettings, SweepRow] = {}
-        for sessions, targets, rtt, drafters, schedule in product(
-            sweep.sessions, sweep.targets, sweep.rtts, sweep.drafters, sweep.schedules
-        ):
+        every = product(sweep.sessions, sweep.targets, sweep.rtts, sweep.drafters, sweep.schedules)
+        for sessions, targets, rtt, drafters, schedule in every:
             progress(f"{schedule}, {sessions} sessions, round trip {1000 * rtt:g} ms")
             row = self.row(sweep, schedule, rtt, sessions, targets, drafters)
             rows.setdefault(row.report.setting, row)

@@ -106,10 +106,9 @@ def _of_proxies(config: Config, service: Object) -> Iterator[str]:
     for group in groups(service):
         stop = hard_stop_seconds(ray_container(group))
         if not stop >= config.router.drain_timeout:
-            yield (
-                f"{group_name(group)}: {HARD_STOP} is {stop:g}; below router.drain_timeout "
-                f"({config.router.drain_timeout:g}) HAProxy cuts streams whenever routers come or go"
-            )
+            below = f"below router.drain_timeout ({config.router.drain_timeout:g})"
+            what = f"{HARD_STOP} is {stop:g}; {below} HAProxy cuts streams whenever routers come or go"
+            yield f"{group_name(group)}: {what}"
 
 
 def _of_tracing(config: Config, manifests: Manifests) -> Iterator[str]:

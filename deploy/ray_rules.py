@@ -185,10 +185,8 @@ def _of_proxies(container: Object) -> Iterator[str]:
             yield f"{name} is {said}; without {value} a request whose router dies ends in a bare 500"
     seconds = _number(container, CLIENT_TIMEOUT, DEFAULT_CLIENT_SECONDS)
     if not 0 < seconds <= MAX_CLIENT_SECONDS:
-        yield (
-            f"{CLIENT_TIMEOUT} is {seconds:g}; above 0 and at most {MAX_CLIENT_SECONDS:g}, "
-            "HAProxy cuts clients that send no whole head or read nothing"
-        )
+        why = "HAProxy cuts clients that send no whole head or read nothing"
+        yield f"{CLIENT_TIMEOUT} is {seconds:g}; above 0 and at most {MAX_CLIENT_SECONDS:g}, {why}"
 
 
 def _of_shutdown(group: Object) -> Iterator[str]:
@@ -198,9 +196,7 @@ def _of_shutdown(group: Object) -> Iterator[str]:
     drain = drain_seconds(container)
     grace = spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
     if not drain < grace <= drain + MAX_SLACK_SECONDS:
-        yield (
-            f"terminationGracePeriodSeconds is {grace}; it must be above {DRAIN} ({drain:g}), "
-            f"and by at most {MAX_SLACK_SECONDS}"
-        )
+        wanted = f"above {DRAIN} ({drain:g}), and by at most {MAX_SLACK_SECONDS}"
+        yield f"terminationGracePeriodSeconds is {grace}; it must be {wanted}"
     if "preStop" in container.get("lifecycle", {}):
         yield "a preStop hook would stop Ray before it has drained; leave it out"

@@ -112,10 +112,8 @@ def drafters(
     if reports and asked:
         # Nothing delivered at all is far too little, by an amount that nobody knows.
         share = max(delivered / asked, 1 / (1 + asked))
-        says = (
-            f"{_count(len(reports), 'drafter')}, busy {min(used / len(reports), 1.0):.0%} of the time, "
-            f"delivered {share:.0%} of the lead asked for; goal {settings.delivery:.0%}"
-        )
+        busy = f"{_count(len(reports), 'drafter')}, busy {min(used / len(reports), 1.0):.0%} of the time"
+        says = f"{busy}, delivered {share:.0%} of the lead asked for; goal {settings.delivery:.0%}"
         lead = DesiredReplicas(used * settings.delivery / share, Why.LEAD, says)
         if lead.replicas >= NEGLIGIBLE and lead.replicas >= demand.replicas:
             return lead

@@ -178,9 +178,7 @@ class DecisionMetrics:
 
     def tell(self, decisions: Mapping[str, tuple[Decision, int]]) -> None:
         """What is decided, and how many replicas run, by deployment. Never raises."""
-        fresh = {
-            name: (one.replicas, running, one.why.value, one.held.value) for name, (one, running) in decisions.items()
-        }
+        fresh = {name: (one.replicas, runs, one.why.value, one.held.value) for name, (one, runs) in decisions.items()}
         if fresh == self._told:
             return
         try:

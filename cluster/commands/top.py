@@ -58,9 +58,8 @@ class Unreachable(Exception):
 def add(parser: argparse.ArgumentParser) -> None:
     """Its flags."""
     parser.add_argument("--url", default=DEFAULT_URL, help=f"where Paceline serves (default: {DEFAULT_URL})")
-    parser.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="the first key in it is sent (default: OPENAI_API_KEY)"
-    )
+    about = "the first key in it is sent (default: OPENAI_API_KEY)"
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help=about)
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between looks (default: 1)")
     parser.add_argument("--once", action="store_true", help="print it once and end")
     parser.add_argument("--json", action="store_true", help="print the server's answer as JSON, once")

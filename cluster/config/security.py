@@ -103,7 +103,6 @@ def _has_tls(config: Config) -> bool:
     parts = {"certificate": security.certificate, "key": security.key, "authority": security.authority}
     missing = [f"security.{name}" for name, path in parts.items() if not path]
     if missing and len(missing) < len(parts):
-        raise SecurityError(
-            f"{' and '.join(missing)} must be given as well: certificate, key and authority belong together"
-        )
+        why = "certificate, key and authority belong together"
+        raise SecurityError(f"{' and '.join(missing)} must be given as well: {why}")
     return not missing

@@ -84,9 +84,8 @@ def checked(where: object, key: str, entry: Field[Any], value: object) -> object
 def _allowed(rule: SettingSpec, value: Any) -> bool:
     """Whether a value of the right type is; written so that nan is not."""
     if isinstance(value, str):
-        return (not rule.choices or value in rule.choices) and (
-            not rule.pattern or re.fullmatch(rule.pattern, value) is not None
-        )
+        fits = not rule.pattern or re.fullmatch(rule.pattern, value) is not None
+        return fits and (not rule.choices or value in rule.choices)
     return (rule.ge is None or value >= rule.ge) and (rule.le is None or value <= rule.le)
 
 

@@ -99,18 +99,13 @@ def _method(given: Mapping[str, object]) -> dict[str, object]:
     if method != DRAFT_MODEL:
         why = _OTHER_METHODS.get(str(method), f"there is no method {method!r}")
         raise ConfigError(f"{FLAG}: {why}; use method draft_model with a small model of the same tokenizer, or ngram")
-    settings: dict[str, object] = {"speculation.drafters": True}
-    if model:
-        settings["draft.model"] = model
-    return settings
+    return {"speculation.drafters": True} | ({"draft.model": model} if model else {})
 
 
 def _depth(value: object) -> dict[str, object]:
     """A draft longer than what is verified for a session by default needs more room."""
-    settings: dict[str, object] = {"speculation.max_depth": value}
-    if isinstance(value, int) and value > SpeculationConfig().max_draft:
-        settings["speculation.max_draft"] = value
-    return settings
+    longer = isinstance(value, int) and value > SpeculationConfig().max_draft
+    return {"speculation.max_depth": value} | ({"speculation.max_draft": value} if longer else {})
 
 
 def _longest(value: object) -> dict[str, object]:
@@ -120,9 +115,8 @@ def _longest(value: object) -> dict[str, object]:
 
 def _rule(value: object) -> dict[str, object]:
     if str(value) not in _RULES:
-        raise ConfigError(
-            f"{FLAG}: {value!r} would change the text; leave it out (the coupled rule), or use rejection_sampler"
-        )
+        instead = "leave it out (the coupled rule), or use rejection_sampler"
+        raise ConfigError(f"{FLAG}: {value!r} would change the text; {instead}")
     return {"speculation.rule": _RULES[str(value)]}
 
 

@@ -62,9 +62,7 @@ class Met:
 class _Greeting:
     """Hears a worker introduce itself."""
 
-    welcome: asyncio.Future[Welcome | Loading] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    welcome: asyncio.Future[Welcome | Loading] = field(default_factory=asyncio.Future)
 
     def up(self, welcome: Welcome) -> None:
         if not self.welcome.done():

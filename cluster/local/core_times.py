@@ -95,9 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     for role in ("target", "draft"):
         parser.add_argument(f"--{role}", required=True, metavar="FOLDER", help="model folder or hub id")
         parser.add_argument(f"--{role}-dtype", default="auto", metavar="TEXT", help="number format (default: auto)")
-        parser.add_argument(
-            f"--{role}-quantization", default="none", metavar="TEXT", help="of the weights (default: none)"
-        )
+        about = "of the weights (default: none)"
+        parser.add_argument(f"--{role}-quantization", default="none", metavar="TEXT", help=about)
     parser.add_argument("--threads", type=int, nargs="+", required=True, metavar="N", help="numbers of threads")
     add_parent(parser)
     return parser
