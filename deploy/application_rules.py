@@ -165,8 +165,7 @@ def _of_models(config: Config, wanted: Iterable[Need], service: Object, manifest
 
     A router reads the tokenizer of every target.
     """
-    listed = [entry for job in manifests.of("Job") for entry in fetched_by(job).get(LIST, "").split()]
-    fetched = {f"/models/{entry.partition('=')[0]}" for entry in listed}
+    fetched = _fetched(manifests)
     for pool in config.pools():
         model = pool.settings.model
         if model.startswith(str(BUNDLED)):
@@ -182,6 +181,12 @@ def _of_models(config: Config, wanted: Iterable[Need], service: Object, manifest
             yield f"{said}, but {' and '.join(blind)} mount nothing there"
         elif fetched and model not in fetched:
             yield f"{said}, but `models` fetches only {', '.join(sorted(fetched))}"
+
+
+def _fetched(manifests: Manifests) -> set[str]:
+    """The folders that Jobs fill."""
+    listed = [entry for job in manifests.of("Job") for entry in fetched_by(job).get(LIST, "").split()]
+    return {f"/models/{entry.partition('=')[0]}" for entry in listed}
 
 
 def _nodes(service: Object) -> list[ClusterNode]:
