@@ -1,12 +1,14 @@
 """Protobuf to values and back; the one place where the wire format is read or written.
 
-Messages with much in them have a module of their own: :mod:`transport.codec_parts`.
+What is not said in every step has a module of its own: :mod:`transport.codec_parts`.
 
 Decoding checks everything that can be checked without a model or a session: sizes, ranges, tree shape. What fails
 raises :class:`MalformedMessage`, which carries the session, if that much could be read, so that only it is affected.
 
-What a router passes on from one worker to the other goes on as it came: :mod:`transport.wire` reads no more of it
-than whom it is about.
+What a router passes on from one worker to the other goes on as it came (:mod:`transport.incoming`).
+
+Built-in draft sources are numbers. Any other is a name, which a message lists once and refers to by numbers from
+:data:`FIRST_NAMED` on.
 
 What most messages would repeat is left out: the parents of a chain, a draft model as the source, the names of a
 worker's counters once the stream has heard them. No state is kept here: who owns the stream passes those names in.
@@ -15,7 +17,7 @@ worker's counters once the stream has heard them. No state is kept here: who own
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError
@@ -34,6 +36,7 @@ from speculation.messages import (
     Refused,
     SessionId,
     Source,
+    SourceName,
     Subscribe,
     Support,
     TokenLogprobs,
@@ -42,6 +45,14 @@ from speculation.messages import (
     Welcome,
 )
 from transport.codec_parts import (
+    MAX_COMMITTED,
+    MAX_TEXT,
+    MAX_TOKENS,
+    SOURCE,
+    SOURCE_OUT,
+    Asked,
+    at_most,
+    check_asked,
     decode_features,
     decode_load,
     decode_open,
@@ -52,20 +63,8 @@ from transport.codec_parts import (
     encode_open,
     encode_subscribe,
     encode_welcome,
-)
-from transport.wire import (
-    MAX_COMMITTED,
-    MAX_TEXT,
-    MAX_TOKENS,
-    SOURCE,
-    SOURCE_OUT,
-    Asked,
-    at_most,
-    check_asked,
     names_in,
-    numbers,
     read_names,
-    sources_of,
 )
 
 MAX_PROPOSED = 512
@@ -79,6 +78,7 @@ MAX_SUPPORT = 1024
 MAX_PROPOSAL_BYTES = 5 << 20
 """Longest proposal; one with the most tokens and the longest q is shorter."""
 MAX_UINT32 = (1 << 32) - 1
+FIRST_NAMED = 64
 
 _BYTE = tuple(value / 255 for value in range(256))
 """What a byte of confidence stands for."""
@@ -93,6 +93,25 @@ _CODE = {
 }
 _FINISH_OUT = {value: number for number, value in _FINISH.items()}
 _CODE_OUT = {value: number for number, value in _CODE.items()}
+
+
+_FEATURES = bytes((pb.FromWorker.DESCRIPTOR.fields_by_name["features"].number << 3 | 2,))
+RELAYED = {
+    bytes((pb.FromWorker.DESCRIPTOR.fields_by_name[said].number << 3 | 2,)): (
+        role,
+        bytes((pb.ToWorker.DESCRIPTOR.fields_by_name[told].number << 3 | 2,)),
+    )
+    for role, said, told in (
+        ("target", "verified", "verified"),
+        ("draft", "proposed", "propose"),
+        ("target", "features", "features"),
+    )
+}
+"""By the first byte of what a worker says: the role that says it, and the first byte of what the other is told.
+
+Such entries a router may pass on unread.
+"""
+MAYBE_RELAYED = frozenset(told for _, told in RELAYED.values())
 
 
 class MalformedMessage(ValueError):
@@ -110,7 +129,6 @@ class UnknownKind(MalformedMessage):
     """A message of a kind that is not known here, as a newer peer may send."""
 
     def __init__(self) -> None:
-        """It says no more."""
         super().__init__("a message without a known kind")
 
 
@@ -184,7 +202,9 @@ def decode_from_worker(entry: bytes, counter_names: Sequence[str] = (), asked: A
     message = _parse(pb.FromWorker(), entry)
     match message.WhichOneof("kind"):
         case "verified":
-            return _checked(message.verified, lambda said: _read_verification(check_asked(said, asked)))
+            if asked is not None and (message.verified.logprobs or message.verified.prompt_logprobs):
+                return _checked(message.verified, lambda said: _read_verification(check_asked(said, asked)))
+            return _checked(message.verified, _read_verification)
         case "proposed":
             return _checked(message.proposed, _read_proposal)
         case "refused":
@@ -297,8 +317,9 @@ def _read_verification(message: pb.Verification) -> Verification:
     said, accepted, offered = message.tokens, message.accepted, message.offered
     logprobs, sources, refused = message.logprobs, message.sources, message.refused
     prompt_logprobs = message.prompt_logprobs
-    at_most("tokens", len(said), MAX_COMMITTED)
-    at_most("offered", offered, MAX_TOKENS)
+    if len(said) > MAX_COMMITTED or offered > MAX_TOKENS:
+        at_most("tokens", len(said), MAX_COMMITTED)
+        at_most("offered", offered, MAX_TOKENS)
     tokens = tuple(said)
     if not accepted <= min(offered, len(tokens)):
         raise ValueError(
@@ -312,7 +333,7 @@ def _read_verification(message: pb.Verification) -> Verification:
         raise ValueError(f"sources has {len(sources)} entries for {accepted} accepted tokens")
     if len(refused) not in (0, offered - accepted):
         raise ValueError(f"refused has {len(refused)} entries for {offered - accepted} refused tokens")
-    named = read_names("named", message.named)
+    named = read_names("named", message.named) if message.named else ()
     return Verification(
         session=SessionId(message.session),
         epoch=message.epoch,
@@ -332,6 +353,25 @@ def _read_verification(message: pb.Verification) -> Verification:
         took_us=message.took_us,
         waited_us=message.waited_us,
     )
+
+
+def numbers(sources: Iterable[SourceName], named: Sequence[SourceName]) -> list[int]:
+    """What stands for each on the wire; ``named``: those that the message lists."""
+    known = SOURCE_OUT | {name: FIRST_NAMED + i for i, name in enumerate(named)} if named else SOURCE_OUT
+    return [known[source] for source in sources]
+
+
+def sources_of(numbers: Sequence[int], named: Sequence[SourceName]) -> tuple[SourceName, ...]:
+    """The other way round. A number that means nothing here is read as a draft model."""
+    if not numbers:
+        return ()
+    known: dict[int, SourceName] = SOURCE | {FIRST_NAMED + i: name for i, name in enumerate(named)}
+    return tuple(known.get(number, Source.DRAFT) for number in numbers)
+
+
+def is_features(entry: bytes) -> bool:
+    """Whether an entry of a worker's frame holds features: a hint, and a long one."""
+    return entry[:1] == _FEATURES
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

@@ -2,13 +2,15 @@
 
 What a session is opened with: its tokens, and all that its request says of them. What a worker says of itself: who it
 is, how busy, and before that what it loads. What an EAGLE head away from the target is told: its numbers are bytes here
-as everywhere but at their two ends, and a router passes them on unread (:mod:`transport.wire`).
+as everywhere but at their two ends, and a router passes them on unread. And what messages share: the largest sizes, the
+sources of drafts, what a target may tell of log-probabilities.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -27,23 +29,23 @@ from speculation.messages import (
     Sampling,
     Schedule,
     SessionId,
+    Source,
+    SourceName,
     Sources,
     Speculation,
     Subscribe,
     Welcome,
 )
 from speculation.sources.registry import MAX_SOURCES, NAME
-from transport.wire import (
-    FEATURE_FORMAT,
-    FEATURE_FORMAT_OUT,
-    MAX_TEXT,
-    MAX_TOKENS,
-    SOURCE,
-    SOURCE_OUT,
-    at_most,
-    names_in,
-    read_names,
-)
+
+MAX_TOKENS = 1 << 20
+"""Longest sequence in one message."""
+MAX_TEXT = 4096
+"""Longest message text, in characters."""
+MAX_COMMITTED = 1 << 12
+"""Most tokens of one verification."""
+MAX_PLAIN_BYTES = 1 << 16
+"""Longest message of a target that tells no log-probabilities; the longest there is has a few kilobytes."""
 
 MAX_STOP_TOKENS = 1024
 MAX_SHAPED = 1 << 16
@@ -59,13 +61,28 @@ MAX_WIDTH = 1 << 16
 MAX_FEATURE_BYTES = 1 << 20
 """Most bytes of values in one message; a target sends more of a prompt in several."""
 
+OPEN = ("session", "epoch", "priority", "age_ms", "prompt")
 LOAD = ("sessions", "waiting", "free_tokens", "capacity_tokens", "draining")
 WELCOME = ("vocabulary", "context", "tokenizer", "revision", "head")
 WELCOME_TEXTS = ("role", "model", "instance", "dtype", "source", "exactness")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty")
+SUBSCRIBE = ("session", "epoch", "head")
+FEATURES = ("session", "epoch", "position", "head", "width", "values", "scales")
 OPTION_TEXTS = ("request", "trace", "scope", "cache_salt")
 """Fields of messages that are rare, as they stand on the wire and here; of texts up to :data:`MAX_TEXT` characters."""
 
+SOURCE = {
+    pb.SOURCE_DRAFT: Source.DRAFT,
+    pb.SOURCE_LOOKUP: Source.LOOKUP,
+    pb.SOURCE_PREDICTION: Source.PREDICTION,
+    pb.SOURCE_GRAMMAR: Source.GRAMMAR,
+    pb.SOURCE_MEDUSA: Source.MEDUSA,
+    pb.SOURCE_SUFFIX: Source.SUFFIX,
+    pb.SOURCE_EAGLE: Source.EAGLE,
+}
+SOURCE_OUT: dict[SourceName, pb.Source] = {value: number for number, value in SOURCE.items()}
+FEATURE_FORMAT = {pb.FEATURE_FORMAT_BF16: FeatureFormat.BF16, pb.FEATURE_FORMAT_FP8: FeatureFormat.FP8}
+FEATURE_FORMAT_OUT = {value: number for number, value in FEATURE_FORMAT.items()}
 _RULE = {pb.RULE_COUPLED: Rule.COUPLED, pb.RULE_REJECTION: Rule.REJECTION}
 _SCHEDULE = {
     pb.SCHEDULE_TRIE: Schedule.TRIE,
@@ -86,12 +103,70 @@ def _texts(message: object, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(message, name)[:MAX_TEXT] for name in names}
 
 
+def at_most(field: str, count: int, limit: int) -> None:
+    """Raise ValueError, which names the field, if it has more entries than are taken."""
+    if count > limit:
+        raise ValueError(f"{field} has {count} entries; at most {limit} are allowed")
+
+
+def names_in(sources: Collection[SourceName]) -> list[SourceName]:
+    """Those without a number, each once, in an order that depends on nothing else."""
+    return sorted(set(sources) - SOURCE_OUT.keys()) if sources else []
+
+
+def read_names(field: str, names: Sequence[str]) -> tuple[SourceName, ...]:
+    """Names of draft sources as they came. Raises ValueError."""
+    at_most(field, len(names), MAX_SOURCES)
+    for name in names:
+        if not NAME.fullmatch(name):
+            raise ValueError(f"{field} has {name[:80]!r}; a name has up to 32 lower-case letters, digits, - and _")
+    return tuple(names)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedLogprobs:
+    """What a target was asked to tell of an opening's tokens."""
+
+    tokens: int | None = None
+    """With the log-probability of each committed one those of so many likeliest ones; None: nothing."""
+    prompt: int | None = None
+    """The same of the prompt's; None: nothing, or it has told them."""
+    prompt_tokens: int = 0
+    """How many these are."""
+
+    @property
+    def max_bytes(self) -> int:
+        """No message of the target about the opening is longer."""
+        committed = 0 if self.tokens is None else MAX_COMMITTED * (16 + 9 * self.tokens)
+        prompt = 0 if self.prompt is None else self.prompt_tokens * (16 + 9 * self.prompt)
+        return MAX_PLAIN_BYTES + committed + prompt
+
+
+Asked = Callable[[SessionId, int], AskedLogprobs | None]
+"""Of a session under an epoch; None: it is not open there, or not any more."""
+
+
+def check_asked(message: pb.Verification, asked: Asked) -> pb.Verification:
+    """The message. Raises ValueError for log-probabilities that nobody asked for; without any that are told too late.
+
+    That is, of a session that is no longer open.
+    """
+    wanted = asked(SessionId(message.session), message.epoch)
+    if wanted is None:
+        message.ClearField("logprobs")
+        message.ClearField("prompt_logprobs")
+    else:
+        at_most("logprobs", len(message.logprobs), 0 if wanted.tokens is None else MAX_COMMITTED)
+        prompt_tokens = 0 if wanted.prompt is None else wanted.prompt_tokens
+        at_most("prompt_logprobs", len(message.prompt_logprobs), prompt_tokens)
+    return message
+
+
 def encode_open(message: Open) -> pb.Open:
     """As it is sent."""
     limits, speculation, request_options = message.limits, message.speculation, message.request_options
     return pb.Open(
-        session=message.session,
-        epoch=message.epoch,
+        **_same(message, OPEN),
         tokens=message.tokens,
         sampling=_sampling(message.sampling),
         limits=pb.Limits(end=limits.end, stop_tokens=sorted(limits.stop_tokens), min_end=limits.min_end),
@@ -102,9 +177,6 @@ def encode_open(message: Open) -> pb.Open:
             schedule=_SCHEDULE_OUT[speculation.schedule],
             **_sources(speculation.sources),
         ),
-        priority=message.priority,
-        age_ms=message.age_ms,
-        prompt=message.prompt,
         grammar=request_options.grammar,
         prediction=request_options.prediction,
         logprobs=request_options.logprobs,
@@ -124,8 +196,7 @@ def decode_open(message: pb.Open) -> Open:
     if message.limits.end <= len(message.tokens):
         raise ValueError(f"limits.end is {message.limits.end}; it must be above the {len(message.tokens)} tokens sent")
     return Open(
-        session=SessionId(message.session),
-        epoch=message.epoch,
+        **_same(message, OPEN),
         tokens=tuple(message.tokens),
         sampling=_read_sampling(message.sampling),
         limits=Limits(message.limits.end, frozenset(message.limits.stop_tokens), message.limits.min_end),
@@ -137,9 +208,6 @@ def decode_open(message: pb.Open) -> Open:
             sources=_read_sources(speculation),
             remember=not message.not_remembered,
         ),
-        priority=message.priority,
-        age_ms=message.age_ms,
-        prompt=message.prompt,
         request_options=_read_request_options(message),
     )
 
@@ -239,10 +307,7 @@ def decode_load(message: pb.Load, known: Sequence[str]) -> Load:
     names = tuple(message.counter_names or known) if message.counters else ()
     if not len(message.counters) == len(names) == len(set(names)):
         raise ValueError(f"counters has {len(message.counters)} entries for {len(set(names))} names")
-    return Load(
-        **_same(message, LOAD),
-        counters=dict(zip(names, message.counters, strict=True)),
-    )
+    return Load(**_same(message, LOAD), counters=dict(zip(names, message.counters, strict=True)))
 
 
 def encode_welcome(message: Welcome) -> pb.Welcome:
@@ -272,28 +337,17 @@ def decode_welcome(message: pb.Welcome) -> Welcome:
 
 def encode_subscribe(message: Subscribe) -> pb.Subscribe:
     """As it is sent."""
-    return pb.Subscribe(
-        session=message.session, epoch=message.epoch, head=message.head, format=FEATURE_FORMAT_OUT[message.format]
-    )
+    return pb.Subscribe(**_same(message, SUBSCRIBE), format=FEATURE_FORMAT_OUT[message.format])
 
 
 def decode_subscribe(message: pb.Subscribe) -> Subscribe:
     """As it was sent."""
-    return Subscribe(SessionId(message.session), message.epoch, message.head, read_format(message.format))
+    return Subscribe(**_same(message, SUBSCRIBE), format=read_format(message.format))
 
 
 def encode_features(message: Features) -> pb.Features:
     """As they are sent."""
-    return pb.Features(
-        session=message.session,
-        epoch=message.epoch,
-        position=message.position,
-        head=message.head,
-        format=FEATURE_FORMAT_OUT[message.format],
-        width=message.width,
-        values=message.values,
-        scales=message.scales,
-    )
+    return pb.Features(**_same(message, FEATURES), format=FEATURE_FORMAT_OUT[message.format])
 
 
 def decode_features(message: pb.Features) -> Features:
@@ -301,16 +355,7 @@ def decode_features(message: pb.Features) -> Features:
     at_most("values", len(message.values), MAX_FEATURE_BYTES)
     if message.width > MAX_WIDTH:
         raise ValueError(f"width is {message.width}; at most {MAX_WIDTH} numbers a token are allowed")
-    return Features(
-        session=SessionId(message.session),
-        epoch=message.epoch,
-        position=message.position,
-        head=message.head,
-        width=message.width,
-        values=message.values,
-        format=read_format(message.format),
-        scales=message.scales,
-    )
+    return Features(**_same(message, FEATURES), format=read_format(message.format))
 
 
 def read_format(number: int) -> FeatureFormat:

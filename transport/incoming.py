@@ -1,7 +1,10 @@
 """Reads what a worker says on one stream, whatever it says.
 
-What another worker waits for is passed on before it is read (:class:`Route`). All is read in small slices: the event
-loop writes and hears others in between, and who feeds it waits while much is unread (:attr:`Incoming.behind`).
+What another worker waits for is passed on before it is read (:class:`Route`). Short entries in the usual order of
+fields go from worker to worker as they came (:func:`relayed`), by what :func:`heading` reads of them: whoever gets one
+decodes it, and so checks it, as the router does for itself once it is on its way. All else is decoded first, and
+encoded again (:mod:`transport.codec`). All is read in small slices: the event loop writes and hears others in between,
+and who feeds it waits while much is unread (:attr:`Incoming.behind`).
 
 A malformed message is reported to the listener and otherwise skipped, unless there are too many: more than
 :data:`MAX_MALFORMED` and one in :data:`HEARD_PER_MALFORMED`, or more entries in a frame than anybody writes. Then the
@@ -20,10 +23,9 @@ from typing import NamedTuple, Protocol
 
 from protos.paceline.v1 import worker_pb2 as pb
 from speculation.messages import FromWorker, Load, Loading, Proposal, SessionId, Verification, Welcome
-from transport.codec import MalformedMessage, UnknownKind, decode_from_worker
-from transport.codec_parts import decode_loading
+from transport.codec import RELAYED, MalformedMessage, UnknownKind, decode_from_worker, is_features
+from transport.codec_parts import MAX_PLAIN_BYTES, Asked, AskedLogprobs, decode_loading
 from transport.outbox import MAX_FRAME_ENTRIES
-from transport.wire import MAX_PLAIN_BYTES, Asked, AskedLogprobs, heading, heading_of_any, relayed
 
 log = logging.getLogger(__name__)
 
@@ -42,23 +44,18 @@ class Listener(Protocol):
 
     def up(self, welcome: Welcome) -> None:
         """The worker introduced itself; sessions may be opened."""
-        ...
 
     def loading(self, loading: Loading | None) -> None:
         """What it does before it can; None: its stream has ended meanwhile."""
-        ...
 
     def received(self, message: FromWorker) -> None:
         """The worker sent a message (never a Welcome)."""
-        ...
 
     def malformed(self, error: MalformedMessage) -> None:
         """The worker, while up, sent a message that breaks the protocol. It is dropped; the stream goes on."""
-        ...
 
     def down(self, why: str) -> None:
         """The worker is lost, and with it everything opened there. Connecting goes on in the background."""
-        ...
 
 
 class EntrySink(Protocol):
@@ -66,7 +63,6 @@ class EntrySink(Protocol):
 
     def put(self, entry: bytes, *, hint: bool = False) -> bool:
         """Queue an encoded message, or a ``hint`` that may be dropped; whether it was, and not dropped."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +82,87 @@ class _Unread(NamedTuple):
     """Under which epoch it was passed on; 0: it was not."""
     held: SessionId | None = None
     """Whose it is, if it may have to be passed on once it is read."""
+
+
+MAX_RELAYED_BYTES = 1 << 12
+"""A longer message is encoded again on its way from worker to worker: fields unknown here are no way to send much."""
+
+MAX_SHIFT = 63
+"""Of the last seven bits of a number of 64."""
+
+_SESSION = bytes((pb.Verification.DESCRIPTOR.fields_by_name["session"].number << 3,))
+_EPOCH = bytes((pb.Verification.DESCRIPTOR.fields_by_name["epoch"].number << 3,))
+for _fields in (each.DESCRIPTOR.fields_by_name for each in (pb.Verification, pb.Proposal, pb.Features)):
+    assert (_fields["session"].number << 3, _fields["epoch"].number << 3) == (_SESSION[0], _EPOCH[0])
+
+
+class Heading(NamedTuple):
+    """What a verification or a proposal is about, read without decoding it."""
+
+    role: str
+    """Of the workers that say such things."""
+    session: SessionId
+    epoch: int
+    start: int
+    """Where its own fields begin."""
+    features: bool = False
+    """Whether these are features, of which whoever passes them on reads no more than this."""
+
+
+def heading(entry: bytes) -> Heading | None:
+    """Of one entry of a worker's frame; None: something else, long, or written in an unusual way."""
+    return None if len(entry) > MAX_RELAYED_BYTES and not is_features(entry) else heading_of_any(entry)
+
+
+def heading_of_any(entry: bytes) -> Heading | None:
+    """The same, however long it is."""
+    kind = RELAYED.get(entry[:1])
+    if kind is None:
+        return None
+    try:
+        length, start = _read_varint(entry, 1)
+        session, after_session = _read_varint(entry, start + 1)
+        epoch, _ = _read_varint(entry, after_session + 1)
+        usual = start + length == len(entry) and entry[start] == _SESSION[0] and entry[after_session] == _EPOCH[0]
+    except IndexError:
+        return None
+    return Heading(kind[0], SessionId(session), epoch, start, is_features(entry)) if usual else None
+
+
+def relayed(entry: bytes, head: Heading, epoch: int) -> bytes:
+    """One entry of a router's frame: what a worker said of a session, under the epoch that it has at the other one.
+
+    Where a field comes twice, the last one counts. So what it is about is put after the bytes that came, whatever they
+    say.
+    """
+    about = _SESSION + _varint(head.session) + _EPOCH + _varint(epoch)
+    length = len(entry) - head.start + len(about)
+    return b"".join((RELAYED[entry[:1]][1], _varint(length), entry[head.start :], about))
+
+
+def _varint(value: int) -> bytes:
+    """A whole number, not negative, as protobuf writes it."""
+    if value < 0x80:
+        return bytes((value,))
+    parts = bytearray()
+    while value >= 0x80:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    parts.append(value)
+    return bytes(parts)
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number that is written there, and where it ends. Raises IndexError, also if it is longer than any is."""
+    value = data[at] & 0x7F
+    shift = 0
+    while data[at] >= 0x80:
+        if shift == MAX_SHIFT:
+            raise IndexError("a number of more than 64 bits")
+        at += 1
+        shift += 7
+        value |= (data[at] & 0x7F) << shift
+    return value, at + 1
 
 
 def nothing_open(session: SessionId, epoch: int) -> AskedLogprobs | None:

@@ -67,7 +67,6 @@ class DelayLine(Generic[_Item]):
         self._last_due = 0.0
 
     def __len__(self) -> int:
-        """Items under way."""
         return len(self._held)
 
     def put(self, item: _Item) -> None:

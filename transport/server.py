@@ -20,11 +20,17 @@ from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
 from speculation.messages import FromWorker, Load, Loading, RefusalCode, Refused, ToWorker, Welcome
 from transport import address as addresses
-from transport.codec import MalformedMessage, UnknownKind, decode_to_worker, encode_from_worker
+from transport.codec import (
+    MAYBE_RELAYED,
+    MalformedMessage,
+    UnknownKind,
+    decode_to_worker,
+    encode_from_worker,
+    is_features,
+)
 from transport.codec_parts import encode_loading
 from transport.outbox import MAX_FRAME_ENTRIES, MAX_MESSAGE_BYTES, Outbox, PeerTooSlow, Probe
 from transport.tls import Identity, objection_to
-from transport.wire import RELAYED, is_features
 
 log = logging.getLogger(__name__)
 
@@ -97,15 +103,12 @@ class Handler(Protocol):
 
     def connected(self, link: Link) -> Welcome | Loading:
         """A router came; the answer introduces the worker to it, or says what it does before it can."""
-        ...
 
     def received(self, link: Link, messages: Sequence[ToWorker]) -> None:
         """A router sent these, in one frame."""
-        ...
 
     def disconnected(self, link: Link) -> None:
         """A router went; its sessions are to be forgotten."""
-        ...
 
 
 class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
@@ -186,7 +189,7 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
                 log.warning("malformed message %d from router %s: %s", link.malformed, link.peer, error)
             if error.session is not None and error.opening:
                 link.send(Refused(error.session, error.epoch or 0, RefusalCode.INVALID, str(error)))
-            elif entry[:1] not in RELAYED and not isinstance(error, UnknownKind):
+            elif entry[:1] not in MAYBE_RELAYED and not isinstance(error, UnknownKind):
                 link.garbage += 1
                 if link.garbage > MAX_GARBAGE:
                     self._break(link, f"{link.garbage} messages that are none")
@@ -203,7 +206,6 @@ class WorkerServer:
     """A listening worker."""
 
     def __init__(self, server: grpc.aio.Server, servicer: _Servicer, address: str) -> None:
-        """Use :func:`serve`."""
         self._server, self._servicer = server, servicer
         self.address = address
 

@@ -81,7 +81,6 @@ class Tracing:
     """Makes the spans of one process. May be used from several threads."""
 
     def __init__(self, provider: TracerProvider) -> None:
-        """Takes over ``provider``."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = provider
@@ -156,7 +155,6 @@ class SessionLog(logging.LoggerAdapter[logging.Logger]):
     """A logger whose records have ``session`` and ``request``."""
 
     def __init__(self, log: logging.Logger, session: SessionId, request_id: str) -> None:
-        """Logs to ``log``."""
         super().__init__(log, {"session": int(session), "request": request_id})
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:

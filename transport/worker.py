@@ -57,35 +57,27 @@ class Machine(Protocol):
 
     def welcome(self) -> Welcome:
         """How the worker introduces itself."""
-        ...
 
     def receive(self, link: Hashable, message: ToWorker, at: float) -> Outgoing:
         """Take one message of a router, which arrived ``at`` (``time.perf_counter``). Must not compute."""
-        ...
 
     def forget(self, link: Hashable) -> None:
         """Drop all sessions of a link."""
-        ...
 
     def step(self) -> Outgoing | None:
         """Compute once; None if there is nothing to do until the next message."""
-        ...
 
     def due(self) -> float | None:
         """When to step again although no message came (``time.perf_counter``); None: not before one comes."""
-        ...
 
     def validate(self) -> None:
         """Raise AssertionError where its books contradict each other. Slow."""
-        ...
 
     def load(self) -> Load:
         """How busy it is. Called from another thread: reads only."""
-        ...
 
     def demand(self) -> WorkerDemand:
         """What whoever decides how many workers there are should know. Called from another thread: reads only."""
-        ...
 
 
 def end_process(why: str) -> None:

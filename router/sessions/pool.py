@@ -44,11 +44,11 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from speculation.request.drafting import Opening
+from speculation.request.placement import Opening
 from transport.client import Traffic, WorkerConnection
 from transport.codec import MalformedMessage
+from transport.codec_parts import AskedLogprobs
 from transport.tls import Identity
-from transport.wire import AskedLogprobs
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from speculation.messages import ANCHOR, FinishReason, FromWorker, Limits, Open,
 from speculation.request.session import Session, SessionLimits, Workers
 from transport.client import WorkerConnection
 from transport.codec import MalformedMessage
+from transport.codec_parts import AskedLogprobs
 from transport.incoming import Route
 from transport.tracing import SessionLog
-from transport.wire import AskedLogprobs
 
 
 class _There(NamedTuple):

@@ -22,7 +22,7 @@ from transport.codec import (
     encode_from_worker,
     encode_to_worker,
 )
-from transport.wire import MAX_RELAYED_BYTES, heading, relayed
+from transport.incoming import MAX_RELAYED_BYTES, heading, relayed
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)

@@ -36,10 +36,10 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.request.poison_detector import WELL_PAST
+from speculation.request.record import SessionState
 from speculation.request.session import SessionLimits
-from speculation.request.states import SessionState
+from transport.codec_parts import AskedLogprobs
 from transport.incoming import Route
-from transport.wire import AskedLogprobs
 
 PROMPT = (1, 2, 3)
 HASTY = DispatchLimits(session=SessionLimits(placement_timeout=0.5, backoff=0.004, longest_backoff=0.004))

@@ -27,10 +27,9 @@ from transport.codec import (
     decode_to_worker,
     encode_from_worker,
 )
-from transport.codec_parts import encode_loading
-from transport.incoming import HEARD_PER_MALFORMED, MAX_MALFORMED, READ_AT_ONCE, Incoming, Route
+from transport.codec_parts import MAX_PLAIN_BYTES, AskedLogprobs, encode_loading
+from transport.incoming import HEARD_PER_MALFORMED, MAX_MALFORMED, READ_AT_ONCE, Incoming, Route, _varint, heading
 from transport.outbox import MAX_FRAME_ENTRIES
-from transport.wire import MAX_PLAIN_BYTES, AskedLogprobs, _varint, heading
 
 ONE, TWO = SessionId(1), SessionId(2)
 HERE, THERE = 5, 7

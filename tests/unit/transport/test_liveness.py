@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transport.liveness import DOUBTFUL_TICK, MAX_PATIENCE, TICKS, Liveness, Patience
+from transport.client import DOUBTFUL_TICK, MAX_PATIENCE, TICKS, Liveness, Patience
 
 SILENT = "nothing heard for 2 s"
 DEAF = "it talks, but has not answered for 2 s"

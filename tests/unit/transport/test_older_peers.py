@@ -10,7 +10,7 @@ from google.protobuf import descriptor_pb2, message_factory
 from protos.paceline.v1 import worker_pb2 as pb
 from speculation.messages import FeatureFormat, Features, Load, Subscribe, Welcome
 from tests.unit.transport.test_incoming import HERE, ONE, Router, verified
-from transport import wire
+from transport import codec
 from transport.codec import UnknownKind, decode_to_worker, encode_from_worker, encode_to_worker
 
 OF_HEADS = {"ToWorker": {"subscribe", "features"}, "FromWorker": {"features"}, "Welcome": {"head", "features"}}
@@ -37,7 +37,7 @@ def read_as_older(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on."""
     for name, message in older_schema().items():
         monkeypatch.setattr(pb, name, message)
-    monkeypatch.delitem(wire._KINDS, wire._FEATURES)
+    monkeypatch.delitem(codec.RELAYED, codec._FEATURES)
 
 
 def test_a_router_hears_all_else_of_a_target_that_sends_features(monkeypatch: pytest.MonkeyPatch) -> None:

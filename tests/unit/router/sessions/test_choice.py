@@ -22,8 +22,8 @@ from router.sessions.choice import (
 from router.sessions.run import OpenSessions
 from speculation.events import PeerId
 from speculation.messages import Load, SessionId, Welcome
-from transport.liveness import LOST_SECONDS, PING_SECONDS, RoundTrip
-from transport.wire import AskedLogprobs
+from transport.client import LOST_SECONDS, PING_SECONDS, RoundTrip
+from transport.codec_parts import AskedLogprobs
 
 RNG = Random(1)
 BASE = WantedWorker("m", tokenizer=5, tokens=100)
