@@ -39,7 +39,6 @@ class LaunchTime:
     """What a step and each further level of a launch take, in seconds."""
 
     def __init__(self) -> None:
-        """Nothing is known."""
         self.step: float | None = None
         self.level: float | None = None
         """One more of a launch."""
@@ -79,7 +78,6 @@ class DraftLevels:
     """The launches of a draft worker; without ``levels`` every step expands one."""
 
     def __init__(self, levels: Levels | None = None) -> None:
-        """Nothing is under way."""
         self.time = LaunchTime()
         self._levels = levels
         self._launched: list[DraftBatchEntry] = []

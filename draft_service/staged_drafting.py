@@ -52,11 +52,9 @@ class Guesser(Protocol):
 
     def guess(self, asked: Sequence[Ask], forward: Forward) -> None:
         """Hang guesses from those places for which it has better ones than hang there, as many as it can afford."""
-        ...
 
     def drop(self, sequence: DraftSequence) -> None:
         """Forget a session."""
-        ...
 
 
 class Lookup:

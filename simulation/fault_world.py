@@ -55,7 +55,7 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from speculation.request.drafting import Opening
+from speculation.request.placement import Opening
 from speculation.request.poison_detector import PoisonDetector, PoisonLimits
 from speculation.request.session import Phase, Session, SessionLimits
 

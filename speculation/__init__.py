@@ -13,8 +13,7 @@ Read in this order:
 - How much. :mod:`.verifying.calibration` (what a source's confidence is worth), :mod:`.verifying.draft_latency`
   (whether drafts come in time), :mod:`.verifying.budget` and :mod:`.verifying.planner` (what a step of the target
   verifies), :mod:`.verifying.lookahead_policy` (how far to draft, and what a session's time is worth).
-- The router's side. :mod:`events` and :mod:`.request.session`, with :mod:`.request.drafting` (its drafter) and
-  :mod:`.request.retry_state` (how long to look for workers); :mod:`.request.poison_detector` (whose request kills
-  targets).
+- The router's side. :mod:`events` and :mod:`.request.session`, with :mod:`.request.placement` (how it comes to
+  workers); :mod:`.request.poison_detector` (whose request kills targets).
 - All of it at work, under faults and against the clock: :mod:`simulation`.
 """

@@ -387,7 +387,6 @@ class Features:
             raise ValueError(f"scales has {len(self.scales)} bytes for {len(self)} tokens in {self.format}")
 
     def __len__(self) -> int:
-        """How many tokens."""
         return len(self.values) // (self.width * self.format.size)
 
     @property

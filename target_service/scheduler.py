@@ -181,29 +181,23 @@ class Job(Protocol):
     @property
     def rank(self) -> Rank:
         """Its place in the order; never changes."""
-        ...
 
     @property
     def priority(self) -> int:
         """The lower, the sooner."""
-        ...
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """How many of its committed tokens are not in the cache: at least the last one."""
-        ...
 
     def blocks_needed(self, count: int) -> int:
         """Blocks to be taken before ``count`` more tokens fit."""
-        ...
 
     def reuse(self) -> None:
         """Take over from the cache what others have computed of it."""
-        ...
 
     def preempt(self) -> None:
         """It was preempted: all its blocks go back."""
-        ...
 
 
 J = TypeVar("J", bound=Job)

@@ -129,7 +129,6 @@ class StepAccount:
     def __init__(
         self, counters: TargetCounters, planner: Planner, drafters: OwnDrafters, recorder: Recorder | None
     ) -> None:
-        """Nothing is known of any step."""
         self._counters, self._planner, self._drafters, self._recorder = counters, planner, drafters, recorder
         self._waiting_since: float | None = None
         self.time = StepTime()

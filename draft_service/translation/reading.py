@@ -94,7 +94,6 @@ class OtherVocabulary:
     """The draft model has another vocabulary than the target. Implements :class:`Reader`."""
 
     def __init__(self, model: Model, shared: SharedVocabulary) -> None:
-        """``model``: as it is."""
         end = frozenset(token for token, names in shared.target.special.items() if "eos_token" in names)
         self.model = replace(model, name=shared.target.name, vocabulary=shared.size, stop_tokens=end)
         self.shared = shared

@@ -118,7 +118,6 @@ class PoisonDetector:
     """The sessions of one router that have something to prove. Forgets those that are over."""
 
     def __init__(self, limits: PoisonLimits = PoisonLimits()) -> None:
-        """Nothing is known against anybody."""
         self._limits = limits
         self._open: dict[PeerId, dict[SessionId, _Opening]] = {}
         self._unproven: dict[PeerId, set[SessionId]] = {}

@@ -1,19 +1,151 @@
-"""What a session is: its request, its text, where it is open, and what it has counted.
+"""What a session is: its state, its request, its text, where it is open, and what it has counted.
+
+Whatever happens to a session is an event of some kind; a message of a worker counts as the kind of that message. For
+each state one table, :data:`TRANSITIONS`, has the kinds that can happen there and, for each, the states in which the
+session may be then. Anything else is a fault of this program, not of a worker, and raises :class:`IllegalTransition`.
 
 Others read it here; only :class:`speculation.request.session.Session` changes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum, auto
 from typing import NamedTuple
 
 from speculation import digest as digests
-from speculation.events import Emit, PeerId, StepMetadata
-from speculation.messages import Limits, Open, RequestOptions, Sampling, SessionId, Speculation, Token, Verification
-from speculation.request.drafting import Drafting, Opening
-from speculation.request.retry_state import RetryState, SessionLimits
-from speculation.request.states import Lifecycle, Phase, SessionState
+from speculation import events
+from speculation.events import Emit, Event, PeerId, StepMetadata
+from speculation.messages import (
+    FromWorker,
+    Limits,
+    Load,
+    Open,
+    Proposal,
+    Refused,
+    RequestOptions,
+    Sampling,
+    SessionId,
+    Speculation,
+    Token,
+    Verification,
+    Welcome,
+)
+from speculation.request.placement import Drafting, Opening, RetryState, SessionLimits
+
+HISTORY = 16
+"""Events that a session remembers for the error."""
+
+Kind = type[Event] | type[FromWorker]
+"""What sort of thing happened."""
+
+
+class Phase(Enum):
+    """What of a session's state others need to know."""
+
+    NEW = auto()
+    PLACING = auto()
+    RUNNING = auto()
+    ENDED = auto()
+
+
+class SessionState(Enum):
+    """Where a session is in its life."""
+
+    NEW = ("new", Phase.NEW, "it has not begun")
+    PLACING = ("placing", Phase.PLACING, "it is open nowhere and waits for a target")
+    DECODING = ("decoding", Phase.RUNNING, "it is open at a target, and perhaps at a drafter")
+    LEAVING = ("leaving", Phase.RUNNING, "its target drains, and it looks for another one to move to")
+    MIGRATING = ("migrating", Phase.RUNNING, "it is open there as well, which computes what is committed")
+    ENDED = ("ended", Phase.ENDED, "it is open nowhere, and what comes is not heard")
+
+    __hash__ = object.__hash__  # Enum's own is slow, and the table is asked at every message
+
+    def __init__(self, label: str, phase: Phase, meaning: str) -> None:
+        self.label, self.phase, self.meaning = label, phase, meaning
+
+
+ANSWERS: tuple[Kind, ...] = (events.Placed, events.PoisonRequest)
+MESSAGES: tuple[Kind, ...] = (Verification, Proposal, Refused, events.Faulted, Load, Welcome)
+NEWS: tuple[Kind, ...] = (events.Lost, events.Draining, events.Stays, events.Available, events.Tick)
+KINDS: tuple[Kind, ...] = (events.Start, *ANSWERS, *MESSAGES, *NEWS, events.Stop)
+
+
+def _unmoved(state: SessionState, *kinds: Iterable[Kind]) -> dict[Kind, frozenset[SessionState]]:
+    return {kind: frozenset({state}) for group in kinds for kind in group}
+
+
+def _to(*states: SessionState) -> frozenset[SessionState]:
+    return frozenset(states)
+
+
+def _table() -> Mapping[SessionState, Mapping[Kind, frozenset[SessionState]]]:
+    new, placing, decoding, leaving, migrating, ended = SessionState
+    return {
+        new: _unmoved(new, NEWS) | {events.Start: _to(placing), events.Stop: _to(ended)},
+        placing: _unmoved(placing, MESSAGES, NEWS)
+        | {
+            events.Placed: _to(placing, decoding, leaving, ended),
+            events.PoisonRequest: _to(ended),
+            events.Stop: _to(ended),
+        },
+        decoding: _unmoved(decoding, ANSWERS, MESSAGES, NEWS)
+        | dict.fromkeys((Verification, Refused, events.Faulted, events.Tick), _to(decoding, placing, ended))
+        | {events.Lost: _to(decoding, placing), events.Draining: _to(decoding, leaving), events.Stop: _to(ended)},
+        leaving: _unmoved(leaving, ANSWERS, MESSAGES, NEWS)
+        | dict.fromkeys((Verification, Refused, events.Faulted, events.Tick), _to(leaving, placing, ended))
+        | {events.Placed: _to(leaving, migrating), events.Lost: _to(leaving, placing)}
+        | {events.Stays: _to(leaving, decoding), events.Stop: _to(ended)},
+        migrating: _unmoved(migrating, ANSWERS, MESSAGES, NEWS)
+        | dict.fromkeys((Refused, events.Faulted), _to(migrating, leaving, placing, ended))
+        | {Verification: _to(migrating, decoding, leaving, placing, ended), events.Tick: _to(migrating, placing, ended)}
+        | {events.Lost: _to(migrating, decoding, leaving), events.Draining: _to(migrating, leaving)}
+        | {events.Stays: _to(migrating, decoding), events.Stop: _to(ended)},
+        ended: {},
+    }
+
+
+TRANSITIONS = _table()
+"""By state and by what happens: the states that a session may be in afterwards."""
+
+
+class IllegalTransition(AssertionError):
+    """A session was told, or did, what the table does not have. Ends that session alone."""
+
+    def __init__(self, session: SessionId, what: str, history: Iterable[tuple[str, SessionState]]) -> None:
+        """``history``: kinds of the latest events, each with the state that it met, the last one included."""
+        self.history = tuple(history)
+        before = ", ".join(f"{kind} ({state.label})" for kind, state in self.history)
+        super().__init__(f"session {session} {what}; its latest events, and when they came: {before}")
+
+
+class Lifecycle:
+    """The state of one session, and what it lately was through."""
+
+    def __init__(self, session: SessionId) -> None:
+        self.state = SessionState.NEW
+        self._session = session
+        self._history: deque[tuple[Kind, SessionState]] = deque(maxlen=HISTORY)
+
+    def begin(self, event: Event) -> frozenset[SessionState]:
+        """An event comes: the states that may follow. Raises :class:`IllegalTransition` if it cannot come now."""
+        kind: Kind = type(event.message) if type(event) is events.Received else type(event)
+        state = self.state
+        self._history.append((kind, state))
+        allowed = TRANSITIONS[state].get(kind)
+        if allowed is None:
+            raise self._illegal(f"was told {kind.__name__} while {state.label}")
+        return allowed
+
+    def end(self, allowed: frozenset[SessionState]) -> None:
+        """The event has been dealt with. Raises :class:`IllegalTransition` where that led to none of ``allowed``."""
+        if self.state not in allowed:
+            kind, state = self._history[-1]
+            raise self._illegal(f"went from {state.label} to {self.state.label} on {kind.__name__}")
+
+    def _illegal(self, what: str) -> IllegalTransition:
+        return IllegalTransition(self._session, what, ((kind.__name__, state) for kind, state in self._history))
 
 
 class CommittedText:
@@ -24,7 +156,6 @@ class CommittedText:
     """
 
     def __init__(self, prompt: tuple[Token, ...]) -> None:
-        """Nothing was generated yet."""
         assert prompt, "a session has at least one token"
         self.prompt_length = len(prompt)
         self.tokens = list(prompt)
@@ -104,7 +235,6 @@ class SessionRecord:
         priority: int = 0,
         request_options: RequestOptions = RequestOptions(),
     ) -> None:
-        """Nothing happens before :class:`Start`."""
         self.session = session
         self.prompt_length = len(prompt)
         self.reopened = 0

@@ -1,17 +1,17 @@
 """The router's side of one session: a state machine from events to effects.
 
 ``handle(now, event)`` returns what to do; it never waits, sends or looks at a clock. Which event can come in which
-state, and where that may lead, is one table (:mod:`speculation.request.states`). The rules it keeps, whatever the
+state, and where that may lead, is one table (:mod:`speculation.request.record`). The rules it keeps, whatever the
 events and their order:
 
-* Only a verification of the current target epoch commits, and only where it connects to what is committed
-  (:mod:`speculation.request.record`). So a worker believed dead that speaks again is not heard.
+* Only a verification of the current target epoch commits, and only where it connects to what is committed. So a
+  worker believed dead that speaks again is not heard.
 * After a loss or a doubt the session is opened again from its committed tokens, under a new epoch. Since every token
   is a function of (seed, position, prefix), the text goes on as it would have. How often, and for how long a target is
-  looked for: :mod:`speculation.request.retry_state`.
+  looked for: :mod:`speculation.request.placement`.
 * Drafters are optional at every moment. Losing one delays the target by a short, bounded wait at most. One that breaks
-  the protocol is closed and never asked again (:mod:`speculation.request.drafting`). What is merely late (of an older
-  epoch, known already) is counted and costs nobody anything.
+  the protocol is closed and never asked again. What is merely late (of an older epoch, known already) is
+  counted and costs nobody anything.
 * A worker that says it will go is left without haste: the session is opened on another one as well, which computes
   what is committed, and moves there once that has answered. So the text goes on without a pause, and nothing counts as
   a fault. Where there is no other, the session stays for as long as the worker does.
@@ -25,37 +25,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import assert_never
 
-from speculation.events import (
-    Available,
-    Draining,
-    Effect,
-    Event,
-    Fail,
-    FailureCode,
-    Faulted,
-    Finish,
-    Lost,
-    PeerId,
-    Place,
-    Placed,
-    PoisonRequest,
-    Received,
-    Relay,
-    Role,
-    Send,
-    Start,
-    Stays,
-    Stop,
-    Tick,
-    Wake,
-)
+from speculation import events
+from speculation.events import Effect, Event, Fail, FailureCode, Finish, PeerId, Place, Relay, Role, Send, Wake
 from speculation.messages import MAX_PRIORITY, FromWorker, Load, Proposal, RefusalCode, Refused, Verification, Welcome
-from speculation.request.drafting import Opening
-from speculation.request.record import SessionRecord
+from speculation.request.placement import Opening
+from speculation.request.placement import SessionLimits as SessionLimits
+from speculation.request.record import Phase as Phase
+from speculation.request.record import SessionRecord, SessionState
 from speculation.request.record import Workers as Workers
-from speculation.request.retry_state import SessionLimits as SessionLimits
-from speculation.request.states import Phase as Phase
-from speculation.request.states import SessionState
 
 
 class Session(SessionRecord):
@@ -64,7 +41,7 @@ class Session(SessionRecord):
     def handle(self, now: float, event: Event) -> list[Effect]:
         """Take one event at time ``now`` (seconds, any origin) and return what to do, in order.
 
-        Raises :class:`speculation.request.states.IllegalTransition` where it is at fault itself.
+        Raises :class:`speculation.request.record.IllegalTransition` where it is at fault itself.
         """
         if self._life.state is SessionState.ENDED:
             return []
@@ -76,30 +53,30 @@ class Session(SessionRecord):
 
     def _react(self, now: float, event: Event) -> list[Effect]:
         match event:
-            case Start():
+            case events.Start():
                 self._began = now
                 return self._place_target(now)
-            case Placed(role=Role.TARGET, peer=peer, queued=queued):
+            case events.Placed(role=Role.TARGET, peer=peer, queued=queued):
                 return self._target_found(now, peer, queued=queued)
-            case Placed(peer=peer):
+            case events.Placed(peer=peer):
                 return self._open_draft(peer)
-            case PoisonRequest(deaths=deaths):
+            case events.PoisonRequest(deaths=deaths):
                 return self._fail_as_poison(now, deaths)
-            case Received(peer=peer, message=message):
+            case events.Received(peer=peer, message=message):
                 return self._receive(now, peer, message)
-            case Faulted(peer=peer, epoch=epoch, why=why):
+            case events.Faulted(peer=peer, epoch=epoch, why=why):
                 return self._fault(now, Opening(peer, epoch), why)
-            case Lost(peer=peer):
+            case events.Lost(peer=peer):
                 return self._lose(now, peer)
-            case Draining(peer=peer):
+            case events.Draining(peer=peer):
                 return self._prepare_to_leave(peer)
-            case Stays(peer=peer):
+            case events.Stays(peer=peer):
                 return self._stay(peer)
-            case Available(role=role):
+            case events.Available(role=role):
                 return self._available(role)
-            case Stop():
+            case events.Stop():
                 return self._end(Finish(None))
-            case Tick():
+            case events.Tick():
                 return self._tick(now)
             case _:
                 assert_never(event)

@@ -104,7 +104,6 @@ class PredictionSource:
         return common_end(self._tokens[max(end - COUNTED, 0) : end], recent)
 
     def _index(self) -> None:
-        """Index some more of the prediction."""
         until = min(self._indexed + INDEXED, len(self._tokens))
         for last in range(self._indexed, until):
             pair = self._tokens[last - 1], self._tokens[last]

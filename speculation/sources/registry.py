@@ -60,17 +60,14 @@ class Suggestion(Protocol):
     @property
     def tokens(self) -> tuple[Token, ...]:
         """What may come next, parents before children, of siblings the likeliest first."""
-        ...
 
     @property
     def parents(self) -> Sequence[int]:
         """For each token, the index of the one it follows; -1: the end of the text."""
-        ...
 
     @property
     def confidence(self) -> tuple[float, ...]:
         """For each token, the probability that it is right if those it follows are."""
-        ...
 
 
 class LocalSource(Protocol):
@@ -83,20 +80,16 @@ class LocalSource(Protocol):
     @property
     def source(self) -> SourceName:
         """The name that its drafts are calibrated and credited under."""
-        ...
 
     @property
     def depth(self) -> int:
         """How many tokens ahead it is asked for at most."""
-        ...
 
     def extend(self, tokens: Sequence[Token]) -> None:
         """The next committed tokens, those of the prompt first; in parts of any size, never twice."""
-        ...
 
     def propose(self, depth: int) -> Suggestion:
         """Tokens that may follow what is committed, at most ``depth`` deep. Changes nothing."""
-        ...
 
 
 Maker = Callable[[Open], LocalSource | None]
@@ -143,7 +136,6 @@ class Guarded:
     """
 
     def __init__(self, name: SourceName, maker: Maker, opened: Open) -> None:
-        """As ``maker`` makes it."""
         self.source = name
         self.depth = 0
         self.fault = ""

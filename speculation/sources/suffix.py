@@ -102,7 +102,6 @@ class SuffixStore:
     """
 
     def __init__(self, capacity: int) -> None:
-        """Empty."""
         self._room, self._longest = capacity - capacity // 4, capacity // 4
         self._texts: OrderedDict[int, _Text] = OrderedDict()
         """Those in the index, wholly or in part; the latest used last."""
@@ -268,7 +267,6 @@ class SuffixLookup:
     depth = 16
 
     def __init__(self, store: SuffixStore, scope: str) -> None:
-        """Finds what was recorded in ``scope``."""
         self._store, self._scope = store, scope
         self._recent: list[Token] = []
         self._said = Followed()

@@ -27,7 +27,6 @@ class StateReader(Protocol):
     @property
     def seconds(self) -> float:
         """What drafting took before the step at hand, if that is no part of the step."""
-        ...
 
     def drafts_for(self, opened: Open) -> StateDrafts | None:
         """The draft source of a session that is opened; None if it allows none of this kind."""
@@ -60,7 +59,6 @@ class OwnDrafters:
     """All that drafts here, for all sessions."""
 
     def __init__(self, readers: Sequence[StateReader], model: DraftModel | None) -> None:
-        """None of either: there is none."""
         self._readers, self._model = list(readers), model
 
     @classmethod

@@ -11,8 +11,8 @@ from simulation.faults import FaultRun, Weather
 from speculation import acceptance
 from speculation.events import Emit, Send
 from speculation.messages import Close, Sampling, Verification
+from speculation.request.placement import RetryState
 from speculation.request.poison_detector import PoisonDetector, Verdict
-from speculation.request.retry_state import RetryState
 from speculation.request.session import Session
 from speculation.verifying import target_session
 

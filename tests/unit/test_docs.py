@@ -14,7 +14,7 @@ from benchmarks.chaos.settings import ChaosOptions
 from cluster.cli import COMMANDS, _parsers, from_outside
 from cluster.config.environment import CHECKOUT
 from protos.paceline.v1 import worker_pb2
-from speculation.request.states import page_section
+from tests.protocol_page import page_section
 
 DOCS = CHECKOUT / "docs"
 PAGES = [

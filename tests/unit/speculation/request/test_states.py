@@ -6,9 +6,9 @@ import pytest
 
 from speculation.events import Available, Draining, Lost, PeerId, Placed, Received, Role, Start, Stays, Stop, Tick
 from speculation.messages import Limits, RefusalCode, Refused, Sampling, SessionId, Verification
-from speculation.request.drafting import Opening
+from speculation.request.placement import Opening
+from speculation.request.record import HISTORY, KINDS, TRANSITIONS, IllegalTransition, SessionState
 from speculation.request.session import Session
-from speculation.request.states import HISTORY, KINDS, TRANSITIONS, IllegalTransition, SessionState
 
 ID = SessionId(7)
 PROMPT = (1, 2, 3)
