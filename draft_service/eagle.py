@@ -21,7 +21,7 @@ from draft_service.sequence import DraftSequence
 from engine.eagle.features import unpacked
 from engine.model import Model
 from engine.recorder import Recorder
-from speculation.drafting.eagle import limits_elsewhere
+from speculation.drafting.heads import limits_elsewhere
 from speculation.messages import Features, Open, Rule, Token, ToWorker, Verification, Welcome
 from transport.tracing import Tracing
 from transport.worker import Outgoing

@@ -24,7 +24,7 @@ from typing import Protocol
 from speculation import digest as digests
 from speculation import noise
 from speculation.drafting.draft_session import NONE_RIGHT, Candidate, Outcome
-from speculation.drafting.medusa import HeadGuesses
+from speculation.drafting.heads import HeadGuesses
 from speculation.messages import Token
 
 VOCABULARY = 4096

@@ -12,8 +12,8 @@ from simulation.agreement import ReplayedText
 from simulation.simulated_world import SimulatedWorld
 from speculation import digest as digests
 from speculation.drafting.draft_session import DraftSession, Sync, best_places
-from speculation.drafting.eagle import limits_elsewhere
 from speculation.drafting.guesses import MAX_GUESSES, MAX_SESSIONS, Forward, Guesses, draft_along
+from speculation.drafting.heads import limits_elsewhere
 from speculation.messages import Open, Proposal, SessionId, Source, Verification
 from speculation.sources.lookup import PromptLookup
 from speculation.trie import Node

@@ -19,9 +19,7 @@ from simulation.agreement import ReplayedRequest, ReplayedText
 from simulation.costs import Costs
 from speculation import digest as digests
 from speculation.drafting.draft_session import Candidate, DraftLimits
-from speculation.drafting.eagle import MAX_LEVELS, GrowingTree
-from speculation.drafting.medusa import HeadGuesses, likeliest
-from speculation.drafting.state_drafts import NODES, GuessTree, StateDrafts
+from speculation.drafting.heads import MAX_LEVELS, NODES, GrowingTree, GuessTree, HeadGuesses, StateDrafts, likeliest
 from speculation.messages import Schedule, Source, Sources, Speculation, Token, Verification
 from speculation.sources.suffix import SuffixLookup, SuffixStore
 from speculation.verifying.budget import room_for_drafts

@@ -10,9 +10,9 @@ Read in this order:
 - One session at a worker. :mod:`.verifying.target_session` verifies and commits, :mod:`.drafting.draft_session` runs
   ahead of it; :mod:`.drafting.guesses` is staged drafting, a draft for the draft model. :mod:`sources` draft without
   one.
-- How much. :mod:`.verifying.calibration` (what a source's confidence is worth), :mod:`.verifying.draft_latency`
-  (whether drafts come in time), :mod:`.verifying.budget` and :mod:`.verifying.planner` (what a step of the target
-  verifies), :mod:`.verifying.lookahead_policy` (how far to draft, and what a session's time is worth).
+- How much. :mod:`.verifying.calibration` (what a source's confidence is worth), :mod:`.verifying.budget` and
+  :mod:`.verifying.planner` (what a step of the target verifies), :mod:`.verifying.payoff` (when drafts come, how far to
+  draft, and whether that pays).
 - The router's side. :mod:`events` and :mod:`.request.session`, with :mod:`.request.placement` (how it comes to
   workers); :mod:`.request.poison_detector` (whose request kills targets).
 - All of it at work, under faults and against the clock: :mod:`simulation`.

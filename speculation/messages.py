@@ -15,7 +15,7 @@ chosen by the router and is scoped to one (router, worker) stream. What the word
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
@@ -137,6 +137,14 @@ class Support:
         return max(self.weights) / SUPPORT_TOTAL
 
 
+def depths_of(parents: Iterable[int]) -> list[int]:
+    """How far below the anchor each token of a tree is; 1 hangs from it. ``parents``: as in :class:`Proposal`."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent == ANCHOR else depths[parent] + 1)
+    return depths
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """Draft tokens: a small tree hanging from a known prefix.
@@ -177,14 +185,6 @@ class Proposal:
         for i, support in enumerate(self.q):
             if self.tokens[i] not in support.tokens:
                 raise ValueError(f"q[{i}] gives no probability to token {self.tokens[i]}, said to be drawn from it")
-
-    @property
-    def depths(self) -> list[int]:
-        """How far below the anchor each token is; 1 hangs from it."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent == ANCHOR else depths[parent] + 1)
-        return depths
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from engine.sampling.sampling import Draw, token_logprobs
 from engine.shaping.grammar import GrammarConstraint, MaskBudget
 from engine.shaping.shaping import RowShaping, Shaping
 from speculation.acceptance import Chosen, Draft, Sampled
-from speculation.drafting.state_drafts import StateDrafts
+from speculation.drafting.heads import StateDrafts
 from speculation.messages import ANCHOR, Open, RefusalCode, Refused, Rule, Sampling, Token, TokenLogprobs, Verification
 from speculation.trie import VerificationTree
 from speculation.verifying.target_session import Commit, TargetSession

@@ -8,7 +8,7 @@ which compute their tokens again elsewhere. Drafters are as good as one: their w
 What drafting is worth there are averages, where :mod:`simulation.simulate` draws and compares tokens: a draft token is
 kept with the chance ``alpha`` if all before it were. The rules are those that serve, in small: a target verifies as
 many drafts as make the most tokens a second, and asks for no lead when that is none; else for a lead whose last token
-still has a fair chance (:mod:`speculation.verifying.lookahead_policy`).
+still has a fair chance (:mod:`speculation.verifying.payoff`).
 
 Knows nothing of policies: :mod:`tests.scaled_run` asks it for reports and resizes its pools.
 """
@@ -25,7 +25,7 @@ from random import Random
 
 from simulation.costs import Costs, expected_tokens
 from speculation.demand import DraftDemand, RouterDemand, TargetDemand
-from speculation.verifying.lookahead_policy import FAIR_CHANCE
+from speculation.verifying.payoff import FAIR_CHANCE
 
 TICK = 0.1
 STRETCH = 2.0

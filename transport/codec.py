@@ -43,6 +43,7 @@ from speculation.messages import (
     ToWorker,
     Verification,
     Welcome,
+    depths_of,
 )
 from transport.codec_parts import (
     MAX_COMMITTED,
@@ -271,7 +272,7 @@ def _read_proposal(message: pb.Proposal) -> Proposal:
 
 def _check_shape(proposal: Proposal) -> None:
     """Raise ValueError if a tree is deeper or wider than any drafter has reason to make it."""
-    depths = proposal.depths
+    depths = depths_of(proposal.parents)
     if max(depths, default=0) > MAX_DEPTH:
         raise ValueError(f"the tree is {max(depths)} tokens deep; at most {MAX_DEPTH} are allowed")
     if max(Counter(proposal.parents).values(), default=0) > MAX_CHILDREN:

@@ -42,8 +42,8 @@ from engine.settings import EngineSettings
 from engine.step import Engine
 from simulation.agreement import AgreementPassage, ByAge
 from speculation.drafting.draft_session import Candidate, DraftLimits
-from speculation.drafting.eagle import WIDTH as EAGLE_WIDTH
-from speculation.drafting.medusa import HeadGuesses
+from speculation.drafting.heads import WIDTH as EAGLE_WIDTH
+from speculation.drafting.heads import HeadGuesses
 from speculation.messages import Sampling, Token
 from target_service.drafting.features import KEPT
 from target_service.drafting.medusa import WIDTH

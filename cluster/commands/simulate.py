@@ -232,7 +232,7 @@ def _within(name: str, value: float, minimum: float, maximum: float) -> None:
 def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
     from simulation.agreement import made_up
     from simulation.costs import FAR, Costs, Curve
-    from speculation.drafting.eagle import MAX_LEVELS
+    from speculation.drafting.heads import MAX_LEVELS
 
     given = _given(args, MADE_UP | HEAD)
     if args.coverage is not None:

@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from speculation.events import Own
-from speculation.messages import ANCHOR, Open, Source, SourceName, Token
+from speculation.messages import ANCHOR, Open, Source, SourceName, Token, depths_of
 from speculation.sources.lookup import LONGEST, SHORTEST, Continuation, PromptLookup
 from speculation.sources.prediction import PredictionSource
 
@@ -184,13 +184,12 @@ def _checked(suggestion: Suggestion, depth: int) -> Suggestion:
         raise SourceError(f"{len(tokens)} tokens were proposed; at most {MAX_TOKENS} are taken")
     if not all(type(token) is int for token in tokens) or not all(isinstance(sure, float | int) for sure in confidence):
         raise SourceError("tokens must be whole numbers, and confidences numbers")
-    depths: list[int] = []
     for i, parent in enumerate(parents):
         if not ANCHOR <= parent < i:
             raise SourceError(f"token {i} has parent {parent}, which is not before it")
-        depths.append(1 if parent == ANCHOR else depths[parent] + 1)
-    if max(depths, default=0) > depth:
-        raise SourceError(f"drafts {max(depths)} deep were proposed; asked for were at most {depth}")
+    deepest = max(depths_of(parents), default=0)
+    if deepest > depth:
+        raise SourceError(f"drafts {deepest} deep were proposed; asked for were at most {depth}")
     return suggestion
 
 

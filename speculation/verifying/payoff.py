@@ -1,28 +1,35 @@
-"""Whether drafting pays for the sessions of a target together, found out by doing without for a moment.
+"""What drafting brings a target: when drafts come, how far drafters shall run ahead, and whether they pay at all.
 
-Draft workers may share a device, memory or cores with the target, and their messages take its time. All of a target's
-steps then cost more, those without drafts too, so the price of drafting shows in no comparison of steps made beside
-working drafters. Hence two tables of step costs, one of steps beside drafters and one of *quiet* steps, while all of
-them rest. From the second follows what plain decoding would have committed in the time a step took, and so
-
-    lost = max(0, lost + tokens of plain decoding - tokens committed),    a session and step
-
-is what drafting has cost since it was last worth its while. When that comes to more than a few steps, quiet ones are
-measured again, since the machine may have become slower meanwhile; where it goes on, all drafters of the target rest.
-After a while they try again, and rest longer if nothing has changed. While drafting pays, quiet steps are measured in
-short *probes*, the rarer the more there is to lose.
-
-One :class:`Payoff` for each size class of the batch: what pays for one session may not for sixty.
+The target finds out and tells them. For one session :class:`DraftLatencyEstimator`, :class:`LookaheadPolicy` and
+:class:`ThroughputEstimator` learn that; for all sessions together, :class:`Payoff` does without drafts for a moment.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from math import sqrt
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 from speculation.verifying.budget import StepCost
-from speculation.verifying.lookahead_policy import BREAK_EVEN
 
+WEIGHT = 0.1
+"""Weight of the latest observation of one session."""
+DEEPEST = 8
+"""Tokens of a path that are timed."""
+TIMES = tuple(0.0005 * 1.4**i for i in range(18))
+"""Seconds after a miss at which the path is looked at: half a millisecond to 150."""
+TICK = 1e-6
+"""Seconds; a moment nearer than this is now, or a wait that ends on the dot would be followed by one of no length."""
+FAIR_CHANCE = 0.002
+"""Drafting stops where the odds of a token to be reached fall below this. Low: the step in flight comes in between."""
+BREAK_EVEN = 0.05
+"""Accepted drafts a verification that make up for drafting where it takes nothing from the target but messages."""
+CREDIT = 3.0
+"""Times the break-even that a drafter is credited with when it tries again: about ten verifications."""
+FIRST_SESSION_REST, LONGEST_SESSION_REST = 32, 512
+"""Verifications to rest for; doubles each time in a row."""
 SETTLE = 2
 """Steps until drafters that are told to rest do: the message is on its way, a step of theirs under way."""
 PROBE = SETTLE + 3
@@ -41,12 +48,174 @@ FIRST_REST, LONGEST_REST = 512, 4096
 LATELY = 0.3
 """Weight of the latest quiet step in what plain decoding takes: there are few, and the machine or the texts may have
 changed since the others."""
-WEIGHT = 1 / 64
+GAIN_WEIGHT = 1 / 64
 """Weight of the latest step in the gain."""
 
 
+@dataclass(slots=True)
+class Miss:
+    """A commit that left no drafts: when, where, and when a path of 1, 2, ... tokens was there."""
+
+    at: float
+    position: int
+    reached: list[float] = field(default_factory=list)
+    """Seconds after the miss."""
+
+    def arrived(self, depth: int, at: float) -> None:
+        """A path of ``depth`` tokens is there."""
+        self.reached += [at - self.at] * (min(depth, DEEPEST) - len(self.reached))
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What may be expected of a wait until then."""
+
+    seconds: float
+    """From now."""
+    shares: Sequence[float]
+    """Chance of a path of 1, 2, ... tokens."""
+
+
+class DraftLatencyEstimator:
+    """By when how long a path is there. One for a worker, and one for each of its sessions that starts from it.
+
+    When a commit leaves a trie empty (a *miss*), the drafter hears of it and pushes what follows the new end: at once
+    if it has drafted that already, else after it has. Learned is the share of misses after which a path of 1, 2, ...
+    tokens was there by a given time, so that a target can tell whether waiting would pay. A dead drafter is waited for
+    in vain once or twice.
+    """
+
+    def __init__(self, wider: DraftLatencyEstimator | None = None) -> None:
+        """``wider``: what other sessions have seen; learns from this one as well. Unknown, nothing is expected."""
+        self._wider = wider
+        unknown = [[0.0] * DEEPEST for _ in TIMES]
+        self._shares: list[list[float]] = [list(row) for row in wider._shares] if wider else unknown
+        """Share of misses with a path of 1, 2, ... tokens (inner) by each of the times (outer)."""
+
+    def moments(self, age: float, behind: int = 0) -> list[Moment]:
+        """Later moments, given that ``age`` seconds after the miss there is no path longer than ``behind`` tokens.
+
+        By so many the text itself has gone on since, so that a path of that length is always there.
+        """
+        if behind >= DEEPEST:
+            return []
+        first = bisect_right(TIMES, age + TICK)
+        passed = self._shares[first - 1] if first else [0.0] * DEEPEST
+        open_share = max(1.0 - passed[behind], WEIGHT)  # of the misses, those with nothing longer there by then
+        moments: list[Moment] = []
+        for time, row in zip(TIMES[first:], self._shares[first:], strict=True):
+            more = (max(share - gone, 0.0) for share, gone in zip(row[behind:], passed[behind:], strict=True))
+            # Some misses with a short path by then have a long one later: a long one is no likelier than a short one.
+            shares = [share / open_share for share in accumulate(more, min)]
+            moments.append(Moment(time - age, [1.0] * behind + shares))
+        return moments
+
+    def observe(self, miss: Miss) -> None:
+        """Learn from a miss that is over."""
+        for time, row in zip(TIMES, self._shares, strict=True):
+            there = bisect_right(miss.reached, time)
+            for depth in range(DEEPEST):
+                row[depth] += WEIGHT * ((depth < there) - row[depth])
+        if self._wider:
+            self._wider.observe(miss)
+
+
+class LookaheadPolicy:
+    """How far drafters shall run ahead of one session, and when they rest.
+
+    Two things are learned from each verification. How often the target says what was drafted gives the longest lead
+    whose last token still has a fair chance; drafting further would only keep a processor from better work. And how
+    many drafts are accepted a step tells whether drafting is of any use: drafts may be right and yet come too late,
+    every time. Where fewer are than make up for what drafting costs the target's steps, the drafter rests, tries again
+    after a while, and rests longer if nothing has changed.
+    """
+
+    def __init__(self, longest: int, wider: LookaheadPolicy | None = None) -> None:
+        """The lookahead never exceeds ``longest``. ``wider``: what all sessions have seen; learns from this one too."""
+        self._longest = longest
+        self._wider = wider
+        self._agreement: float = wider._agreement if wider else 0.8
+        self._accepted: float = max(wider._accepted, CREDIT * BREAK_EVEN) if wider else 1.0
+        self._resting = 0
+        self._next_rest = FIRST_SESSION_REST
+
+    @property
+    def agreement(self) -> float:
+        """Chance that the target goes on as drafted, by one token."""
+        return min(max(self._agreement, 0.01), 0.99)
+
+    @property
+    def lead(self) -> int:
+        """How many tokens to run ahead; 0 while resting."""
+        if self._resting:
+            return 0
+        return max(1, min(self._longest, math.ceil(math.log(FAIR_CHANCE) / math.log(self.agreement))))
+
+    def observe(self, matched: int, diverged: bool, accepted: int, break_even: float = BREAK_EVEN) -> None:
+        """Learn from a verification: ``matched`` drafts were followed, then one was not if ``diverged``.
+
+        ``accepted`` is what the target could make use of: drafts that were in time. ``break_even``: how many accepted a
+        verification make up for what drafting takes.
+        """
+        if self._wider:
+            self._wider.observe(matched, diverged, accepted, break_even)
+        if self._resting:
+            self._resting -= 1
+            return
+        for right in [True] * matched + [False] * diverged:
+            self._agreement += WEIGHT / 2 * (right - self._agreement)
+        self._accepted += WEIGHT * (accepted - self._accepted)
+        if self._accepted < break_even:
+            self._resting = self._next_rest
+            self._next_rest = min(2 * self._next_rest, LONGEST_SESSION_REST)
+            self._accepted = CREDIT * break_even
+        elif self._accepted > CREDIT * break_even:
+            self._next_rest = FIRST_SESSION_REST
+
+
+class ThroughputEstimator:
+    """The tokens that a session makes a second while it has drafts at hand: of steps that found drafts in the trie.
+
+    Unknown before the first.
+    """
+
+    def __init__(self, wider: ThroughputEstimator | None = None) -> None:
+        """``wider``: where other sessions have got to; learns from this one too."""
+        self._wider = wider
+        self.tokens: float = wider.tokens if wider else 1.0
+        self._seconds: float = wider._seconds if wider else 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second; 0 if unknown."""
+        return self.tokens / self._seconds if self._seconds else 0.0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A step committed ``tokens``, ``seconds`` after the one before it."""
+        weight = WEIGHT if self._seconds else 1.0
+        self.tokens += weight * (tokens - self.tokens)
+        self._seconds += weight * (seconds - self._seconds)
+        if self._wider:
+            self._wider.observe(tokens, seconds)
+
+
 class Payoff:
-    """What steps over about so many sessions take, beside drafters and without, and whether drafters shall work."""
+    """What steps over about so many sessions take, beside drafters and without, and whether drafters shall work.
+
+    Draft workers may share a device, memory or cores with the target, and their messages take its time. All of a
+    target's steps then cost more, those without drafts too, so the price of drafting shows in no comparison of steps
+    made beside working drafters. Hence two tables of step costs, one of steps beside drafters and one of *quiet* steps,
+    while all of them rest. From the second follows what plain decoding would have committed in the time of a step, so
+
+        lost = max(0, lost + tokens of plain decoding - tokens committed),    a session and step
+
+    is what drafting has cost since it was last worth its while. When that comes to more than a few steps, quiet ones
+    are measured again, since the machine may have become slower meanwhile; where it goes on, all drafters of the target
+    rest. After a while they try again, and rest longer if nothing has changed. While drafting pays, quiet steps are
+    measured in short *probes*, the rarer the more there is to lose.
+
+    One for each size class of the batch: what pays for one session may not for sixty.
+    """
 
     def __init__(self, row_classes: Sequence[int] = (), believed: Mapping[int, float] = {}) -> None:
         """Nothing is known; drafters work.
@@ -100,9 +269,9 @@ class Payoff:
         self._since_quiet += 1
         self._drafted += 1
         gain, plain = committed / sessions, seconds / (self._lately if self._quiet.known else self._beside)(sessions)
-        self._gain += max(WEIGHT, 1 / self._drafted) * (gain / plain - self._gain)
+        self._gain += max(GAIN_WEIGHT, 1 / self._drafted) * (gain / plain - self._gain)
         if self._quiet.known:
-            self._lost, limit = max(self._lost + plain - gain, 0.0), LOST + LOST_ALONE / sqrt(sessions)
+            self._lost, limit = max(self._lost + plain - gain, 0.0), LOST + LOST_ALONE / math.sqrt(sessions)
             self._doubted = self._doubted and self._lost > 0.0
             if self._lost > limit:
                 if self._doubted:

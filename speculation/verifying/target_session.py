@@ -24,14 +24,14 @@ from speculation.messages import (
     Sources,
     Token,
     Verification,
+    depths_of,
 )
 from speculation.settings import Constraint
 from speculation.sources.lookup import confidence
 from speculation.sources.registry import Guarded, LocalSource, Suggestion, local_sources
 from speculation.trie import InsertResult, Node, Placement, SpeculationTrie, TrieLimits, VerificationTree
 from speculation.verifying.calibration import Calibration
-from speculation.verifying.draft_latency import DraftLatencyEstimator, Miss
-from speculation.verifying.lookahead_policy import BREAK_EVEN, LookaheadPolicy, ThroughputEstimator
+from speculation.verifying.payoff import BREAK_EVEN, DraftLatencyEstimator, LookaheadPolicy, Miss, ThroughputEstimator
 
 MAX_LOOKAHEAD = 48
 FORCED_CONFIDENCE = 0.9
@@ -197,7 +197,7 @@ class TargetSession:
         if at < self.miss.at:
             miss = self._missed_before
         if miss is not None and at >= miss.at:
-            miss.arrived(proposal.anchor_position + max(proposal.depths) - miss.position, at)
+            miss.arrived(proposal.anchor_position + max(depths_of(proposal.parents)) - miss.position, at)
 
     def candidates(self, budget: int) -> VerificationTree:
         """The at most ``budget`` draft tokens most likely to be kept, best first.

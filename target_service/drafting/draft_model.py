@@ -33,8 +33,7 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from speculation.verifying.lookahead_policy import ThroughputEstimator
-from speculation.verifying.payoff import Payoff
+from speculation.verifying.payoff import Payoff, ThroughputEstimator
 from speculation.verifying.planner import Planner
 from target_service.counters import TargetCounters
 from target_service.sequence import TargetSequence

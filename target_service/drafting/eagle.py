@@ -2,7 +2,7 @@
 
 After each step it gets the auxiliary hidden states of the tokens that the step computed for good, prompts included,
 never those of a refused draft. Before the next it reads them, all sessions in one forward, and goes on from its own
-states, level by level for all sessions at once (:mod:`speculation.drafting.eagle`), as long as a level is expected to
+states, level by level for all sessions at once (:mod:`speculation.drafting.heads`), as long as a level is expected to
 bring more than the target would in its time. Its rows lie in a cache of its own, which outlives a preemption.
 
 Where a target takes over a prefix from its cache, the head mostly knows the same prefix. Of what it does not know, up
@@ -30,11 +30,10 @@ from engine.interface import FATAL, Chunk, StepEngine
 from engine.sampling.sampling import Draw, candidates
 from engine.shaping.shaping import RowShaping, shaped
 from speculation.acceptance import AcceptanceResult
-from speculation.drafting.eagle import MAX_LEVELS, WIDTH, GrowingTree, GuessPlace
-from speculation.drafting.state_drafts import NODES, StateDrafts
+from speculation.drafting.heads import MAX_LEVELS, NODES, WIDTH, GrowingTree, GuessPlace, StateDrafts
 from speculation.messages import ANCHOR, Open, Rule, Sampling, Schedule, Source
 from speculation.trie import VerificationTree
-from speculation.verifying.lookahead_policy import ThroughputEstimator
+from speculation.verifying.payoff import ThroughputEstimator
 from target_service.counters import TargetCounters
 from target_service.sequence import BatchEntry, TargetSequence
 from target_service.verdicts import Fault, Verdict

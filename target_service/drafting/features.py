@@ -23,7 +23,7 @@ from engine.eagle.head import EagleHead
 from engine.host.upload import upload
 from engine.interface import Chunk, StepEngine
 from speculation.acceptance import AcceptanceResult
-from speculation.drafting.state_drafts import StateDrafts
+from speculation.drafting.heads import StateDrafts
 from speculation.messages import Features, Open, Subscribe
 from speculation.trie import VerificationTree
 from target_service.counters import TargetCounters

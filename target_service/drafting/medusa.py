@@ -22,8 +22,7 @@ from engine.medusa import MedusaHeads
 from engine.sampling.sampling import Candidate, Draw, candidates
 from engine.shaping.shaping import RowShaping, shaped
 from speculation.acceptance import AcceptanceResult
-from speculation.drafting.medusa import HeadGuesses, likeliest
-from speculation.drafting.state_drafts import NODES, StateDrafts
+from speculation.drafting.heads import NODES, HeadGuesses, StateDrafts, likeliest
 from speculation.messages import Open, Rule, Sampling, Schedule, Source
 from speculation.trie import VerificationTree
 from target_service.sequence import BatchEntry, TargetSequence

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from engine.eagle.cached import CachedHead
 from engine.interface import Chunk, StepEngine
-from speculation.drafting.state_drafts import StateDrafts
+from speculation.drafting.heads import StateDrafts
 from speculation.messages import Open, Subscribe, Verification
 from speculation.trie import VerificationTree
 from speculation.verifying.planner import Planner

@@ -23,7 +23,7 @@ from engine.model import ModelError
 from engine.sampling.sampling import candidates
 from engine.settings import EngineSettings
 from engine.step import Engine
-from speculation.drafting.state_drafts import GuessTree, StateDrafts
+from speculation.drafting.heads import GuessTree, StateDrafts
 from speculation.messages import (
     ANCHOR,
     Limits,

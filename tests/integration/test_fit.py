@@ -24,7 +24,7 @@ from router.text.tokenizer import Tokenizer
 from simulation.agreement import AgreementPassage
 from simulation.costs import Costs, Curve
 from speculation import digest as digests
-from speculation.drafting.eagle import MAX_LEVELS
+from speculation.drafting.heads import MAX_LEVELS
 from speculation.events import Role
 from speculation.messages import ANCHOR, Limits, Open, SessionId, Source, Verification
 from target_service.drafting.eagle import EagleDrafter

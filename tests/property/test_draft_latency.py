@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculation.verifying.draft_latency import DEEPEST, TIMES, DraftLatencyEstimator, Miss
+from speculation.verifying.payoff import DEEPEST, TIMES, DraftLatencyEstimator, Miss
 
 answers = st.lists(st.floats(0.0, 2 * TIMES[-1]), max_size=DEEPEST).map(sorted)
 """When a path of 1, 2, ... tokens was there."""

@@ -9,7 +9,7 @@ from simulation.agreement import AgreementPassage, Passages, made_up
 from simulation.costs import Costs, Curve
 from simulation.simulate import SimulationSettings, simulate, simulate_texts
 from speculation.drafting.draft_session import Candidate, Outcome
-from speculation.drafting.medusa import HeadGuesses
+from speculation.drafting.heads import HeadGuesses
 from speculation.messages import Schedule, Source
 
 SEED = 7

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 
 from speculation.drafting.draft_session import Candidate
-from speculation.drafting.eagle import MIN_CHANCE, WIDTH, GrowingTree, GuessPlace
-from speculation.drafting.state_drafts import GuessTree
+from speculation.drafting.heads import MIN_CHANCE, WIDTH, GrowingTree, GuessPlace, GuessTree
 from speculation.messages import ANCHOR
 
 

@@ -9,8 +9,7 @@ from random import Random
 import pytest
 
 from speculation.drafting.draft_session import Candidate
-from speculation.drafting.medusa import likeliest
-from speculation.drafting.state_drafts import NODES, PATIENCE, REST, GuessTree, StateDrafts
+from speculation.drafting.heads import NODES, PATIENCE, REST, GuessTree, StateDrafts, likeliest
 from speculation.messages import ANCHOR, Limits, Open, Rule, Sampling, SessionId, Source, Speculation
 from speculation.verifying.target_session import TargetSession
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from speculation.verifying.draft_latency import DEEPEST, TIMES, DraftLatencyEstimator, Miss
+from speculation.verifying.payoff import DEEPEST, TIMES, DraftLatencyEstimator, Miss
 
 
 def missed(*reached: float) -> Miss:

@@ -1,6 +1,6 @@
 from random import Random
 
-from speculation.verifying.lookahead_policy import FIRST_REST, LONGEST_REST, LookaheadPolicy
+from speculation.verifying.payoff import FIRST_SESSION_REST, LONGEST_SESSION_REST, LookaheadPolicy
 
 
 def lead_at(agreement: float, rounds: int = 400) -> int:
@@ -37,8 +37,8 @@ def rests(policy: LookaheadPolicy, accepted: int, rounds: int) -> list[int]:
 
 def test_drafts_that_are_never_in_time_make_it_rest_longer_and_longer():
     lengths = rests(LookaheadPolicy(24), accepted=0, rounds=4000)
-    assert lengths[:3] == [FIRST_REST, 2 * FIRST_REST, 4 * FIRST_REST]
-    assert max(lengths) == LONGEST_REST
+    assert lengths[:3] == [FIRST_SESSION_REST, 2 * FIRST_SESSION_REST, 4 * FIRST_SESSION_REST]
+    assert max(lengths) == LONGEST_SESSION_REST
 
 
 def test_drafts_that_do_not_make_up_for_what_drafting_takes_are_not_worth_it():

@@ -2,8 +2,7 @@
 
 import pytest
 
-from speculation.verifying.lookahead_policy import BREAK_EVEN
-from speculation.verifying.payoff import FIRST_PROBE, FIRST_REST, LONGEST_REST, OFTEN, PROBE, SETTLE, Payoff
+from speculation.verifying.payoff import BREAK_EVEN, FIRST_PROBE, FIRST_REST, LONGEST_REST, OFTEN, PROBE, SETTLE, Payoff
 
 PLAIN = 0.010
 

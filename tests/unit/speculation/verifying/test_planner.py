@@ -20,8 +20,7 @@ from speculation.messages import (
     Support,
 )
 from speculation.trie import VerificationTree
-from speculation.verifying.draft_latency import Miss
-from speculation.verifying.payoff import FIRST_PROBE, PROBE, SETTLE
+from speculation.verifying.payoff import FIRST_PROBE, PROBE, SETTLE, Miss
 from speculation.verifying.planner import DEAF_AFTER, Asked, Planner
 from speculation.verifying.target_session import TargetSession
 

@@ -32,7 +32,7 @@ from speculation.messages import (
     Verification,
 )
 from speculation.trie import InsertResult, VerificationTree
-from speculation.verifying.draft_latency import DraftLatencyEstimator, Miss
+from speculation.verifying.payoff import DraftLatencyEstimator, Miss
 from speculation.verifying.target_session import TargetSession
 from transport.codec import encode_to_worker
 
