@@ -155,6 +155,10 @@ class Speculation:
     remember: bool = True
     """Whether what is said may be kept, to draft for later sessions of the same scope (:mod:`.sources.suffix`)."""
 
+    def allows(self, source: SourceName) -> bool:
+        """Whether a source in the target's process may draft; the baseline schedules are for draft workers."""
+        return self.enabled and self.schedule is Schedule.TRIE and source in self.sources
+
     @property
     def chains(self) -> bool:
         """Whether drafts must be chains: no alternatives at any place."""

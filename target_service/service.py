@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import sys
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,8 +17,8 @@ from engine.model import ModelError
 from engine.recorder import Recorder
 from engine.settings import EngineSettings
 from speculation.messages import Progress
+from speculation.sources.registry import SourceError, register, registered
 from target_service.drafting.draft_model import Drafter, MakeDrafter, check_drafter
-from target_service.drafting.named_sources import load_sources
 from target_service.step_account import time_steps
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from transport.tracing import TraceSettings, Tracing
@@ -38,9 +40,48 @@ class TargetSettings:
     trace: TraceSettings | None = None
     """Where spans go; None: tracing is off."""
     sources: tuple[str, ...] = ()
-    """Draft sources to draft with besides the built-in ones; see :mod:`target_service.drafting.named_sources`."""
+    """Draft sources to draft with besides the built-in ones; see :func:`load_sources`."""
     validate: bool = False
     """Whether to check its own books whenever it is idle."""
+
+
+def load_sources(named: Iterable[str]) -> None:
+    """Import draft sources that an operator names, never a request, and register what they have.
+
+    ``MODULE`` is imported and registers it (:mod:`speculation.sources.registry`); of ``MODULE:NAME`` the class or
+    function ``NAME`` is registered, under the name in its attribute ``source``. Raises
+    :class:`speculation.sources.registry.SourceError`, one line.
+    """
+    for entry in named:
+        module_name, _, maker_name = entry.partition(":")
+        before, fresh = registered(), module_name not in sys.modules
+        module = _imported(module_name, entry)
+        if maker_name:
+            maker = getattr(module, maker_name, None)
+            name = getattr(maker, "source", None)
+            if not callable(maker) or not isinstance(name, str):
+                raise SourceError(
+                    f"draft source {entry!r}: {module_name} has no class or function {maker_name!r} with a name in its "
+                    "attribute 'source'"
+                )
+            register(name, maker)
+        elif fresh and registered() == before:
+            raise SourceError(f"draft source {entry!r}: the module registers none; see speculation/sources/registry.py")
+
+
+def _imported(module: str, entry: str) -> object:
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise SourceError(f"draft source {entry!r} is not MODULE or MODULE:NAME, such as my_drafts:Again")
+    try:
+        return importlib.import_module(module)
+    except SourceError:
+        raise
+    except Exception as error:  # whatever a module may raise
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise SourceError(
+            f"draft source {entry!r} cannot be imported ({why}); a module must be installed, or in a folder that "
+            "PYTHONPATH names"
+        ) from error
 
 
 async def start_target(

@@ -35,11 +35,11 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.sources.registry import LookupBounds, registered
+from speculation.sources.suffix import IN_PAUSE, IN_STEP, SuffixSettings, SuffixStore
 from speculation.verifying.planner import Asked, Planner
 from target_service.counters import TargetCounters
 from target_service.drafting.draft_model import Drafter
 from target_service.drafting.own_drafters import OwnDrafters
-from target_service.drafting.suffix_cache import IN_PAUSE, IN_STEP, SuffixCache, SuffixSettings
 from target_service.scheduler import Budget, Scheduler
 from target_service.sequence import BatchEntry, TargetSequence, reason_to_refuse
 from target_service.step_account import StepAccount
@@ -97,7 +97,7 @@ class VerifyLoop:
         self._planner = Planner(
             adaptive=limits.adaptive, lookup=limits.lookup, row_classes=engine.row_classes, believed=step_seconds
         )
-        self._suffix_cache = SuffixCache(limits.suffix)
+        self._suffix_store = SuffixStore(limits.suffix.tokens, limits.suffix.scope)
         self._drafters = OwnDrafters.of(engine, drafter, self._planner, self.counters, adaptive=limits.adaptive)
         self._account = StepAccount(self.counters, self._planner, self._drafters, recorder)
         self._recorder, self._tracing = recorder, tracing
@@ -132,7 +132,7 @@ class VerifyLoop:
 
     def due(self) -> float | None:
         """When to step although no message came: a session may have stopped waiting for drafts or grammar by then."""
-        indexing = 0.0 if self._suffix_cache.busy else None
+        indexing = None if self._suffix_store.idle else 0.0
         return min((at for at in (self._due, self._compiling.due, indexing) if at is not None), default=None)
 
     def receive(self, link: Hashable, message: ToWorker, at: float = 0.0) -> Outgoing:
@@ -146,7 +146,7 @@ class VerifyLoop:
                     self.counters.proposals[sequence.session.propose(message, at).result] += 1
             case Close():
                 if sequence is not None and sequence.session.opened.epoch <= message.epoch:
-                    self._suffix_cache.keep(sequence.session)
+                    self._suffix_store.keep(sequence.session.opened, sequence.session.tokens)
                     self._drop(sequence, "closed")
             case Subscribe():
                 return self._drafters.subscribe(sequence, message)
@@ -166,7 +166,7 @@ class VerifyLoop:
         if not self._engine.speculates:
             opened = replace(opened, speculation=replace(opened.speculation, enabled=False))
         own = self._drafters.drafts_for(opened)
-        sources = [*self._suffix_cache.sources(opened), *filter(None, own)]
+        sources = [*self._suffix_store.sources(opened), *filter(None, own)]
         session = self._planner.session(opened, self._welcome.vocabulary, sources)
         # A session that is opened again keeps its place.
         arrived = (at - opened.age_ms / 1000, next(self._numbers)) if sequence is None else sequence.arrived
@@ -238,7 +238,7 @@ class VerifyLoop:
             waits = sequence in self._compiling
             assert waits is not (sequence in scheduled), f"session {sequence.session.opened.session} is lost or doubled"
         assert scheduled <= set(self._sequences.values()), "a session is scheduled that is not open"
-        self._suffix_cache.validate()
+        self._suffix_store.validate()
         self._drafters.validate()
 
     # -- one step ------------------------------------------------------------------------------------------------------
@@ -295,9 +295,8 @@ class VerifyLoop:
 
     def _tidy(self, max_tokens: int) -> None:
         """Get on with earlier outputs, by at most so many tokens."""
-        self._suffix_cache.work(max_tokens)
-        if self._suffix_cache.store is not None:
-            self.counters.take(self._suffix_cache.store)
+        self._suffix_store.work(max_tokens)
+        self.counters.take(self._suffix_store)
 
     def _compute(self, entries: Sequence[BatchEntry], started: float) -> Outgoing:
         """Run the entries in one forward and commit. If that fails, each alone, so that a fault hits only its session.
@@ -391,7 +390,7 @@ class VerifyLoop:
         if self._recorder:
             entry.record(commit)
         if verification.finish:
-            self._suffix_cache.keep(sequence.session)
+            self._suffix_store.keep(sequence.session.opened, sequence.session.tokens)
             self._drop(sequence, verification.finish.value)
         elif why := sequence.follow():
             return self._give_up(sequence, why, RefusalCode.INVALID)

@@ -45,7 +45,7 @@ READY_SECONDS = 25.0
 
 def target_settings(config: Config) -> TargetSettings:
     """A target worker."""
-    from target_service.drafting.suffix_cache import SuffixScope, SuffixSettings
+    from speculation.sources.suffix import SuffixScope, SuffixSettings
     from target_service.scheduler import Budget
     from target_service.service import TargetSettings
     from target_service.verify_loop import TargetLimits

@@ -12,6 +12,11 @@ An index of places by the :data:`CONTEXTS` tokens before each, rather than the p
 same few entries whatever stands around it, so that texts can be taken in and forgotten token by token, between steps
 (:meth:`SuffixStore.work`), and what is held is known exactly. The rest of the context is compared in the text itself.
 
+A text is kept once its session has ended here: finished, or closed by the router, which is how it ends at a stop string
+and when the client leaves. What there is by then is the target's own either way. Not kept is what was given up, and
+what its router lost or opens again: it is kept, once and whole, where it ends. A text that moves to another target is
+closed here too, and kept as far as it came, for as long as this worker still lives. Nothing of it is ever logged.
+
 Under the rejection rule such drafts must not be used: an earlier output may have been drawn with the very noise that
 the session decides by, and a draft that depends on the coin biases the text. Under the coupled rule that can only help.
 """
@@ -22,9 +27,11 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
-from speculation.messages import ANCHOR, Source, Token
+from speculation.messages import ANCHOR, Open, Rule, Source, Token
 from speculation.sources.lookup import common_end, confidence
+from speculation.sources.registry import LocalSource
 
 CONTEXTS = (8, 3)
 """Numbers of tokens that places are looked for by, the surest first."""
@@ -34,8 +41,32 @@ PLACES = 8
 """Latest places known for one context."""
 SHORTEST = 4
 """Answers of fewer tokens are not kept."""
+IN_STEP = 32
+"""Tokens indexed or forgotten in a step, and twice as many as it commits: some 2 us each."""
+IN_PAUSE = 256
+"""The same while there is nothing to compute, before messages are looked at again."""
 _END_BITS = 20
 """A place is one number: that of its text, and where in it the next token stands."""
+
+
+class SuffixScope(StrEnum):
+    """Whose earlier outputs a session drafts from."""
+
+    KEY = "key"
+    """Those of the same API key and ``cache_salt``; requests with neither share theirs."""
+    ALL = "all"
+    """Everybody's."""
+    OFF = "off"
+    """Nobody's: none are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class SuffixSettings:
+    """How much is kept, and for whom."""
+
+    tokens: int = 0
+    """Most tokens kept; 0: none."""
+    scope: SuffixScope = SuffixScope.KEY
 
 
 @dataclass(eq=False, slots=True)
@@ -101,7 +132,8 @@ class SuffixStore:
     no use for the longest time goes first.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, scope: SuffixScope = SuffixScope.KEY) -> None:
+        self._scope, capacity = scope, 0 if scope is SuffixScope.OFF else capacity
         self._room, self._longest = capacity - capacity // 4, capacity // 4
         self._texts: OrderedDict[int, _Text] = OrderedDict()
         """Those in the index, wholly or in part; the latest used last."""
@@ -127,6 +159,20 @@ class SuffixStore:
     def idle(self) -> bool:
         """Whether there is nothing to :meth:`work` at."""
         return not self._waiting and self._leaving is None and self._indexing is None
+
+    def sources(self, opened: Open) -> list[LocalSource]:
+        """What a session can draft with; nothing under the rejection rule."""
+        if not self._room or opened.speculation.rule is Rule.REJECTION:
+            return []
+        return [SuffixLookup(self, self._scope_of(opened))]
+
+    def keep(self, opened: Open, tokens: Sequence[Token]) -> None:
+        """Take in the text of a session that has ended, unless it is not to be remembered."""
+        if opened.speculation.remember:
+            self.record(self._scope_of(opened), tokens, opened.prompt or len(opened.tokens))
+
+    def _scope_of(self, opened: Open) -> str:
+        return opened.request_options.cache_scope if self._scope is SuffixScope.KEY else ""
 
     def record(self, scope: str, tokens: Sequence[Token], prompt: int) -> None:
         """Keep a text whose first ``prompt`` tokens were given. It can be found once it was worked in."""

@@ -21,7 +21,6 @@ from speculation.messages import (
     Schedule,
     Source,
     SourceName,
-    Sources,
     Token,
     Verification,
     depths_of,
@@ -117,10 +116,8 @@ class TargetSession:
         self._tree: VerificationTree | None = None
         speculation = opened.speculation
         self._drafted_chain = speculation.chains and Source.DRAFT in speculation.sources
-        drafts_here = speculation.enabled and speculation.schedule is Schedule.TRIE
-        allowed: Sources = speculation.sources if drafts_here else frozenset()
         known = local_sources(opened) if sources is None else sources
-        self._sources = [one for one in known if one.source in allowed]
+        self._sources = [one for one in known if speculation.allows(one.source)]
         self._read = 0
         """Committed tokens that these have seen."""
         self._suggested = -1
@@ -250,10 +247,7 @@ class TargetSession:
 
     def _force(self) -> None:
         """Where the likeliest drafts end, propose what must follow: the only text that the constraint leaves open."""
-        speculation = self.opened.speculation
-        if self.constraint is None or Source.GRAMMAR not in speculation.sources:
-            return
-        if speculation.schedule is not Schedule.TRIE:
+        if self.constraint is None or not self.opened.speculation.allows(Source.GRAMMAR):
             return
         node, path = self.trie.root, list[Token]()
         while node.children:

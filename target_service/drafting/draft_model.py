@@ -21,12 +21,10 @@ from engine.interface import FATAL, StepEngine
 from engine.model import ModelError
 from speculation.messages import (
     Close,
-    Open,
     Progress,
     Proposal,
     RefusalCode,
     Refused,
-    Schedule,
     SessionId,
     Source,
     ToWorker,
@@ -216,10 +214,10 @@ class DraftModel:
         for key in self._open.keys() - {_key(sequence) for sequence in running}:
             self._close(self._open[key])
         for sequence in part:
-            key = _key(sequence)
-            if key not in self._open and self._again.get(key, 0) <= self._turn and _allowed(sequence.session.opened):
-                opened, tokens = sequence.session.opened, tuple(sequence.session.tokens)
-                self._open[key] = sequence
+            key, opened = _key(sequence), sequence.session.opened
+            allowed = opened.speculation.allows(Source.DRAFT)
+            if key not in self._open and self._again.get(key, 0) <= self._turn and allowed:
+                self._open[key], tokens = sequence, tuple(sequence.session.tokens)
                 again = replace(opened, tokens=tokens, prompt=opened.prompt or len(opened.tokens))
                 self._take(self._drafter.receive(sequence.link, again))
 
@@ -269,9 +267,3 @@ _NEVER = 1 << 62
 
 def _key(sequence: TargetSequence) -> Key:
     return sequence.link, sequence.session.opened.session
-
-
-def _allowed(opened: Open) -> bool:
-    """Whether a session is drafted for. The baseline schedules are what draft workers are compared with."""
-    speculation = opened.speculation
-    return speculation.enabled and Source.DRAFT in speculation.sources and speculation.schedule is Schedule.TRIE

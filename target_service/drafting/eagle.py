@@ -27,16 +27,16 @@ from engine.cache.kv_cache import CachedSequence
 from engine.eagle.cached import CachedHead, HeadChunk
 from engine.host.upload import upload
 from engine.interface import FATAL, Chunk, StepEngine
-from engine.sampling.sampling import Draw, candidates
+from engine.sampling.sampling import candidates
 from engine.shaping.shaping import RowShaping, shaped
-from speculation.acceptance import AcceptanceResult
 from speculation.drafting.heads import MAX_LEVELS, NODES, WIDTH, GrowingTree, GuessPlace, StateDrafts
-from speculation.messages import ANCHOR, Open, Rule, Sampling, Schedule, Source
+from speculation.messages import ANCHOR, Open, Source
 from speculation.trie import VerificationTree
 from speculation.verifying.payoff import ThroughputEstimator
 from target_service.counters import TargetCounters
+from target_service.drafting.state_reader import StateReader, draw_ahead, kept_rows
 from target_service.sequence import BatchEntry, TargetSequence
-from target_service.verdicts import Fault, Verdict
+from target_service.verdicts import Verdict
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +84,8 @@ class _Growing:
     """Which pending row each place is that was gone on from."""
 
 
-class EagleDrafter:
-    """The head of a worker, for all its sessions. A :class:`target_service.drafting.own_drafters.StateReader`."""
+class EagleDrafter(StateReader):
+    """The head of a worker, for all its sessions."""
 
     def __init__(self, head: CachedHead, vocabulary: int, counters: TargetCounters, *, adaptive: bool = True) -> None:
         """Token ids are below ``vocabulary``. ``adaptive``: see :class:`target_service.verify_loop.TargetLimits`."""
@@ -95,16 +95,11 @@ class EagleDrafter:
         self._throughputs: defaultdict[int, ThroughputEstimator] = defaultdict(ThroughputEstimator)
         self._turns = self._levels = 0
         self._level_seconds = 0.0
-        self.seconds = 0.0
-        """What drafting took before the step at hand."""
 
     def drafts_for(self, opened: Open) -> StateDrafts | None:
         """The draft source of a session that is opened; None if it allows no head."""
-        speculation = opened.speculation
-        allowed = Source.EAGLE in speculation.sources and speculation.schedule is Schedule.TRIE
-        if not speculation.enabled or not allowed:
-            return None
-        return StateDrafts(Source.EAGLE, min(speculation.max_depth, MAX_LEVELS))
+        depth = min(opened.speculation.max_depth, MAX_LEVELS)
+        return StateDrafts(Source.EAGLE, depth) if opened.speculation.allows(Source.EAGLE) else None
 
     def open(self, sequence: TargetSequence, drafts: StateDrafts) -> None:
         """Draft for a session from now on."""
@@ -146,26 +141,19 @@ class EagleDrafter:
         assert aux_TA is not None
         wanted: list[int] = []
         found: list[tuple[_Session, int]] = []
-        first = 0
-        for chunk, entry, verdict in zip(chunks, entries, decided, strict=True):
-            session = self._sessions.get(entry.sequence)
-            if session is not None and not isinstance(verdict, Fault):
-                kept = verdict.kept if isinstance(verdict, AcceptanceResult) else ()
-                scheduled, start = entry.num_scheduled_tokens, entry.sequence.cached.length
-                rows = [*range(scheduled), *(scheduled + node for node in kept)]
+        for sequence, rows in kept_rows(chunks, entries, decided):
+            if (session := self._sessions.get(sequence)) is not None:
+                start = sequence.cached.length
                 if session.end < start:
                     self._restart(session, start)
-                rows = rows[session.end - start :]
-                wanted += [first + row for row in rows]
-                found.append((session, len(rows)))
-            first += len(chunk.tokens)
+                if fresh := rows[session.end - start :]:
+                    wanted += fresh
+                    found.append((session, len(fresh)))
         if wanted:
             states_ND = self._head.fuse(aux_TA[upload(wanted, aux_TA.device)])
-            for (session, count), part_ND in zip(
-                found, torch.split(states_ND, [count for _, count in found]), strict=True
-            ):
-                if count:
-                    session.unread.append(part_ND)
+            parts = torch.split(states_ND, [count for _, count in found])
+            for (session, _), part_ND in zip(found, parts, strict=True):
+                session.unread.append(part_ND)
 
     def settled(self, sequence: TargetSequence, tree: VerificationTree) -> None:
         """A step of a session is over, in which ``tree`` was verified."""
@@ -251,7 +239,7 @@ class EagleDrafter:
         """Guess behind the places at hand; what comes are the sessions that one more level is worth it for."""
         started = time.perf_counter()
         normed_ND = torch.cat([one.normed_ND for one in growing])
-        draws = [_draw(one.sequence, place) for one in growing for place in one.places]
+        draws = [draw_ahead(one.sequence, len(place.path)) for one in growing for place in one.places]
         shapes = [_shape(one.sequence, place) for one in growing for place in one.places]
         found = iter(candidates(shaped(self._head.logits(normed_ND, self._vocabulary), shapes), draws, WIDTH))
         going: list[_Growing] = []
@@ -309,14 +297,6 @@ class EagleDrafter:
         """Draft what was guessed."""
         one.session.rows.rollback()
         one.session.drafts.guess(one.sequence.session.trie.position, one.tree.likeliest(NODES))
-
-
-def _draw(sequence: TargetSequence, place: GuessPlace) -> Draw:
-    """With the noise that the target will draw with there; under the rejection rule drafts must not know it."""
-    opened = sequence.session.opened
-    by_rejection = opened.speculation.rule is Rule.REJECTION
-    sampling = Sampling(temperature=0.0) if by_rejection else opened.sampling
-    return Draw(sampling, sequence.session.trie.position + len(place.path))
 
 
 def _shape(sequence: TargetSequence, place: GuessPlace) -> RowShaping | None:

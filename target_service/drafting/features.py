@@ -22,13 +22,11 @@ from engine.eagle.features import packed
 from engine.eagle.head import EagleHead
 from engine.host.upload import upload
 from engine.interface import Chunk, StepEngine
-from speculation.acceptance import AcceptanceResult
-from speculation.drafting.heads import StateDrafts
-from speculation.messages import Features, Open, Subscribe
-from speculation.trie import VerificationTree
+from speculation.messages import Features, Subscribe
 from target_service.counters import TargetCounters
+from target_service.drafting.state_reader import StateReader, kept_rows
 from target_service.sequence import BatchEntry, TargetSequence
-from target_service.verdicts import Fault, Verdict
+from target_service.verdicts import Verdict
 from transport.worker import Outgoing
 
 KEPT = 256
@@ -48,11 +46,8 @@ class _SentSession:
     """Position after the last of them."""
 
 
-class FeatureSender:
-    """For all sessions of a worker. A :class:`target_service.drafting.own_drafters.StateReader` that drafts nothing."""
-
-    seconds = 0.0
-    """All it does is a part of the step."""
+class FeatureSender(StateReader):
+    """For all sessions of a worker. Drafts nothing: what is drafted elsewhere comes as proposals."""
 
     def __init__(self, head: EagleHead, counters: TargetCounters) -> None:
         """Of the head only what fuses states is used."""
@@ -79,13 +74,6 @@ class FeatureSender:
         outgoing, self._outgoing = self._outgoing, []
         return outgoing
 
-    def drafts_for(self, opened: Open) -> StateDrafts | None:  # noqa: ARG002 - as others have it
-        """None: what is drafted elsewhere comes as proposals."""
-        return None
-
-    def open(self, sequence: TargetSequence, drafts: StateDrafts) -> None:
-        """Never asked for."""
-
     @torch.inference_mode()
     def note(
         self, engine: StepEngine, chunks: Sequence[Chunk], entries: Sequence[BatchEntry], decided: Sequence[Verdict]
@@ -95,19 +83,15 @@ class FeatureSender:
         assert aux_TA is not None
         wanted: list[int] = []
         found: list[tuple[TargetSequence, _SentSession, int, int]] = []
-        first = 0
-        for chunk, entry, verdict in zip(chunks, entries, decided, strict=True):
-            speculates = entry.sequence.session.opened.speculation.enabled
-            if speculates and not isinstance(verdict, Fault):
-                rows = _rows(entry, verdict)
+        for sequence, kept in kept_rows(chunks, entries, decided):
+            if sequence.session.opened.speculation.enabled:
                 # The state at a position is what the token behind it was drawn from.
-                start = entry.sequence.cached.length + 1
-                session = self._sessions.setdefault(entry.sequence, _SentSession())
-                skipped = max(session.end - start, len(rows) - KEPT, 0)
-                if rows := rows[skipped:]:
-                    wanted += [first + row for row in rows]
-                    found.append((entry.sequence, session, start + skipped, len(rows)))
-            first += len(chunk.tokens)
+                start = sequence.cached.length + 1
+                session = self._sessions.setdefault(sequence, _SentSession())
+                skipped = max(session.end - start, len(kept) - KEPT, 0)
+                if rows := kept[skipped:]:
+                    wanted += rows
+                    found.append((sequence, session, start + skipped, len(rows)))
         if not wanted:
             return
         states_ND = self._head.fuse(aux_TA[upload(wanted, aux_TA.device)])
@@ -131,15 +115,6 @@ class FeatureSender:
             self._counters.features += len(part_ND)
             position += len(part_ND)
 
-    def draft(self, part: Sequence[TargetSequence], wanting: Sequence[TargetSequence]) -> None:
-        """Nothing."""
-
-    def settled(self, sequence: TargetSequence, tree: VerificationTree) -> None:
-        """Of no interest."""
-
-    def observe(self, sessions: int, tokens: int, seconds: float) -> None:
-        """Of no interest."""
-
     def drop(self, sequence: TargetSequence) -> None:
         """A session has ended."""
         if self._sessions.pop(sequence, None) is not None:
@@ -149,10 +124,3 @@ class FeatureSender:
     def validate(self) -> None:
         """Raise AssertionError where its books contradict each other."""
         assert not self._outgoing, "features of a step were not sent"
-
-
-def _rows(entry: BatchEntry, verdict: Verdict) -> list[int]:
-    """Which tokens of a session's chunk stay."""
-    scheduled = entry.num_scheduled_tokens
-    kept = verdict.kept if isinstance(verdict, AcceptanceResult) else ()
-    return [*range(scheduled), *(scheduled + node for node in kept)]

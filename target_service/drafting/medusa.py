@@ -19,12 +19,13 @@ from torch import Tensor
 
 from engine.interface import Chunk, StepEngine
 from engine.medusa import MedusaHeads
-from engine.sampling.sampling import Candidate, Draw, candidates
+from engine.sampling.sampling import Candidate, candidates
 from engine.shaping.shaping import RowShaping, shaped
 from speculation.acceptance import AcceptanceResult
 from speculation.drafting.heads import NODES, HeadGuesses, StateDrafts, likeliest
-from speculation.messages import Open, Rule, Sampling, Schedule, Source
+from speculation.messages import Open, Source
 from speculation.trie import VerificationTree
+from target_service.drafting.state_reader import StateReader, draw_ahead
 from target_service.sequence import BatchEntry, TargetSequence
 from target_service.verdicts import Verdict
 
@@ -34,11 +35,8 @@ WIDTH = 4
 """HeadGuesses that a head makes for a place; one where drafts must be chains."""
 
 
-class HeadDrafter:
-    """The heads of a worker, for all its sessions. A :class:`target_service.drafting.own_drafters.StateReader`."""
-
-    seconds = 0.0
-    """What they take counts as part of the step."""
+class HeadDrafter(StateReader):
+    """The heads of a worker, for all its sessions."""
 
     def __init__(self, heads: MedusaHeads, vocabulary: int) -> None:
         """Token ids are below ``vocabulary``; rows that the heads have beyond are padding."""
@@ -47,22 +45,11 @@ class HeadDrafter:
 
     def drafts_for(self, opened: Open) -> StateDrafts | None:
         """The draft source of a session that is opened; None if it allows no heads."""
-        speculation = opened.speculation
-        allowed = Source.MEDUSA in speculation.sources and speculation.schedule is Schedule.TRIE
-        return StateDrafts(Source.MEDUSA, len(self._heads)) if speculation.enabled and allowed else None
+        return StateDrafts(Source.MEDUSA, len(self._heads)) if opened.speculation.allows(Source.MEDUSA) else None
 
     def open(self, sequence: TargetSequence, drafts: StateDrafts) -> None:
         """Draft for a session from now on."""
         sequence.medusa = drafts
-
-    def drop(self, sequence: TargetSequence) -> None:
-        """A session has ended."""
-
-    def validate(self) -> None:
-        """There are no books."""
-
-    def observe(self, sessions: int, tokens: int, seconds: float) -> None:
-        """What a step brought is of no interest."""
 
     def note(
         self, engine: StepEngine, chunks: Sequence[Chunk], entries: Sequence[BatchEntry], decided: Sequence[Verdict]
@@ -77,7 +64,7 @@ class HeadDrafter:
                 entry.sequence.hidden_D = hidden_RD[end - entry.rows + last]
 
     def settled(self, sequence: TargetSequence, tree: VerificationTree) -> None:
-        """A step of a session is over, in which ``begin_verification`` was verified."""
+        """A step of a session is over, in which the tree was verified."""
         if sequence.medusa is not None:
             sequence.medusa.stepped(verified=any(node.source is Source.MEDUSA for node in tree.nodes))
 
@@ -106,21 +93,13 @@ class HeadDrafter:
         """For each session what the heads say of the next places."""
         logits_HNV = self._heads(hidden_ND)[..., : self._vocabulary].float()
         places = len(self._heads)
-        draws = [_draw(sequence, place) for place in range(places) for sequence in sessions]
+        draws = [draw_ahead(sequence, place) for place in range(places) for sequence in sessions]
         shapes = [_shape(sequence, place) for place in range(places) for sequence in sessions]
         found = candidates(shaped(logits_HNV.flatten(0, 1), shapes), draws, WIDTH)
         return [
             [_kept(sequence, found[place * len(sessions) + number]) for place in range(places)]
             for number, sequence in enumerate(sessions)
         ]
-
-
-def _draw(sequence: TargetSequence, place: int) -> Draw:
-    """With the noise that the target will draw with there; under the rejection rule drafts must not know it."""
-    opened = sequence.session.opened
-    by_rejection = opened.speculation.rule is Rule.REJECTION
-    sampling = Sampling(temperature=0.0) if by_rejection else opened.sampling
-    return Draw(sampling, sequence.session.trie.position + place)
 
 
 def _shape(sequence: TargetSequence, place: int) -> RowShaping | None:

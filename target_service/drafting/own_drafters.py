@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from engine.eagle.cached import CachedHead
 from engine.interface import Chunk, StepEngine
@@ -16,43 +15,10 @@ from target_service.drafting.draft_model import Drafter, DraftModel
 from target_service.drafting.eagle import EagleDrafter
 from target_service.drafting.features import FeatureSender
 from target_service.drafting.medusa import HeadDrafter
+from target_service.drafting.state_reader import StateReader
 from target_service.sequence import BatchEntry, TargetSequence
 from target_service.verdicts import Verdict
 from transport.worker import Outgoing
-
-
-class StateReader(Protocol):
-    """What drafts from hidden states of the target. How many positions it guesses at once is its own affair."""
-
-    @property
-    def seconds(self) -> float:
-        """What drafting took before the step at hand, if that is no part of the step."""
-
-    def drafts_for(self, opened: Open) -> StateDrafts | None:
-        """The draft source of a session that is opened; None if it allows none of this kind."""
-
-    def open(self, sequence: TargetSequence, drafts: StateDrafts) -> None:
-        """Draft for a session from now on, which asks ``drafts``."""
-
-    def note(
-        self, engine: StepEngine, chunks: Sequence[Chunk], entries: Sequence[BatchEntry], decided: Sequence[Verdict]
-    ) -> None:
-        """The engine has computed a step, of which nothing is committed yet: keep what is read next."""
-
-    def draft(self, part: Sequence[TargetSequence], wanting: Sequence[TargetSequence]) -> None:
-        """Read what the sessions that take ``part`` in the next step have brought, and guess for those ``wanting``."""
-
-    def settled(self, sequence: TargetSequence, tree: VerificationTree) -> None:
-        """A step of a session is over, in which the tree was verified."""
-
-    def observe(self, sessions: int, tokens: int, seconds: float) -> None:
-        """A step over ``sessions``, all past their prompts, brought ``tokens``, drafting included."""
-
-    def drop(self, sequence: TargetSequence) -> None:
-        """A session has ended."""
-
-    def validate(self) -> None:
-        """See :meth:`transport.worker.Machine.validate`."""
 
 
 class OwnDrafters:

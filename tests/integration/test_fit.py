@@ -27,9 +27,9 @@ from speculation import digest as digests
 from speculation.drafting.heads import MAX_LEVELS
 from speculation.events import Role
 from speculation.messages import ANCHOR, Limits, Open, SessionId, Source, Verification
+from speculation.sources.suffix import SuffixSettings
 from target_service.drafting.eagle import EagleDrafter
 from target_service.drafting.medusa import HeadDrafter
-from target_service.drafting.suffix_cache import SuffixSettings
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.bundled import MODELS, held_out_prompts
 from tests.stack import settings

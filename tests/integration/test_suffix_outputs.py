@@ -31,7 +31,7 @@ from speculation.messages import (
     Token,
     Verification,
 )
-from target_service.drafting.suffix_cache import SuffixScope, SuffixSettings
+from speculation.sources.suffix import SuffixScope, SuffixSettings
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.stack import forget_prefixes, held_out_prompts, settings, target_worker
 
@@ -96,12 +96,11 @@ class Bench:
         """Step until there is nothing to do."""
         while self.target.due() is not None:
             assert not self.target.step()
-        if self.store is not None:
-            self.store.validate()
+        self.store.validate()
 
     @property
     def store(self) -> Any:
-        return self.target._suffix_cache.store
+        return self.target._suffix_store
 
 
 def opened(

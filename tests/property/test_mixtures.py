@@ -65,11 +65,11 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.sources.registry import register, unregister
+from speculation.sources.suffix import SuffixSettings
 from speculation.verifying import planner
 from speculation.verifying.budget import StepCost
 from speculation.verifying.target_session import TargetSession
 from target_service.drafting.eagle import EagleDrafter
-from target_service.drafting.suffix_cache import SuffixSettings
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.covering import Row, covering

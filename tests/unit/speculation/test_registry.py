@@ -18,7 +18,7 @@ from speculation.messages import AllBut, Limits, Open, Sampling, SessionId, Sour
 from speculation.sources import registry
 from speculation.sources.registry import MAX_SOURCES, SourceError, register, registered, unregister
 from speculation.verifying.target_session import TargetSession
-from target_service.drafting.named_sources import load_sources
+from target_service.service import load_sources
 from transport.codec import decode_from_worker, decode_to_worker, encode_from_worker, encode_to_worker
 
 OPENED = Open(SessionId(1), 1, (1, 2, 3), Sampling(), Limits(50))

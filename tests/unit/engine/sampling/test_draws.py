@@ -247,7 +247,7 @@ def test_earlier_outputs_are_indexed_before_the_draws_are_fetched(
     engine = by_rows(llama, record=Recorder())
     loop = VerifyLoop(engine, welcome(EngineSettings("tiny"), llama, "target"))
     monkeypatch.setattr(engine, "run", noted("run", engine.run))
-    monkeypatch.setattr(loop._suffix_cache, "work", noted("index", loop._suffix_cache.work))
+    monkeypatch.setattr(loop._suffix_store, "work", noted("index", loop._suffix_store.work))
     monkeypatch.setattr(verify_loop, "verdicts", noted("fetch", verify_loop.verdicts))
     loop.receive("link", opening(1, GREEDY))
     assert loop.step()

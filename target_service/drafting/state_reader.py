@@ -1,0 +1,72 @@
+"""What drafts from hidden states of the target have in common, whoever reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from engine.interface import Chunk, StepEngine
+from engine.sampling.sampling import Draw
+from speculation.acceptance import AcceptanceResult
+from speculation.drafting.heads import StateDrafts
+from speculation.messages import Open, Rule, Sampling
+from speculation.trie import VerificationTree
+from target_service.sequence import BatchEntry, TargetSequence
+from target_service.verdicts import Fault, Verdict
+
+
+class StateReader:
+    """Reads hidden states. How many positions it guesses at once, if it guesses, is its own affair."""
+
+    seconds = 0.0
+    """What drafting took before the step at hand, if that is no part of the step."""
+
+    def drafts_for(self, opened: Open) -> StateDrafts | None:  # noqa: ARG002
+        """The draft source of a session that is opened; None if it allows none of this kind."""
+        return None
+
+    def open(self, sequence: TargetSequence, drafts: StateDrafts) -> None:
+        """Draft for a session from now on, which asks ``drafts``."""
+
+    def note(
+        self, engine: StepEngine, chunks: Sequence[Chunk], entries: Sequence[BatchEntry], decided: Sequence[Verdict]
+    ) -> None:
+        """The engine has computed a step, of which nothing is committed yet: keep what is read next."""
+
+    def draft(self, part: Sequence[TargetSequence], wanting: Sequence[TargetSequence]) -> None:
+        """Read what the sessions that take ``part`` in the next step have brought, and guess for those ``wanting``."""
+
+    def settled(self, sequence: TargetSequence, tree: VerificationTree) -> None:
+        """A step of a session is over, in which the tree was verified."""
+
+    def observe(self, sessions: int, tokens: int, seconds: float) -> None:
+        """A step over ``sessions``, all past their prompts, brought ``tokens``, drafting included."""
+
+    def drop(self, sequence: TargetSequence) -> None:
+        """A session has ended."""
+
+    def validate(self) -> None:
+        """See :meth:`transport.worker.Machine.validate`."""
+
+
+def kept_rows(
+    chunks: Sequence[Chunk], entries: Sequence[BatchEntry], decided: Sequence[Verdict]
+) -> Iterator[tuple[TargetSequence, list[int]]]:
+    """Of each session that goes on, which tokens of the step just computed stay: never those of a refused draft."""
+    first = 0
+    for chunk, entry, verdict in zip(chunks, entries, decided, strict=True):
+        if not isinstance(verdict, Fault):
+            behind = first + entry.num_scheduled_tokens
+            kept = verdict.kept if isinstance(verdict, AcceptanceResult) else ()
+            yield entry.sequence, [*range(first, behind), *(behind + node for node in kept)]
+        first += len(chunk.tokens)
+
+
+def draw_ahead(sequence: TargetSequence, tokens: int) -> Draw:
+    """How the token so many places ahead is drawn: with the noise that the target will draw with there.
+
+    Under the rejection rule drafts must not know it.
+    """
+    opened = sequence.session.opened
+    by_rejection = opened.speculation.rule is Rule.REJECTION
+    sampling = Sampling(temperature=0.0) if by_rejection else opened.sampling
+    return Draw(sampling, sequence.session.trie.position + tokens)
