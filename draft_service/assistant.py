@@ -74,8 +74,7 @@ class Assistant:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._read: dict[DraftSequence, _Read | None] = {}
-        """None: there was no room for it."""
+        self._read: dict[DraftSequence, _Read | None] = {}  # None: there was no room for it
         self._cost = StepCost()
 
     def guess(self, asked: Sequence[Ask], forward: Forward) -> None:
@@ -91,13 +90,23 @@ class Assistant:
             if not going or not self._lengthen(going, begin=not made):
                 return
             gained, spent, made = gained + gain, spent + seconds, made + len(going)
-            going = [(ask, read) for ask, read in going if self._may_go_on(ask)]
+            lengths = [len(ask.guesses.tree.nodes) for ask, _ in going]
+            context = self._engine.model.context
+            going = [
+                (ask, read)
+                for (ask, read), length in zip(going, lengths, strict=True)
+                if 0 < length < ask.depth and ask.place.end + length < context
+            ]
 
     def _worth_asking(self, asked: Sequence[Ask]) -> list[tuple[Ask, _Read]]:
         """Where the assistant's own guesses may be better than those that hang there."""
         going: list[tuple[Ask, _Read]] = []
         for ask in asked:
-            read = self._reading(ask.sequence)
+            if ask.sequence not in self._read:
+                session = ask.sequence.session
+                scope = session.opened.request_options.cache_scope
+                self._read[ask.sequence] = _Read(self._engine.cache.sequence(session.tokens, scope))
+            read = self._read[ask.sequence]
             if read is not None and ask.guesses.first_odds < read.odds and ask.place.end < self._engine.model.context:
                 read.rested += 1
                 going.append((ask, read))
@@ -108,17 +117,6 @@ class Assistant:
         read = self._read.pop(sequence, None)
         if read is not None:
             read.cached.free()
-
-    def _reading(self, sequence: DraftSequence) -> _Read | None:
-        if sequence not in self._read:
-            session = sequence.session
-            scope = session.opened.request_options.cache_scope
-            self._read[sequence] = _Read(self._engine.cache.sequence(session.tokens, scope))
-        return self._read[sequence]
-
-    def _may_go_on(self, ask: Ask) -> bool:
-        made = len(ask.guesses.tree.nodes)
-        return 0 < made < ask.depth and ask.place.end + made < self._engine.model.context
 
     def _lengthen(self, going: Sequence[tuple[Ask, _Read]], *, begin: bool) -> bool:
         """One more guess for each session, instead of others' to ``begin`` with; False if there was no room for it."""
@@ -137,7 +135,10 @@ class Assistant:
         for (_, read), chunk in zip(going, chunks, strict=True):
             read.chain += chunk.tokens
         for (ask, read), drawn in zip(drawing, _drawn(drawing, logits_NV), strict=True):
-            _take(ask, read, drawn)
+            before, read.rested = ask.guesses.odds, 0
+            for candidate in drawn:
+                ask.guesses.add(candidate.token, candidate.confidence, Source.DRAFT)
+                read.odds += WEIGHT * (ask.guesses.odds / before - read.odds)
         self._cost.observe(sum(len(chunk.tokens) for chunk in chunks), time.perf_counter() - started)
         return True
 
@@ -164,12 +165,3 @@ def _drawn(drawing: Sequence[tuple[Ask, _Read]], logits_NV: Tensor) -> Sequence[
         draws.append(Draw(session.opened.sampling, len(session.tokens) + len(ask.text)))
         shapes.append(None if shaping is None else shaping.after(ask.text))
     return candidates(shaped(logits_NV, shapes), draws, k=1)
-
-
-def _take(ask: Ask, read: _Read, drawn: Sequence[Candidate]) -> None:
-    """Hang what was drawn behind the guesses of a session, and note what that is believed to be worth."""
-    before = ask.guesses.odds
-    read.rested = 0
-    for candidate in drawn:
-        ask.guesses.add(candidate.token, candidate.confidence, Source.DRAFT)
-        read.odds += WEIGHT * (ask.guesses.odds / before - read.odds)

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import overload
 
 from torch import Tensor
 
 from draft_service.head_engine import HeadEngine
 from draft_service.lookahead import Lookahead, LookaheadLimits
-from draft_service.sequence import DraftSequence
+from draft_service.sequence import DraftSequence, Reader, Text
 from engine.eagle.features import unpacked
-from engine.model import Model
 from engine.recorder import Recorder
 from speculation.drafting.heads import limits_elsewhere
 from speculation.messages import Features, Open, Rule, Token, ToWorker, Verification, Welcome
@@ -30,37 +28,17 @@ MAX_EARLY = 512
 """Features that are kept of tokens which are not known to be committed yet: a verification may be overtaken."""
 
 
-class _Suffix(Sequence[Token]):
-    """The end of a list of tokens that grows."""
-
-    def __init__(self, tokens: Sequence[Token], first: int) -> None:
-        self._tokens, self._first = tokens, first
-
-    def __len__(self) -> int:
-        return len(self._tokens) - self._first
-
-    @overload
-    def __getitem__(self, index: int) -> Token: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Token]: ...
-    def __getitem__(self, index: int | slice) -> Token | Sequence[Token]:
-        if isinstance(index, int):
-            return self._tokens[self._first + range(len(self))[index]]
-        start, stop, step = index.indices(len(self))
-        return self._tokens[self._first + start : self._first + stop : step]
-
-
-class HeadText:
-    """What a head reads of a text. Implements :class:`draft_service.translation.reading.Text`."""
+class HeadText(Text):
+    """What a head reads of a text: nothing, as long as no features have come."""
 
     def __init__(self, committed: Sequence[Token]) -> None:
-        """Nothing, as long as no features have come."""
-        self._committed = committed
+        super().__init__([])
+        self.tokens: list[Token] = []
         self.first: int | None = None
         """Position of the first token it reads."""
-        self.tokens: Sequence[Token] = ()
         self.come: dict[int, Tensor] = {}
         """Features that have come and are not given to the head yet, by the position of their token."""
+        self._committed = committed
 
     @property
     def complete(self) -> bool:
@@ -69,33 +47,20 @@ class HeadText:
 
     def begin(self, position: int) -> None:
         """Read the text from there on."""
-        self.first, self.tokens = position, _Suffix(self._committed, position)
+        self.first, self.tokens = position, list(self._committed[position:])
 
-    def own(self, token: Token) -> Token:
-        """The same."""
-        return token
-
-    def follow(self, count: int) -> None:
-        """Nothing to do: the list has grown by itself."""
-
-    def settle(self) -> int:
-        """All of them are the same."""
-        return len(self.tokens)
+    def follow(self, count: int) -> None:  # noqa: ARG002
+        """Read on, whoever drafted it."""
+        if self.first is not None:
+            self.tokens += self._committed[self.first + len(self.tokens) :]
 
 
-class HeadReader:
-    """Implements :class:`draft_service.translation.reading.Reader`."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
+class HeadReader(Reader):
+    """What an EAGLE head reads of sessions."""
 
     def text(self, committed: Sequence[Token]) -> HeadText:
         """Of a session."""
         return HeadText(committed)
-
-    def read(self, logits_RV: Tensor) -> Tensor:
-        """The logits themselves."""
-        return logits_RV
 
 
 class HeadLookahead(Lookahead):

@@ -32,18 +32,16 @@ class _Known:
         self.first = first
         """Position of the state that the first row reads."""
         self.states: dict[int, Tensor] = {}
-        """By row."""
 
 
 class HeadEngine:
-    """A head over its cache. A :class:`draft_service.sequence.DraftEngine`."""
+    """A head over its cache, used as an :class:`engine.step.Engine` is."""
 
     def __init__(self, head: CachedHead, model: Model) -> None:
         """``model``: describes the target, whose tokens the head says; nothing of it is computed."""
         self.model, self._head = model, head
         self.forward_seconds = 0.0
         self.width: int = head.head.config.hidden_size
-        """Numbers of a state."""
         self.dtype: torch.dtype = head.head.norm.weight.dtype
         self._next_SD = head.cache.store.beside(self.width)
         self._known: dict[CachedSequence, _Known] = {}

@@ -1,14 +1,11 @@
-"""Drafting in turn: a draft model that works between the steps of a target, in the target's process.
+"""Drafting in turn: a draft model that works between the steps of a target, in the target's process (docs/drafting.md).
 
-Where both have one device, two processes that take turns for it by time slices cost each other more than drafts gain.
-Here the target asks right before a step: the draft model goes ahead by as many levels as pay, one forward for all
-sessions each, or several levels in a launch (:mod:`draft_service.levels`), and what it drafted is verified at once, so
-no step is computed without knowing the last outcome.
+The target asks right before a step: the draft model goes ahead by as many levels as pay, one forward for all sessions
+each, or several levels in a launch (:mod:`draft_service.levels`), and what it drafted is verified at once.
 
 Decided here: which places a level expands and when to stop. A place is worth the chance that the text gets there times
 that of one more draft to be right; it costs its share of the level, a row of the target's step, and both take time that
-makes ``rate`` tokens a second otherwise. All else, the trees, their cache, what shapes their logits and what a fault
-costs, is :class:`draft_service.lookahead.Lookahead`'s.
+makes ``rate`` tokens a second otherwise. All else is :class:`draft_service.lookahead.Lookahead`'s.
 """
 
 from __future__ import annotations
@@ -60,7 +57,6 @@ class _Place:
     sequence: DraftSequence
     node: Node
     tokens: int
-    """How many are computed for it."""
 
 
 class InTurn(Lookahead):
@@ -84,7 +80,7 @@ class InTurn(Lookahead):
         for sequence in map(self._sequences.get, wanted):
             if sequence is not None:
                 sequence.session.price = min(rate * row_seconds, MAX_PRICE)
-        drafted, probe = 0, self._probes
+        drafted, probe = 0, self._idle_turns % PROBE_EVERY >= PROBE_EVERY - PROBES
         while drafted < MAX_LEVELS:
             started = time.perf_counter()
             places, levels = self._level(wanted, rate, row_seconds, probe=probe)
@@ -105,10 +101,6 @@ class InTurn(Lookahead):
     def rests(self) -> bool:
         """Whether it is not to be asked to draft in this turn, since that has not paid for a while."""
         return self._idle_turns >= IDLE_TURNS and time.perf_counter() < self._rests_until
-
-    @property
-    def _probes(self) -> bool:
-        return self._idle_turns % PROBE_EVERY >= PROBE_EVERY - PROBES
 
     def close(self) -> None:
         """Let go of the engine. The last call."""

@@ -1,10 +1,9 @@
 """Several levels of drafts in one launch: for which sessions, how many, and what becomes of what the device found.
 
-:mod:`engine.cuda.levels` expands them without the host. Decided here is which sessions it may do so for: those under
-the coupled rule whose logits are drawn from as they are (no filters, penalties or grammar), in the draft model's own
-vocabulary, without guesses in the step; all others are drafted level by level. And how many levels a launch has: as
-many as fit into a part of the time between two verifications, since what a commit contradicts is drafted for nothing
-and no commit is heard meanwhile; but as many as take as long as the first, most of which is the host's time.
+:mod:`engine.cuda.levels` expands them without the host, for sessions under the coupled rule whose logits are drawn from
+as they are, in the draft model's own vocabulary, without guesses in the step; all others are drafted level by level.
+What a commit contradicts is drafted for nothing and no commit is heard meanwhile: so a launch has as many levels as fit
+into a part of the time between two verifications, or take as long as the first, most of which is the host's time.
 
 The trees that come of it are those of so many steps: the same calls in the same order, with what was drawn.
 """

@@ -16,24 +16,25 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 
 from draft_service.draft_account import DraftAccount
+from draft_service.head_engine import HeadEngine
 from draft_service.levels import DraftLevels, first_level, grow
 from draft_service.sequence import (
     DraftBatchEntry,
     DraftCounters,
-    DraftEngine,
     DraftSequence,
+    Reader,
     candidates_of,
     rows_drawn_at,
     withdrawn,
 )
 from draft_service.staged_drafting import StagedDrafting
-from draft_service.translation.reading import Reader, SameVocabulary
 from engine.cache.kv_cache import CacheFull
 from engine.interface import FATAL
 from engine.recorder import Recorder
 from engine.shaping.compiling import Compiling
 from engine.shaping.grammar import GrammarConstraint, Grammars
 from engine.shaping.shaping import Shaping
+from engine.step import Engine
 from speculation.demand import DraftDemand
 from speculation.drafting.draft_session import Candidate, DraftLimits, DraftSession, Sync, best_places
 from speculation.messages import (
@@ -83,7 +84,7 @@ class Lookahead:
 
     def __init__(
         self,
-        engine: DraftEngine,
+        engine: Engine | HeadEngine,
         welcome: Welcome,
         limits: LookaheadLimits = LookaheadLimits(),
         recorder: Recorder | None = None,
@@ -99,7 +100,7 @@ class Lookahead:
         """
         assert reader is None or levels is None, "drafts of a launch are in the draft model's own vocabulary"
         self._engine, self._welcome, self._limits = engine, welcome, limits
-        self._reader = reader or SameVocabulary(engine.model)
+        self._reader = reader or Reader(engine.model)
         self._sequences: dict[tuple[Hashable, SessionId], DraftSequence] = {}
         self._compiling: Compiling[DraftSequence] = Compiling(lambda: Grammars(self._reader.model))
         self._calibration = Calibration()

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from torch import Tensor
 
-from draft_service.translation.reading import Text
-from engine.cache.kv_cache import CachedSequence, KVCache
+from engine.cache.kv_cache import CachedSequence
 from engine.cuda.level_memory import Expanded
 from engine.host.upload import upload
 from engine.interface import Chunk
@@ -24,32 +22,54 @@ from engine.sampling.rejection import draw_sparse
 from engine.sampling.sampling import Draw, candidates
 from engine.shaping.shaping import RowShaping, Shaping, shaped
 from speculation.drafting.draft_session import Candidate, DraftSession
-from speculation.messages import ANCHOR, Rule, Verification
+from speculation.messages import ANCHOR, Rule, Token, Verification
 from speculation.trie import Node, VerificationTree
 from transport.tracing import SequenceTimings, SessionLog
 from transport.worker import Outgoing
 
 
-class DraftEngine(Protocol):
-    """What a draft worker drafts with: :class:`engine.step.Engine`, or a head alone."""
+class Text:
+    """The committed text of one session as the draft model reads it: as it is. A subclass may translate."""
+
+    def __init__(self, committed: Sequence[Token]) -> None:
+        """``committed``: the session's tokens, a list that grows as they are."""
+        self.tokens = committed
+        """In the draft model's tokens. Not a copy: read only."""
 
     @property
-    def model(self) -> Model:
-        """Whose tokens it says."""
+    def complete(self) -> bool:
+        """Whether they are all of the text, so that drafts can hang from its end."""
+        return True
 
-    @property
-    def cache(self) -> KVCache:
-        """Where its sequences come from."""
+    def own(self, token: Token) -> Token:
+        """The draft model's token for a draft token."""
+        return token
 
-    @property
-    def forward_seconds(self) -> float:
-        """How long the last step took it."""
+    def follow(self, count: int) -> None:
+        """The next ``count`` tokens that were committed are drafts that the draft model has been fed."""
 
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute; see :meth:`engine.step.Engine.run`."""
+    def settle(self) -> int:
+        """Take in all that is committed. How many of the tokens before, from the first on, are still the same."""
+        return len(self.tokens)
 
-    def close(self) -> None:
-        """Let go of what it has beyond this process. The last call."""
+
+class Reader:
+    """The draft model, seen from the sessions: it has their vocabulary.
+
+    Sessions are in the target's tokens everywhere else. A subclass has them meet the draft model's, here alone.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        """The draft model, with the vocabulary of the sessions."""
+
+    def text(self, committed: Sequence[Token]) -> Text:
+        """The text of a session. ``committed``: its tokens, a list that grows as they are."""
+        return Text(committed)
+
+    def read(self, logits_RV: Tensor) -> Tensor:
+        """What the draft model's logits say of the sessions' tokens, ``[R, V]`` of their vocabulary; -inf: nothing."""
+        return logits_RV
 
 
 @dataclass(eq=False, slots=True)
@@ -64,11 +84,9 @@ class DraftSequence:
     log: SessionLog
     timings: SequenceTimings
     shaping: Shaping | None = None
-    """What it does to its logits, if anything."""
     pending: dict[Node, int] = field(default_factory=dict)
     """Nodes that were computed, by their index among the cache's pending nodes."""
     verified_at: float | None = None
-    """When it was verified last; None: it was not yet."""
     drafting_seconds: float = 0.0
     """Seconds that the steps took which drafted for it since its last push."""
 

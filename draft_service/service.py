@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,6 @@ from draft_service.in_turn import InTurn, limits_in_turn
 from draft_service.levels import DraftLevels
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.staged_drafting import Guesser, Lookup, StagedDrafting
-from draft_service.translation.reading import Reader
 from draft_service.translation.translation import read_vocabularies, translator
 from engine.build import build, welcome
 from engine.cpu.thread_choice import set_threads
@@ -51,7 +51,6 @@ class DraftSettings:
     step_timeout: float = 60.0
     """Seconds after which a step counts as stuck, and the process ends; 0: never."""
     trace: TraceSettings | None = None
-    """Where spans go; None: tracing is off."""
     target_tokenizer: str = ""
     """Folder or hub id of the target's tokenizer; empty: the draft model has the same."""
     lookup: bool = True
@@ -65,10 +64,7 @@ class DraftSettings:
 
 
 async def start_draft(
-    settings: DraftSettings,
-    door: Door,
-    progress: Progress | None = None,
-    ranks: Ranks | None = None,
+    settings: DraftSettings, door: Door, progress: Progress | None = None, ranks: Ranks | None = None
 ) -> Worker:
     """Load the model, saying so at ``door``, and be the worker there. ``ranks``: see :func:`engine.build.build`.
 
@@ -79,26 +75,8 @@ async def start_draft(
         recorder = Recorder(Path(settings.record)) if settings.record else None
         tracing = Tracing.to(settings.trace, ROLE) if settings.trace else None
         own = settings.engine
-        seconds = own.join_timeout + own.load_timeout
-        machine: Lookahead
-        if own.eagle:
-            head, introduction = await door.load(partial(load_head, settings), own.served_name, seconds, progress)
-            machine, close = HeadLookahead(head, introduction, settings.limits, recorder, tracing), head.close
-        else:
-            loaded = await door.load(partial(_load, settings, ranks=ranks), own.served_name, seconds, progress)
-            machine, close = (
-                Lookahead(
-                    loaded.engine,
-                    loaded.welcome,
-                    settings.limits,
-                    recorder,
-                    tracing,
-                    loaded.reader,
-                    loaded.staged_drafting,
-                    loaded.levels,
-                ),
-                loaded.engine.close,
-            )
+        load = partial(_load, settings, recorder=recorder, tracing=tracing, ranks=ranks)
+        machine, close = await door.load(load, own.served_name, own.join_timeout + own.load_timeout, progress)
         ending = ExitStack()
         ending.callback(close)
         if tracing is not None:
@@ -152,18 +130,13 @@ def load_head(settings: DraftSettings, progress: Progress | None = None) -> tupl
     return engine, introduction
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """What takes its time to load."""
-
-    engine: Engine
-    welcome: Welcome
-    reader: Reader | None
-    staged_drafting: StagedDrafting
-    levels: DraftLevels | None
-
-
-def _load(settings: DraftSettings, progress: Progress, ranks: Ranks | None) -> _Loaded:
+def _load(
+    settings: DraftSettings, progress: Progress, recorder: Recorder | None, tracing: Tracing | None, ranks: Ranks | None
+) -> tuple[Lookahead, Callable[[], None]]:
+    """The machine, and what lets go of its engine."""
+    if settings.engine.eagle:
+        head, introduction = load_head(settings, progress)
+        return HeadLookahead(head, introduction, settings.limits, recorder, tracing), head.close
     known = read_vocabularies(settings.engine.model, settings.target_tokenizer)
     if known is not None and settings.assistant:
         raise ModelError(
@@ -186,7 +159,8 @@ def _load(settings: DraftSettings, progress: Progress, ranks: Ranks | None) -> _
         engine.close()
         raise
     levels = _levels(engine, settings.limits.draft) if reader is None else None
-    return _Loaded(engine, introduction, reader, StagedDrafting(introduction.vocabulary, guessers), levels)
+    staged = StagedDrafting(introduction.vocabulary, guessers)
+    return Lookahead(engine, introduction, settings.limits, recorder, tracing, reader, staged, levels), engine.close
 
 
 def _levels(engine: Engine, limits: DraftLimits) -> DraftLevels:

@@ -88,8 +88,7 @@ class StagedDrafting:
         self._vocabulary, self._guessers = vocabulary, guessers
         self._calibration = Calibration()
         self._guesses: dict[DraftSequence, Guesses] = {}
-        self._asked: dict[DraftSequence, Ask] = {}
-        """In the step at hand."""
+        self._asked: dict[DraftSequence, Ask] = {}  # in the step at hand
         self.seconds = 0.0
         """How long it took to find the guesses for the step at hand."""
 

@@ -24,9 +24,7 @@ class TargetDemand:
     queued_tokens: float = 0.0
     """Tokens of prompts that are not computed yet, of sessions that wait or have just begun."""
     running_tokens: float = 0.0
-    """Tokens that running sessions hold in the cache."""
     capacity_tokens: float = 0.0
-    """Tokens that the cache has room for."""
     sessions: float = 0.0
     """Running and waiting."""
     places: float = 0.0
@@ -57,7 +55,6 @@ class RouterDemand:
     """One router, of one model."""
 
     streams: float = 0.0
-    """Generations under way."""
     undrafted: float = 0.0
     """Those that want drafts and have no drafter."""
     resting: float = 0.0

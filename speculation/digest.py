@@ -13,10 +13,20 @@ import struct
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-from speculation.noise import GOLDEN_64, MASK64, splitmix64
+MASK64 = 0xFFFF_FFFF_FFFF_FFFF
+GOLDEN_64 = 0x9E37_79B9_7F4A_7C15
+SPLITMIX_1 = 0xBF58_476D_1CE4_E5B9
+SPLITMIX_2 = 0x94D0_49BB_1331_11EB
 
 EMPTY = 0x5061_6365_6C69_6E65
-"""Digest of the empty prefix."""
+
+
+def splitmix64(x: int) -> int:
+    """One output of SplitMix64 (Steele, Lea, Flood 2014) for the state ``x``."""
+    x = (x + GOLDEN_64) & MASK64
+    x = ((x ^ (x >> 30)) * SPLITMIX_1) & MASK64
+    x = ((x ^ (x >> 27)) * SPLITMIX_2) & MASK64
+    return x ^ (x >> 31)
 
 
 def extend(digest: int, token: int) -> int:

@@ -263,7 +263,6 @@ class Load:
     sessions: int = 0
     waiting: int = 0
     free_tokens: int = 0
-    """Room left in the cache."""
     capacity_tokens: int = 0
     draining: bool = False
     counters: dict[str, int] = field(default_factory=dict)

@@ -18,16 +18,17 @@ import math
 from enum import IntEnum
 from typing import NewType
 
+from speculation.digest import GOLDEN_64 as GOLDEN_64
+from speculation.digest import MASK64 as MASK64
+from speculation.digest import SPLITMIX_1 as SPLITMIX_1
+from speculation.digest import SPLITMIX_2 as SPLITMIX_2
+from speculation.digest import splitmix64 as splitmix64
+
 Key = NewType("Key", int)
 """64 bits: everything about a draw but the token."""
 
 MASK32 = 0xFFFF_FFFF
-MASK64 = 0xFFFF_FFFF_FFFF_FFFF
-
 GOLDEN_32 = 0x9E37_79B9
-GOLDEN_64 = 0x9E37_79B9_7F4A_7C15
-SPLITMIX_1 = 0xBF58_476D_1CE4_E5B9
-SPLITMIX_2 = 0x94D0_49BB_1331_11EB
 LOWBIAS_1 = 0x21F0_AAAD
 LOWBIAS_2 = 0xD35A_2D97
 
@@ -43,14 +44,6 @@ class Stream(IntEnum):
     """The acceptance coin (rejection rule)."""
     RESIDUAL = 3
     """The draw from the residual distribution (rejection rule)."""
-
-
-def splitmix64(x: int) -> int:
-    """One output of SplitMix64 (Steele, Lea, Flood 2014) for the state ``x``."""
-    x = (x + GOLDEN_64) & MASK64
-    x = ((x ^ (x >> 30)) * SPLITMIX_1) & MASK64
-    x = ((x ^ (x >> 27)) * SPLITMIX_2) & MASK64
-    return x ^ (x >> 31)
 
 
 def key(seed: int, position: int, stream: Stream = Stream.SAMPLE) -> Key:

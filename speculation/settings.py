@@ -81,7 +81,6 @@ class Sampling:
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in the prompt or generated (CTRL, arXiv:1909.05858)."""
     bias: tuple[tuple[Token, float], ...] = ()
-    """Added to logits of tokens."""
     allowed: tuple[Token, ...] = ()
     """If there are any, no other token is ever drawn."""
     banned: tuple[tuple[Token, ...], ...] = ()
@@ -151,7 +150,6 @@ class Speculation:
     rule: Rule = Rule.COUPLED
     schedule: Schedule = Schedule.TRIE
     sources: Sources = AllBut()
-    """Draft sources that may be used."""
     remember: bool = True
     """Whether what is said may be kept, to draft for later sessions of the same scope (:mod:`.sources.suffix`)."""
 

@@ -28,6 +28,7 @@ import itertools
 from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
 from speculation.verifying.budget import room_for_drafts
@@ -193,14 +194,15 @@ class Job(Protocol):
     def blocks_needed(self, count: int) -> int:
         """Blocks to be taken before ``count`` more tokens fit."""
 
-    def reuse(self) -> None:
-        """Take over from the cache what others have computed of it."""
+    def reuse(self) -> int:
+        """Take over from the cache what others have computed of it; how many tokens."""
 
     def preempt(self) -> None:
         """It was preempted: all its blocks go back."""
 
 
 J = TypeVar("J", bound=Job)
+BY_RANK = attrgetter("rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +222,15 @@ class Scheduler(Generic[J]):
         self.waiting: list[J] = []
         self.preempted = 0
         """How often a session was preempted."""
+        self.reused = 0
+        """Tokens taken over from the cache instead of being computed."""
         self._max_running, self._budget, self._free = max_running, budget, free
         self._turns: dict[J, int] = {}  # of each running session
         self._turn = itertools.count()
 
     def add(self, job: J) -> None:
         """Let a session wait for its start."""
-        insort(self.waiting, job, key=_rank)
+        insort(self.waiting, job, key=BY_RANK)
 
     def remove(self, job: J) -> None:
         """Forget a session. Its blocks are the caller's to free."""
@@ -239,7 +243,7 @@ class Scheduler(Generic[J]):
         """Start whoever there is room for, and divide the next step; ``prefill_budget`` as in :func:`share`."""
         self._admit()
         for job in self.running:
-            job.reuse()
+            self.reused += job.reuse()
         while self.running:
             demands = [Demand(job.num_uncomputed_tokens, job.priority, self._turns[job]) for job in self.running]
             division = share(demands, self._budget, prefill_budget)
@@ -282,16 +286,12 @@ class Scheduler(Generic[J]):
             ):
                 return
             job = self.waiting.pop(0)
-            insort(self.running, job, key=_rank)
+            insort(self.running, job, key=BY_RANK)
             self._turns[job] = next(self._turn)
 
     def _preempt(self) -> None:
         job = self.running.pop()
         del self._turns[job]
         job.preempt()
-        insort(self.waiting, job, key=_rank)
+        insort(self.waiting, job, key=BY_RANK)
         self.preempted += 1
-
-
-def _rank(job: Job) -> Rank:
-    return job.rank

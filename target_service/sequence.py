@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -19,7 +19,6 @@ from speculation.drafting.heads import StateDrafts
 from speculation.messages import ANCHOR, Open, RefusalCode, Refused, Rule, Sampling, Token, TokenLogprobs, Verification
 from speculation.trie import VerificationTree
 from speculation.verifying.target_session import Commit, TargetSession
-from target_service.counters import TargetCounters
 from target_service.scheduler import Rank, Share, rank
 from transport.tracing import SequenceTimings, SessionLog
 
@@ -29,16 +28,13 @@ class TargetSequence:
     """Implements :class:`target_service.scheduler.Job`. Nothing of it is cached while it waits."""
 
     link: Hashable
-    """Where it was opened."""
     session: TargetSession
     cache: KVCache
     arrived: tuple[float, int]
     """When it came, in seconds, and how many had come before."""
-    counters: TargetCounters
     log: SessionLog
     timings: SequenceTimings
     shaping: Shaping | None = None
-    """What it does to its logits, if anything."""
     constraint: GrammarConstraint | None = None
     """Its grammar, if it has one: known from when it is compiled."""
     cached: CachedSequence = field(init=False)
@@ -52,7 +48,6 @@ class TargetSequence:
     """Committed tokens that were computed for it since it was opened."""
     _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     waits_since: float | None = None
-    """When it began to wait for drafts, in seconds, if it does."""
 
     def __post_init__(self) -> None:
         self.cached = self._empty()
@@ -105,16 +100,17 @@ class TargetSequence:
         self.constraint.excess_seconds = 0.0
         return True
 
-    def reuse(self) -> None:
+    def reuse(self) -> int:
         """Take over from the cache what others have computed of it, as long as it does not decode.
 
         A prompt that is to be told about is computed wholly.
         """
-        if self.num_uncomputed_tokens > 1 and not self.missing_prompt_logprobs:
-            before = self.cached.length
-            if self.cached.reuse() and self.reusable is not None:
-                self.cached.truncate(max(before, self.reusable(self.cached.length)))
-            self.counters.reused += self.cached.length - before
+        if self.num_uncomputed_tokens <= 1 or self.missing_prompt_logprobs:
+            return 0
+        before = self.cached.length
+        if self.cached.reuse() and self.reusable is not None:
+            self.cached.truncate(max(before, self.reusable(self.cached.length)))
+        return self.cached.length - before
 
     def preempt(self) -> None:
         """Give all blocks back; what was cached is computed again later."""
@@ -230,23 +226,15 @@ class BatchEntry:
         The rows that tell of the prompt come first. ``draws``: let the step draw; the entry has to be plain. A row that
         is computed only to be judged is drawn as if greedy.
         """
-        start = self.sequence.cached.length
-        scheduled = self.sequence.session.tokens[start : start + self.num_scheduled_tokens]
-        last = self.num_scheduled_tokens - 1
-        chain = range(ANCHOR, last)
-        if self.tree is None:
-            judged = [Draw(Sampling(temperature=0.0), 0)] * self.rows if draws else []
-            return Chunk(
-                self.sequence.cached, scheduled, list(chain), [*self.prompt_logprob_rows, *[last] * self.rows], judged
-            )
-        parents = [
-            *chain,
-            *(last if parent == ANCHOR else self.num_scheduled_tokens + parent for parent in self.tree.parents),
-        ]
-        rows = [*self.prompt_logprob_rows, *range(last, self.num_scheduled_tokens + len(self.tree.nodes))]
-        return Chunk(
-            self.sequence.cached, [*scheduled, *self.tree.tokens], parents, rows, self.draws() if draws else ()
-        )
+        cached, count = self.sequence.cached, self.num_scheduled_tokens
+        last, tree = count - 1, self.tree or VerificationTree()
+        tokens = [*self.sequence.session.tokens[cached.length : cached.length + count], *tree.tokens]
+        parents = [*range(ANCHOR, last), *(last if parent == ANCHOR else count + parent for parent in tree.parents)]
+        judged = [last] * self.rows if self.tree is None else range(last, last + self.rows)
+        drawn: Sequence[Draw] = ()
+        if draws:
+            drawn = [Draw(Sampling(temperature=0.0), 0)] * self.rows if self.tree is None else self.draws()
+        return Chunk(cached, tokens, parents, [*self.prompt_logprob_rows, *judged], drawn)
 
     def verifies(self, tree: VerificationTree | None, now: float) -> None:
         """These drafts; None: it waits for some, and sits this step out."""

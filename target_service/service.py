@@ -13,7 +13,6 @@ from pathlib import Path
 from engine.build import build_target, welcome
 from engine.interface import StepEngine
 from engine.leader import Ranks
-from engine.model import ModelError
 from engine.recorder import Recorder
 from engine.settings import EngineSettings
 from speculation.messages import Progress
@@ -38,7 +37,6 @@ class TargetSettings:
     step_timeout: float = 60.0
     """Seconds after which a step counts as stuck, and the process ends; 0: never."""
     trace: TraceSettings | None = None
-    """Where spans go; None: tracing is off."""
     sources: tuple[str, ...] = ()
     """Draft sources to draft with besides the built-in ones; see :func:`load_sources`."""
     validate: bool = False
@@ -110,42 +108,27 @@ async def start_target(
             introduction = replace(introduction, head=engine.eagle.fingerprint)
         machine = VerifyLoop(engine, introduction, settings.limits, recorder, tracing, drafter, seconds)
         ending = ExitStack()
-        ending.callback(engine.close)
-        if drafter is not None:
-            ending.callback(drafter.close)
-        if tracing is not None:
-            ending.callback(tracing.close)
-        worker = Worker(
-            machine,
-            ROLE,
-            ending.close,
-            settings.step_timeout,
-            longest_step=machine.longest_step,
-            validate=settings.validate,
-        )
+        for ended in (engine, drafter, tracing):
+            if ended is not None:
+                ending.callback(ended.close)
+        timeout, longest = settings.step_timeout, machine.longest_step
+        worker = Worker(machine, ROLE, ending.close, timeout, longest_step=longest, validate=settings.validate)
         await worker.start(door)
         return worker
 
 
 def _load(
-    settings: EngineSettings,
-    progress: Progress,
-    ranks: Ranks | None,
-    make_drafter: MakeDrafter | None,
+    settings: EngineSettings, progress: Progress, ranks: Ranks | None, make_drafter: MakeDrafter | None
 ) -> tuple[StepEngine, Drafter | None, Mapping[int, float]]:
     """The draft model first: the target's cache takes what memory is left. And what steps of the target take."""
-    if make_drafter is None:
+    with ExitStack() as loaded:
+        drafter = None if make_drafter is None else make_drafter(progress)
+        if drafter is not None:
+            loaded.callback(drafter.close)
         engine = build_target(settings, progress, ranks)
-        return engine, None, time_steps(engine)
-    drafter = make_drafter(progress)
-    try:
-        engine = build_target(settings, progress, ranks)
-        try:
+        loaded.callback(engine.close)
+        if drafter is not None:
             check_drafter(drafter.welcome(), engine)
-        except ModelError:
-            engine.close()
-            raise
-        return engine, drafter, time_steps(engine)
-    except BaseException:
-        drafter.close()
-        raise
+        seconds = time_steps(engine)
+        loaded.pop_all()
+        return engine, drafter, seconds

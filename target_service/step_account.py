@@ -11,14 +11,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 
 from engine.cache.kv_cache import KVCache
 from engine.interface import Chunk, StepEngine
 from engine.recorder import Recorder
 from speculation.demand import TargetDemand
+from speculation.messages import Source, SourceName
+from speculation.sources.registry import registered
+from speculation.sources.suffix import SuffixStore
+from speculation.trie import InsertResult, VerificationTree
 from speculation.verifying.planner import Planner
-from target_service.counters import TargetCounters
-from target_service.drafting.own_drafters import OwnDrafters
+from speculation.verifying.target_session import Commit
 from target_service.sequence import BatchEntry, TargetSequence
 
 SMOOTHING = 0.3
@@ -35,6 +39,77 @@ FORGETTING = 0.99
 """What is left of the longest time at the next step."""
 TIMED_TOKENS, TIMED_TIMES, TIMED_SECONDS = (1, 4, 16, 64), 3, 1.0
 """Steps that are timed at load: their tokens, how often each, and after how many seconds larger ones are left out."""
+
+
+def _by_source() -> dict[SourceName, int]:
+    return dict.fromkeys((*Source, *registered()), 0)
+
+
+@dataclass(slots=True)
+class TargetCounters:
+    """What a target worker counts: monotone totals since its start, told with every heartbeat."""
+
+    steps: int = 0
+    step_microseconds: int = 0
+    forward_microseconds: int = 0
+    waits: int = 0
+    """Steps put off because drafts were expected."""
+    wait_microseconds: int = 0
+    prefilled: int = 0
+    reused: int = 0
+    """Tokens taken over from the cache instead of being computed."""
+    committed: int = 0
+    offered: int = 0
+    accepted: int = 0
+    preempted: int = 0
+    grammar_waits: int = 0
+    """Steps that sessions sat out since their callers' grammars had taken too long."""
+    refused: int = 0
+    proposals: dict[InsertResult, int] = field(default_factory=lambda: dict.fromkeys(InsertResult, 0))
+    source_faults: int = 0
+    """Sessions in which a registered draft source failed."""
+    draft_microseconds: int = 0
+    """What a draft model in this process took to draft, as part of the steps."""
+    draft_left_out: int = 0
+    """Times a session found no room in its cache, or has text that it cannot read, ..."""
+    draft_faults: int = 0
+    """... and sessions that go on without it since it failed."""
+    suffix_asked: int = 0
+    """How often a session asked how its text went on in earlier outputs, ..."""
+    suffix_found: int = 0
+    """... and how often that was known."""
+    suffix_indexed: int = 0
+    """Tokens of outputs taken into the index, ..."""
+    suffix_forgotten: int = 0
+    """... and taken out again."""
+    features: int = 0
+    """Tokens of which features were sent to drafters, ..."""
+    features_refused: int = 0
+    """... and times they were wanted for another head, or of no session here."""
+    offered_from: dict[SourceName, int] = field(default_factory=_by_source)
+    accepted_from: dict[SourceName, int] = field(default_factory=_by_source)
+
+    def count(self, tree: VerificationTree, commit: Commit) -> None:
+        """Add what a session's step came to; each draft source gets its own credit."""
+        self.committed += len(commit.verification.tokens)
+        self.offered += len(tree.nodes)
+        self.accepted += len(commit.kept)
+        for node in tree.nodes:
+            self.offered_from[node.source] += 1
+        for i in commit.kept:
+            self.accepted_from[tree.nodes[i].source] += 1
+
+    def take(self, store: SuffixStore) -> None:
+        """Take over what is counted there."""
+        self.suffix_asked, self.suffix_found = store.asked, store.found
+        self.suffix_indexed, self.suffix_forgotten = store.taken, store.forgotten
+
+    def flat(self) -> dict[str, int]:
+        """By name."""
+        totals: dict[str, int] = {}
+        for name, value in asdict(self).items():
+            totals |= {name: value} if isinstance(value, int) else {f"{name}_{key}": n for key, n in value.items()}
+        return totals
 
 
 def time_steps(engine: StepEngine) -> Mapping[int, float]:
@@ -126,10 +201,8 @@ class LongestStep:
 class StepAccount:
     """The steps of one worker so far. Times are of one monotonic clock, in seconds."""
 
-    def __init__(
-        self, counters: TargetCounters, planner: Planner, drafters: OwnDrafters, recorder: Recorder | None
-    ) -> None:
-        self._counters, self._planner, self._drafters, self._recorder = counters, planner, drafters, recorder
+    def __init__(self, counters: TargetCounters, planner: Planner, recorder: Recorder | None) -> None:
+        self._counters, self._planner, self._recorder = counters, planner, recorder
         self._waiting_since: float | None = None
         self.time = StepTime()
         self._longest = LongestStep()
@@ -196,16 +269,21 @@ class StepAccount:
             self._computing = 0
 
     def observe(
-        self, entries: Sequence[BatchEntry], started: float, ended: float, forward: float, committed: int
+        self,
+        entries: Sequence[BatchEntry],
+        started: float,
+        ended: float,
+        committed: int,
+        forward: float,
+        drafting: float,
     ) -> None:
-        """A step is over, its ``forward`` took so many seconds, and it ``committed`` so many tokens."""
+        """A step is over, which ``committed`` so many tokens; ``forward`` and ``drafting`` took seconds of it."""
         self._counters.steps += 1
         self._counters.step_microseconds += round((ended - started) * 1e6)
         self._counters.forward_microseconds += round(forward * 1e6)
         tokens, only_decodes = sum(entry.tokens for entry in entries), all(entry.decodes for entry in entries)
-        computing = ended - started - self._drafters.seconds
+        computing = ended - started - drafting
         if only_decodes:
-            self._drafters.observe(len(entries), committed, ended - started)
             self._planner.observe(len(entries), tokens, computing, committed)
         self.time.observe(tokens, computing)
         self._longest.observe(tokens, ended - started)

@@ -118,29 +118,24 @@ def _fetched(
 
 
 def _bounded(outcome: Verdict, opens: Sequence[int], entry: BatchEntry) -> Verdict:
-    """``outcome`` as far as there is anything to draw; a fault if there is nothing right after the text."""
-    if entry.tree is None or not isinstance(outcome, AcceptanceResult) or all(opens):
-        return outcome
-    dead_end = Fault(DEAD_END.format(entry.sequence.session.trie.position), RefusalCode.INVALID)
-    return _to_dead_end(outcome, opens, entry.tree.tokens) or dead_end
-
-
-def _broken(entry: BatchEntry) -> Fault:
-    return Fault(NOT_FINITE.format(entry.sequence.session.trie.position), not_finite=True)
-
-
-def _to_dead_end(outcome: AcceptanceResult, opens: Sequence[int], tokens: Sequence[Token]) -> AcceptanceResult | None:
-    """``outcome`` as far as there is anything to draw; None if there is nothing right after the text.
+    """``outcome`` as far as there is anything to draw; a fault if there is nothing right after the text.
 
     Where it is cut short, the last draft before the dead end counts as the target's own token. ``opens``: which rows
     leave anything to draw.
     """
+    if entry.tree is None or not isinstance(outcome, AcceptanceResult) or all(opens):
+        return outcome
     rows = (0, *(i + 1 for i in outcome.kept))
     end = next((count for count, row in enumerate(rows) if not opens[row]), None)
     if end is None:
         return outcome
-    kept = outcome.kept[:end]
-    return AcceptanceResult(kept[:-1], tokens[kept[-1]]) if kept else None
+    if not end:
+        return Fault(DEAD_END.format(entry.sequence.session.trie.position), RefusalCode.INVALID)
+    return AcceptanceResult(outcome.kept[: end - 1], entry.tree.tokens[outcome.kept[end - 1]])
+
+
+def _broken(entry: BatchEntry) -> Fault:
+    return Fault(NOT_FINITE.format(entry.sequence.session.trie.position), not_finite=True)
 
 
 def _joined(parts: Sequence[Tensor], chosen: Sequence[int], logits_RV: Tensor) -> Tensor:

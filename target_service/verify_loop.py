@@ -37,12 +37,11 @@ from speculation.messages import (
 from speculation.sources.registry import LookupBounds, registered
 from speculation.sources.suffix import IN_PAUSE, IN_STEP, SuffixSettings, SuffixStore
 from speculation.verifying.planner import Asked, Planner
-from target_service.counters import TargetCounters
 from target_service.drafting.draft_model import Drafter
 from target_service.drafting.own_drafters import OwnDrafters
 from target_service.scheduler import Budget, Scheduler
 from target_service.sequence import BatchEntry, TargetSequence, reason_to_refuse
-from target_service.step_account import StepAccount
+from target_service.step_account import StepAccount, TargetCounters
 from target_service.verdicts import Fault, Verdict, apart, not_finite, of_committed, verdicts
 from transport.tracing import SequenceTimings, SessionLog, Tracing
 from transport.worker import Outgoing
@@ -98,8 +97,8 @@ class VerifyLoop:
             adaptive=limits.adaptive, lookup=limits.lookup, row_classes=engine.row_classes, believed=step_seconds
         )
         self._suffix_store = SuffixStore(limits.suffix.tokens, limits.suffix.scope)
-        self._drafters = OwnDrafters.of(engine, drafter, self._planner, self.counters, adaptive=limits.adaptive)
-        self._account = StepAccount(self.counters, self._planner, self._drafters, recorder)
+        self._drafters = OwnDrafters(engine, drafter, self._planner, self.counters, adaptive=limits.adaptive)
+        self._account = StepAccount(self.counters, self._planner, recorder)
         self._recorder, self._tracing = recorder, tracing
         self._due: float | None = None
         self._last_committed = 0
@@ -173,9 +172,7 @@ class VerifyLoop:
         session_log = SessionLog(log, opened.session, opened.request_options.request)
         session_log.info("opened with %d tokens, epoch %d", len(opened.tokens), opened.epoch)
         shaping = Shaping.of(opened, session.tokens, self._welcome.vocabulary)
-        taken = TargetSequence(
-            link, session, self._engine.cache, arrived, self.counters, session_log, SequenceTimings(at), shaping
-        )
+        taken = TargetSequence(link, session, self._engine.cache, arrived, session_log, SequenceTimings(at), shaping)
         self._drafters.open(taken, own)
         self._sequences[link, opened.session] = taken
         if opened.request_options.grammar:
@@ -249,7 +246,7 @@ class VerifyLoop:
         self._due = None
         outgoing = self._constrain(started)
         entries = self._plan(started)
-        self.counters.preempted = self._scheduler.preempted
+        self.counters.preempted, self.counters.reused = self._scheduler.preempted, self._scheduler.reused
         if not entries:
             self._tidy(IN_PAUSE)
             self._account.pause(started, waits=self._due is not None)
@@ -257,8 +254,11 @@ class VerifyLoop:
         self._account.resume(started, entries)
         committed = self.counters.committed
         outgoing += self._compute(entries, started) + self._drafters.features()
-        self._last_committed = self.counters.committed - committed
-        self._account.observe(entries, started, time.perf_counter(), self._engine.forward_seconds, self._last_committed)
+        committed = self._last_committed = self.counters.committed - committed
+        ended, forward, drafting = time.perf_counter(), self._engine.forward_seconds, self._drafters.seconds
+        self._account.observe(entries, started, ended, committed, forward, drafting)
+        if all(entry.decodes for entry in entries):
+            self._drafters.observe(len(entries), committed, ended - started)
         return outgoing
 
     def _plan(self, now: float) -> list[BatchEntry]:

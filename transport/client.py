@@ -1,22 +1,19 @@
 """The router's end of the wire: one stream to one worker, watched.
 
 A connection is up from the worker's ``Welcome`` until the stream ends or the worker is given up, because for
-:data:`WORKER_SILENCE_SECONDS` nothing, not even a heartbeat, was heard, or a ping was not answered. A worker that does
-not introduce itself in that time, whatever else it sends, is given up, and tried again; but for one that says that it
-is loading. gRPC's own keepalive would not do: its pings are answered by a thread that runs on when the worker's own
-loop is stuck.
+:data:`WORKER_SILENCE_SECONDS` nothing, not even a heartbeat, was heard, or a ping was not answered: then messages reach
+the router and none reach the worker. One that does not introduce itself in that time is given up, and tried again, but
+for one that says that it is loading. gRPC's own keepalive would not do: its pings are answered by a thread that runs on
+when the worker's own loop is stuck.
 
-A worker that goes on talking and does not answer is gone as well: messages reach the router and none reach the worker.
 Silence is judged by ticks of the router's own clock, not by time: a router that was stopped, or had no CPU, has not
-read what came meanwhile, so a tick that comes late counts for little. A ping that has yet to be written counts for as
-little: it waits behind what the worker has to read first. A drafter that is given up and turns out to be the same one
-when it is back was slow, and not gone. It gets twice the time from then on (:class:`Patience`): to open its sessions
-again costs a busy machine more than to wait.
+read what came meanwhile, so a tick that comes late counts for little. So does a tick while a ping has yet to be
+written. A drafter that is given up and turns out to be the same one when it is back was slow, and not gone. It gets
+twice the time from then on (:class:`Patience`): to open its sessions again costs a busy machine more than to wait.
 
-A worker that cannot be reached, for instance because of its certificate, is logged once for every reason.
-
-What comes is read by :mod:`transport.incoming`. Where it comes faster than it is read, no more is taken from the
-stream, and the worker has to wait. One that breaks the protocol is let go of, and not asked again for a while.
+Where more comes than :mod:`transport.incoming` reads, no more is taken from the stream, and the worker has to wait. One
+that breaks the protocol is let go of, and not asked again for a while. A worker that cannot be reached, for instance
+because of its certificate, is logged once for every reason.
 """
 
 from __future__ import annotations
@@ -53,11 +50,9 @@ DOUBTFUL_TICK = 0.25
 MAX_PATIENCE = 5.0
 """How many times as long as others a slow drafter may be silent."""
 PING_SECONDS = 0.5
-"""Pause between pings."""
 LOST_SECONDS = 5.0
 """A ping not answered for this long is given up."""
 SMOOTHING = 0.2
-"""Weight of the newest measurement."""
 
 CHANNEL_OPTIONS: list[tuple[str, str | int]] = [
     # Our own retry decides when to try again; gRPC's would double the pauses up to two minutes.
@@ -112,10 +107,8 @@ class Liveness:
     def __init__(self, seconds: float, patience: Patience, slack: float = 0.0) -> None:
         """From now on. ``seconds``: of :data:`TICKS` ticks; ``slack``: ticks that the first word may come later."""
         self._seconds, self._patience = seconds, patience
-        self._silent = -slack
-        """Ticks in which nothing was heard."""
-        self._unanswered = 0.0
-        """Ticks since the last ping, if it has not been answered."""
+        self._silent = -slack  # ticks in which nothing was heard
+        self._unanswered = 0.0  # ticks since the last ping, if it has not been answered
         self._pinged = self._written = self._answers = False
 
     def heard(self) -> None:
@@ -217,8 +210,7 @@ class WorkerConnection:
         """
         self.address, self._role, self._listener, self._delay = address, role, listener, delay
         self._identity, self._asked = identity, asked
-        self._said: set[str] = set()
-        """Why the last attempt failed, until one succeeds."""
+        self._said: set[str] = set()  # why the last attempt failed, until one succeeds
         self.sent_bytes = 0
         """Bytes of all frames sent so far, as serialised; gRPC and HTTP/2 add some 14 per frame."""
         self.received_bytes = 0

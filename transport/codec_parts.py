@@ -55,7 +55,6 @@ MAX_GRAMMAR = 1 << 20
 MAX_LOGPROBS = 128
 """Most likeliest tokens reported with one token."""
 MAX_COUNTERS = 256
-"""Most counters a worker reports."""
 MAX_WIDTH = 1 << 16
 """Most numbers a token."""
 MAX_FEATURE_BYTES = 1 << 20
@@ -132,7 +131,6 @@ class AskedLogprobs:
     prompt: int | None = None
     """The same of the prompt's; None: nothing, or it has told them."""
     prompt_tokens: int = 0
-    """How many these are."""
 
     @property
     def max_bytes(self) -> int:

@@ -104,7 +104,6 @@ class Heading(NamedTuple):
     session: SessionId
     epoch: int
     start: int
-    """Where its own fields begin."""
     features: bool = False
     """Whether these are features, of which whoever passes them on reads no more than this."""
 

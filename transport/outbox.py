@@ -96,8 +96,7 @@ class Outbox:
     def __init__(self, delay: Callable[[], float] = no_delay) -> None:
         """Open and empty. Messages and heartbeats are held back for ``delay`` seconds."""
         self._entries: deque[bytes] = deque()
-        self._bytes = 0
-        """Of all that waits, held back or not."""
+        self._bytes = 0  # of all that waits, held back or not
         self._probe: Probe | None = None
         self._line: DelayLine[bytes | Probe] = DelayLine(self._append, delay)
         self._ready = asyncio.Event()

@@ -102,14 +102,10 @@ def read(files: TlsFiles, role: str, now: datetime) -> Credentials:
     return Credentials(chain_pem, key_pem, authority_pem, own.not_valid_before_utc, own.not_valid_after_utc)
 
 
-def _utc_now() -> datetime:
-    return datetime.now(UTC)
-
-
 class Identity:
     """A process's side of every handshake, as its files say at the time. May be used from any thread."""
 
-    def __init__(self, files: TlsFiles, role: str, clock: Callable[[], datetime] = _utc_now) -> None:
+    def __init__(self, files: TlsFiles, role: str, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
         """Reads the files; raises :class:`TlsError`."""
         self._files, self._role, self._clock = files, role, clock
         self._held = read(files, role, clock())

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from speculation.messages import Open, SessionId, Verification
 
@@ -156,7 +156,3 @@ class SessionLog(logging.LoggerAdapter[logging.Logger]):
 
     def __init__(self, log: logging.Logger, session: SessionId, request_id: str) -> None:
         super().__init__(log, {"session": int(session), "request": request_id})
-
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Add the fields."""
-        return msg, {**kwargs, "extra": self.extra}

@@ -49,7 +49,6 @@ SWITCH_SECONDS = 1e-4
 
 T = TypeVar("T")
 Outgoing = list[tuple[Hashable, FromWorker | Features]]
-"""Messages with the link each goes to."""
 
 
 class Machine(Protocol):
@@ -165,8 +164,7 @@ class Watchdog:
         self._step_timeout, self._longest = step_timeout, longest
         self._step = 0
         self._computing = False
-        self._seen = (0, 0)
-        """The step under way at the last heartbeats, and how many of them it has lasted."""
+        self._seen = (0, 0)  # the step under way at the last heartbeats, and how many of them it has lasted
 
     def begins(self) -> None:
         """A step begins."""
@@ -264,14 +262,12 @@ class Worker:
         self._draining = True
         self._push_load()
         deadline = self._loop.time() + seconds
-        while self._busy and self._loop.time() < deadline and not self.failed.done():
+        while self._loop.time() < deadline and not self.failed.done():
+            load = self._machine.load()
+            if not (self._inbox or load.sessions or load.waiting):
+                break
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         await self.stop()
-
-    @property
-    def _busy(self) -> bool:
-        load = self._machine.load()
-        return bool(self._inbox or load.sessions or load.waiting)
 
     async def stop(self) -> None:
         """End all streams, the thread and the server."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
+from draft_service.sequence import Text
 from draft_service.translation.tokenizer import SharedVocabulary
 from speculation.messages import Token
 
@@ -23,8 +24,8 @@ INSIDE = -1
 """The end of an own token that ends inside a character."""
 
 
-class OwnText:
-    """The own tokens of one session. Implements :class:`draft_service.translation.reading.Text`.
+class OwnText(Text):
+    """The own tokens of one session.
 
     A *run* is the text behind the last special token: special tokens stand between texts that are encoded alone.
     """

@@ -1,27 +1,30 @@
-"""Whether a draft worker has to translate, and what it needs for that: it then speaks the target's tokens only.
+"""Whether a draft worker has to translate, and how it does: it then speaks the target's tokens only.
 
 How much two vocabularies share is found out by letting the draft model write: tokens that are rarely said hardly
 matter. That tells both what it would rather say in tokens of its own alone, and what the target would.
 
-Tensor legend: R texts, V the draft model's vocabulary.
+Tensor legend: R rows, V vocabulary, S own tokens that are shared, or begin with a shared one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from draft_service.translation.reading import OtherVocabulary
+from draft_service.sequence import Reader
+from draft_service.translation.own_text import OwnText
 from draft_service.translation.tokenizer import DraftTokenizer, SharedVocabulary
 from engine.host.upload import upload
 from engine.interface import Chunk
 from engine.loading.loader import read_config
-from engine.model import ModelError
+from engine.model import Model, ModelError
 from engine.sampling.sampling import Draw, drawn
 from engine.step import Engine
-from speculation.messages import Loading, Progress, Sampling
+from speculation.messages import Loading, Progress, Sampling, Token
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,6 @@ class Vocabularies:
     target: DraftTokenizer
     own: DraftTokenizer
     target_size: int
-    """The target's token ids are below this."""
     digest: int
     """Of the target's tokenizer, as target workers give it."""
 
@@ -63,6 +65,28 @@ def translator(engine: Engine, known: Vocabularies, progress: Progress | None = 
     if progress is not None:
         progress(Loading(f"translating: {shared.share:.0%} of the target's tokens are shared, {found}"))
     return OtherVocabulary(engine.model, shared)
+
+
+class OtherVocabulary(Reader):
+    """The draft model has another vocabulary than the target."""
+
+    def __init__(self, model: Model, shared: SharedVocabulary) -> None:
+        end = frozenset(token for token, names in shared.target.special.items() if "eos_token" in names)
+        self.model = replace(model, name=shared.target.name, vocabulary=shared.size, stop_tokens=end)
+        self.shared = shared
+        self._own_S = upload(list(shared.begins), model.device)
+        self._target_S = upload(list(shared.begins.values()), model.device)
+
+    def text(self, committed: Sequence[Token]) -> OwnText:
+        """Its own tokens of the text."""
+        return OwnText(self.shared, committed)
+
+    def read(self, logits_RV: Tensor) -> Tensor:
+        """To each shared token, the probability of all own tokens that begin with it, on the scale of the logits."""
+        scale_R1 = logits_RV.logsumexp(-1, keepdim=True)
+        odds_RS = (logits_RV.index_select(1, self._own_S) - scale_R1).exp_()
+        read_RV = logits_RV.new_zeros(len(logits_RV), self.shared.size)
+        return read_RV.index_add_(1, self._target_S, odds_RS).log_().add_(scale_R1)
 
 
 TEXTS, TOKENS = 8, 24

@@ -2,7 +2,7 @@
 
 Every router hears the same of a worker, with each of its heartbeats, and tells it on: take the maximum over routers
 before adding up workers. The exceptions say "per router". What a worker counts comes under names of its own
-(:mod:`target_service.counters`, :mod:`draft_service.sequence`); :data:`COUNTERS` gives each its metric.
+(:mod:`target_service.step_account`, :mod:`draft_service.sequence`); :data:`COUNTERS` gives each its metric.
 
 For the endpoint picker of an inference gateway, which takes a router and the targets behind it for one model server,
 there are three gauges more, under names of vLLM's (docs/plugin-metric-protocol.md of github.com/llm-d/llm-d-router).

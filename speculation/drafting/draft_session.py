@@ -76,7 +76,6 @@ class Candidate:
 
 
 NONE_RIGHT = -1
-"""The target took none of the candidates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,6 @@ class DraftSession:
         self.limits = limits
         self.calibration = Calibration(calibration or Calibration())
         self.children = 1 if opened.speculation.chains else limits.children
-        """Candidates wanted at each place."""
         self.price = 0.0
         """Tokens that one more draft costs where that is known: what is less likely to be kept is not worth drafting.
 
@@ -131,12 +129,10 @@ class DraftSession:
         self._lead = 0 if resting and opened.speculation.schedule is Schedule.TRIE else limits.lead
         self._leaves: dict[Node, None] = {self.trie.root: None}  # an ordered set: what may be expanded
         self._unsent: dict[Node, None] = {}
-        self._held = 0
-        """Steps that have added to what is unsent."""
+        self._held = 0  # steps that have added to what is unsent
         self._sent_end = self.trie.position
         self._credit = FIRST_CREDIT * limits.bytes_a_token
-        self._ignored = 0
-        """Verifications in a row that offered nothing although drafts stood."""
+        self._ignored = 0  # verifications in a row that offered nothing although drafts stood
         self._repush_after = IGNORED_BEFORE_REPUSH
         self.outcomes: list[Outcome] | None = None
         """What became of the places along the text, in its order, for a record; None: not kept."""
@@ -152,8 +148,7 @@ class DraftSession:
     def lead(self) -> LookaheadDemand:
         """Drafts that a verification coming now would find; none are asked for while it rests."""
         asked = self._depth if self._lead else 0
-        reached = max((node.end for node in self.trie), default=self.trie.position) - self.trie.position
-        return LookaheadDemand(max(asked, 0), min(reached, max(asked, 0)))
+        return LookaheadDemand(max(asked, 0), min(self.trie.lead, max(asked, 0)))
 
     # -- drafting ------------------------------------------------------------------------------------------------------
 
@@ -345,7 +340,10 @@ class DraftSession:
         standing = list(self.trie)
         self._unsent = {node: None for node in standing if node in self._unsent}
         self._said = {node: self._said[node] for node in (self.trie.root, *standing) if node in self._said}
-        self._leaves = dict.fromkeys(filter(self._is_leaf, (self.trie.root, *standing)))
+        ends = [
+            node for node in standing if not node.children and node.parent in self._said
+        ]  # none of before a redraft
+        self._leaves = dict.fromkeys(ends if self.trie.root.children else (self.trie.root, *ends))
         if offered:
             self._ignored, self._repush_after = 0, IGNORED_BEFORE_REPUSH
         elif self._lead and len(standing) > len(self._unsent):
@@ -357,10 +355,6 @@ class DraftSession:
         self._sent_end = max(sent, default=self.trie.position)
         for node in self._said:
             self._branch(node)
-
-    def _is_leaf(self, node: Node) -> bool:
-        """Whether a node is the end of what was drafted, and not left over from before :meth:`redraft`."""
-        return not node.children and (node is self.trie.root or node.parent in self._said)
 
     def _learn(self, tokens: Sequence[Token]) -> None:
         node = self.trie.root

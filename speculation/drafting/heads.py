@@ -76,8 +76,7 @@ class StateDrafts:
         self._end = 0
         self._position = -1
         self._tree = GuessTree()
-        self._unused = 0
-        """Steps since a guess was verified last."""
+        self._unused = 0  # steps since a guess was verified last
 
     @property
     def rests(self) -> bool:
@@ -144,9 +143,7 @@ class GuessPlace:
     """A guess, or the end of the text, that guesses can hang from."""
 
     node: int = ANCHOR
-    """Its number in the tree."""
     parent: int = ANCHOR
-    """That of the place it hangs from."""
     path: tuple[Token, ...] = ()
     """All guesses up to it."""
     chance: float = 1.0

@@ -79,7 +79,7 @@ class RetryState:
     def __init__(self, bounds: SessionLimits, seed: int) -> None:
         self._bounds = bounds
         self._pauses = Pauses(bounds.backoff, bounds.longest_backoff, seed)
-        self._fruitless = self._stalls = 0
+        self._fruitless = self.stalls = 0  # openings in a row that came to nothing, and silences
         self._searching_since: float | None = None
         self._last_progress = 0.0
         self.crowded = False
@@ -89,7 +89,7 @@ class RetryState:
 
     def progress(self, now: float) -> None:
         """A token was committed."""
-        self._last_progress, self._stalls, self._fruitless, self.avoid = now, 0, 0, frozenset()
+        self._last_progress, self.stalls, self._fruitless, self.avoid = now, 0, 0, frozenset()
         self._pauses.start_over()
         self.end_search()
 
@@ -123,16 +123,14 @@ class RetryState:
         if self.crowded and begun and not self.avoid:
             self.end_search()  # whoever was full is gone: that is another wait
             self.begin_search(now)
-        if self._searching_since is None or now < self._searching_since + self._longest_search(begun=begun):
+        longest = self._bounds.begun_timeout if begun else self._bounds.placement_timeout
+        if not self.crowded and self._bounds.unavailable_timeout:
+            longest = self._bounds.unavailable_timeout
+        if self._searching_since is None or now < self._searching_since + longest:
             return None
         if not self.crowded:
             return Fail(FailureCode.UNAVAILABLE, "no target worker is available")
         return None if begun else Fail(FailureCode.OVERLOADED, "all target workers are full; try again later")
-
-    def ask_again_at(self, now: float) -> float:
-        """When to look for a target again; then any will do."""
-        self.avoid = frozenset()
-        return now + self.pause()
 
     def pause(self) -> float:
         """How long to wait before a target is looked for again."""
@@ -150,24 +148,15 @@ class RetryState:
     @property
     def stalled_at(self) -> float:
         """When silence has lasted too long."""
-        return float(self._last_progress + self._bounds.stall_timeout * 2**self._stalls)
-
-    @property
-    def was_silent_before(self) -> bool:
-        """Whether the last silence was not the first in a row."""
-        return self._stalls > 1
+        return float(self._last_progress + self._bounds.stall_timeout * 2**self.stalls)
 
     def silence(self) -> Fail | None:
         """Silence has lasted too long: why to give up, if that was once too often in a row."""
-        self._stalls += 1
-        if self._stalls >= self._bounds.silences:
-            return Fail(FailureCode.FAULTY, f"given up after targets said nothing {self._stalls} times in a row")
+        self.stalls += 1
+        if self.stalls >= self._bounds.silences:
+            return Fail(FailureCode.FAULTY, f"given up after targets said nothing {self.stalls} times in a row")
         self.end_search()
         return None
-
-    def _longest_search(self, *, begun: bool) -> float:
-        longest = self._bounds.begun_timeout if begun else self._bounds.placement_timeout
-        return longest if self.crowded else self._bounds.unavailable_timeout or longest
 
 
 NOBODY: frozenset[PeerId] = frozenset()
@@ -190,15 +179,13 @@ class Drafting:
 
     def __init__(self, session: SessionId, speculation: Speculation, bounds: SessionLimits) -> None:
         self.opening: Opening | None = None
-        """Where it is open."""
         self.strikes: dict[PeerId, list[str]] = {}
         """What drafters did against the protocol."""
         self.again_at: float | None = None
         """When drafters that were full are to be asked again."""
         self._session, self._speculation, self._bounds = session, speculation, bounds
         self._avoid = NOBODY
-        self._openings = 0
-        """In a row without a proposal."""
+        self._openings = 0  # in a row without a proposal
         self._pauses = Pauses(bounds.draft_backoff, bounds.longest_draft_backoff, session)
 
     @property

@@ -1,22 +1,17 @@
 """Who may be opened where after targets were lost: what a router remembers across its sessions.
 
 A target that dies takes down every session on it, and nearly always none of them is to blame. Now and then one is:
-computing it ends the worker, and opened on the next it would end that too, until none is left. The one must be found
-and failed, and nobody else. That fails only in a router that has just started, and rarely (docs/adr/0014).
+computing it ends the worker, and opened on the next it would end that too. That one must be found and failed, and
+nobody else. docs/adr/0014 says why so, and what it costs.
 
 * *Suspects* of a death are the sessions that were open there and had not committed a token there, or were still near
   the place where a target had died under them before, or had left a target that has said nothing since. Whoever has
-  gone on was computed and did no harm: a session that commits a token is not under suspicion any more.
-* Suspects are on *probation*: a target tries one of them at a time (of many, an eighth at a time), and meanwhile
-  nothing else is opened there. So the second death under the guilty one has exactly one suspect.
-* Two deaths in a row may still be chance, where workers die anyway. A death is *blameless* once all sessions that were
-  open there have gone well past the place where they were, or have finished. As many blameless deaths as there were
-  lately, so many more tries it takes to prove anything, and some for deaths that others are suspected of. And a session
-  that was alone with the last of enough deaths is kept out for a while first. It counts as poison if by then that has
-  not become more tries, and everyone else who was there is past it.
-
-    suspects    open there and unproven: one of them is tried next, alone
-    implicated  all who were open there: while any is, the death is not blameless
+  gone on was computed and did no harm. Suspects are on *probation*: a target tries one of them at a time (of many, an
+  eighth at a time), and meanwhile nothing else is opened there.
+* Two deaths in a row may still be chance. A death is *blameless* once all who are *implicated*, having been open there,
+  have gone well past the place where they were, or have finished. As many blameless deaths as there were lately, so
+  many more tries it takes to prove anything, and some for deaths that others are suspected of. And a session that was
+  alone with the last of enough deaths is kept out for a while first.
 
     a, b and c run on t1, a unproven; t1 dies          implicated a, b, c; suspect a
     b and c go 16 tokens past where they were          implicated a
@@ -24,9 +19,7 @@ and failed, and nobody else. That fails only in a router that has just started, 
     ten seconds pass, and no worker died of nothing    a is poison
 
 A worker that said it would go is not a death. The same bookkeeping bounds how many sessions are opened again on one
-target at once, so that a crowd that lost its target does not bury the next.
-
-Knows nothing of clocks: ``now`` is seconds on any clock, as long as it is one.
+target at once, so that a crowd that lost its target does not bury the next. ``now`` is seconds on any one clock.
 """
 
 from __future__ import annotations
@@ -34,7 +27,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from speculation.events import PeerId, Placed, PoisonRequest, Role
 from speculation.messages import SessionId, Verification
@@ -43,17 +35,6 @@ REMEMBERED_DEATHS = 1024
 WELL_PAST = 16
 """Tokens beyond what the router knew of a session when a target died. The target may have been a few further."""
 WOKEN_AT_ONCE = 8
-
-
-class Verdict(Enum):
-    """What is to be done with a session that asks for a target."""
-
-    OPEN = auto()
-    """Open it, where it is not blocked."""
-    WAIT = auto()
-    """Keep it out for now."""
-    CONDEMNED = auto()
-    """Fail it: it ends the workers that compute it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +57,12 @@ class PoisonLimits:
     """One in so many on probation is tried at the same time on one target."""
 
 
-@dataclass(slots=True)
-class _Opening:
-    """A session as opened at a target."""
-
-    epoch: int
-    proven: bool = False
-    """Whether it has committed a token there, and has gone well past where a target last died under it."""
-
-
 @dataclass(eq=False, slots=True)
 class _Death:
     """Of a target."""
 
     at: float
     implicated: set[SessionId]
-    """Who may be guilty of it."""
     explained: bool = False
     """Whether one of them was found to be poison."""
 
@@ -119,16 +90,16 @@ class PoisonDetector:
 
     def __init__(self, limits: PoisonLimits = PoisonLimits()) -> None:
         self._limits = limits
-        self._open: dict[PeerId, dict[SessionId, _Opening]] = {}
+        self._open: dict[PeerId, dict[SessionId, int]] = {}  # with the epoch of the opening
         self._unproven: dict[PeerId, set[SessionId]] = {}
-        """Those of them that are not proven. No empty sets."""
+        """Those of them that have not committed a token there, or not gone well past where a target last died under
+        them. No empty sets."""
         self._left: dict[PeerId, set[SessionId]] = {}
         """Sessions that left a target, until it says something: it may hang, and die, of one of them."""
         self._suspicions: dict[SessionId, _Suspicion] = {}
         self._deaths: deque[_Death] = deque(maxlen=REMEMBERED_DEATHS)
         self._implicated: dict[SessionId, _Implication] = {}
-        self._reached: dict[SessionId, int] = {}
-        """Up to which position each session is verified."""
+        self._reached: dict[SessionId, int] = {}  # up to which position each session is verified
         self._opened: set[SessionId] = set()
         self._reserved: dict[PeerId, SessionId] = {}
         """Targets kept free of others until a session on probation can be tried there."""
@@ -142,7 +113,7 @@ class PoisonDetector:
         """A session was opened at a target."""
         self._leave_queue(session)
         self._opened.add(session)
-        self._open.setdefault(peer, {})[session] = _Opening(epoch)
+        self._open.setdefault(peer, {})[session] = epoch
         self._unproven.setdefault(peer, set()).add(session)
 
     def heard(self, peer: PeerId, verification: Verification) -> None:
@@ -153,20 +124,17 @@ class PoisonDetector:
         implication = self._implicated.get(session)
         if implication is not None and verification.end >= implication.position:
             self._exonerate(session)
-        opening = self._open.get(peer, {}).get(session)
-        if opening is None or opening.epoch != verification.epoch:
+        if self._open.get(peer, {}).get(session) != verification.epoch:
             return
         if self._suspicions.pop(session, None):
             self.changed = True
         self._forget_leaving(session)
-        if not opening.proven:
-            opening.proven = session not in self._implicated
-            if opening.proven:
-                self._settle(session, peer)
+        if session not in self._implicated:
+            self._settle(session, peer)
 
     def closed(self, session: SessionId, peer: PeerId) -> None:
         """A session left a target that lives."""
-        if self._open.get(peer, {}).pop(session, None):
+        if self._open.get(peer, {}).pop(session, None) is not None:
             self._left.setdefault(peer, set()).add(session)
             self._settle(session, peer)
 
@@ -219,13 +187,15 @@ class PoisonDetector:
         choose: Callable[[frozenset[PeerId]], PeerId | None],
     ) -> Placed | PoisonRequest:
         """The answer to a session that asks for a target. ``choose``: the best target but for these, if any is left."""
-        match self._verdict(now, session):
-            case Verdict.CONDEMNED:
+        suspicion = self._suspicions.get(session)
+        if suspicion is not None and suspicion.alone and suspicion.deaths >= self._tries(now, session):
+            assert suspicion.last is not None
+            if now < suspicion.last.at + self._limits.watch:
+                return Placed(Role.TARGET, None, queued=True)
+            if suspicion.last.implicated == {session}:
                 for death in self._implicated[session].deaths:
                     death.explained = True
-                return PoisonRequest(self._suspicions[session].deaths)
-            case Verdict.WAIT:
-                return Placed(Role.TARGET, None, queued=True)
+                return PoisonRequest(suspicion.deaths)
         chosen = choose(avoid | self._blocked(session))
         otherwise = choose(avoid) if chosen is None else None
         if otherwise is not None:
@@ -253,23 +223,15 @@ class PoisonDetector:
 
     # -- within --------------------------------------------------------------------------------------------------------
 
-    def _verdict(self, now: float, session: SessionId) -> Verdict:
-        suspicion = self._suspicions.get(session)
-        if suspicion is None or not suspicion.alone or suspicion.deaths < self._tries(now, session):
-            return Verdict.OPEN
-        assert suspicion.last is not None
-        if now < suspicion.last.at + self._limits.watch:
-            return Verdict.WAIT
-        return Verdict.CONDEMNED if suspicion.last.implicated == {session} else Verdict.OPEN
-
     def _blocked(self, session: SessionId) -> frozenset[PeerId]:
         """Targets where a session must not be opened at the moment."""
         reserved = {peer for peer, owner in self._reserved.items() if owner != session}
         if session in self._suspicions:
             return frozenset(reserved | {peer for peer in self._unproven if not self._may_be_tried(peer)})
-        trials = {peer for peer in self._unproven if self._is_trying(peer)} if self._suspicions else set()
-        max_there = self._limits.per_target if session in self._opened else None
-        full = {peer for peer, there in self._unproven.items() if max_there is not None and len(there) >= max_there}
+        suspects = self._suspicions.keys()
+        trials = {peer for peer, there in self._unproven.items() if suspects and not there.isdisjoint(suspects)}
+        again, max_there = session in self._opened, self._limits.per_target
+        full = {peer for peer, there in self._unproven.items() if again and len(there) >= max_there}
         return frozenset(reserved | trials | full)
 
     def _wait(self, session: SessionId, at: PeerId) -> None:
@@ -292,9 +254,6 @@ class PoisonDetector:
         max_there = len(self._suspicions) // self._limits.share
         return len(self._unproven[peer]) < max_there and self._unproven[peer] <= self._suspicions.keys()
 
-    def _is_trying(self, peer: PeerId) -> bool:
-        return not self._unproven[peer].isdisjoint(self._suspicions.keys())
-
     def _exonerate(self, session: SessionId) -> None:
         implication = self._implicated.pop(session, None)
         for death in implication.deaths if implication else ():
@@ -306,8 +265,8 @@ class PoisonDetector:
 
     def _settle(self, session: SessionId, peer: PeerId) -> None:
         """A session has nothing to prove any more at a target."""
-        unproven = self._unproven.get(peer, set())
-        if session in unproven:
+        unproven = self._unproven.get(peer)
+        if unproven is not None and session in unproven:
             unproven.remove(session)
             if not unproven:
                 del self._unproven[peer]

@@ -35,10 +35,8 @@ from speculation.messages import (
 from speculation.request.placement import Drafting, Opening, RetryState, SessionLimits
 
 HISTORY = 16
-"""Events that a session remembers for the error."""
 
 Kind = type[Event] | type[FromWorker]
-"""What sort of thing happened."""
 
 
 class Phase(Enum):
@@ -113,39 +111,11 @@ TRANSITIONS = _table()
 class IllegalTransition(AssertionError):
     """A session was told, or did, what the table does not have. Ends that session alone."""
 
-    def __init__(self, session: SessionId, what: str, history: Iterable[tuple[str, SessionState]]) -> None:
-        """``history``: kinds of the latest events, each with the state that it met, the last one included."""
-        self.history = tuple(history)
+    def __init__(self, session: SessionId, what: str, history: Iterable[tuple[Kind, SessionState]]) -> None:
+        """``history``: the latest events, each with the state that it met, the last one included."""
+        self.history = tuple((kind.__name__, state) for kind, state in history)
         before = ", ".join(f"{kind} ({state.label})" for kind, state in self.history)
         super().__init__(f"session {session} {what}; its latest events, and when they came: {before}")
-
-
-class Lifecycle:
-    """The state of one session, and what it lately was through."""
-
-    def __init__(self, session: SessionId) -> None:
-        self.state = SessionState.NEW
-        self._session = session
-        self._history: deque[tuple[Kind, SessionState]] = deque(maxlen=HISTORY)
-
-    def begin(self, event: Event) -> frozenset[SessionState]:
-        """An event comes: the states that may follow. Raises :class:`IllegalTransition` if it cannot come now."""
-        kind: Kind = type(event.message) if type(event) is events.Received else type(event)
-        state = self.state
-        self._history.append((kind, state))
-        allowed = TRANSITIONS[state].get(kind)
-        if allowed is None:
-            raise self._illegal(f"was told {kind.__name__} while {state.label}")
-        return allowed
-
-    def end(self, allowed: frozenset[SessionState]) -> None:
-        """The event has been dealt with. Raises :class:`IllegalTransition` where that led to none of ``allowed``."""
-        if self.state not in allowed:
-            kind, state = self._history[-1]
-            raise self._illegal(f"went from {state.label} to {self.state.label} on {kind.__name__}")
-
-    def _illegal(self, what: str) -> IllegalTransition:
-        return IllegalTransition(self._session, what, ((kind.__name__, state) for kind, state in self._history))
 
 
 class CommittedText:
@@ -189,25 +159,21 @@ class CommittedText:
         self._digest = digest
         accepted, cached = max(verification.accepted - known, 0), verification.cached if first else 0
         offered = verification.offered - verification.accepted + accepted
-        return Emit(fresh, accepted, offered, cached, _metadata_of(verification, known, first=first))
+        metadata = StepMetadata(
+            sources=verification.sources[known:],
+            refused=verification.refused,
+            recovered=verification.recovered,
+            logprobs=verification.logprobs[known:],
+            prompt_logprobs=verification.prompt_logprobs if first else (),
+            took_us=verification.took_us,
+            waited_us=verification.waited_us,
+        )
+        return Emit(fresh, accepted, offered, cached, metadata)
 
     def validate(self) -> None:
         """Assert that the digest is that of the tokens."""
         assert len(self.tokens) >= self.prompt_length, "a part of the prompt is missing"
         assert self._digest == digests.of(self.tokens), f"the digest is not that of the {len(self.tokens)} tokens"
-
-
-def _metadata_of(verification: Verification, known: int, *, first: bool) -> StepMetadata:
-    """What is said of all but the first ``known`` tokens. Only the first one of a session speaks of its prompt."""
-    return StepMetadata(
-        sources=verification.sources[known:],
-        refused=verification.refused,
-        recovered=verification.recovered,
-        logprobs=verification.logprobs[known:],
-        prompt_logprobs=verification.prompt_logprobs if first else (),
-        took_us=verification.took_us,
-        waited_us=verification.waited_us,
-    )
 
 
 MAX_AGE_MS = (1 << 32) - 1
@@ -248,7 +214,8 @@ class SessionRecord:
         self._sampling, self._limits, self._speculation = sampling, limits, speculation
         self._priority, self._request_options = priority, request_options
         self._bounds = session_limits
-        self._life = Lifecycle(session)
+        self._state = SessionState.NEW
+        self._history: deque[tuple[Kind, SessionState]] = deque(maxlen=HISTORY)
         self._epoch = 0
         self._target: Opening | None = None
         self._migration_target: Opening | None = None
@@ -264,7 +231,7 @@ class SessionRecord:
     @property
     def phase(self) -> Phase:
         """Where the session is in its life."""
-        return self._life.state.phase
+        return self._state.phase
 
     @property
     def output(self) -> tuple[Token, ...]:
@@ -314,7 +281,7 @@ class SessionRecord:
 
     def validate(self) -> None:
         """Raise AssertionError where this contradicts itself."""
-        state, target, draft = self._life.state, self._target, self._drafting.opening
+        state, target, draft = self._state, self._target, self._drafting.opening
         running = self.phase is Phase.RUNNING
         assert running is (target is not None), f"{state.label}, with the target {target}"
         leaving = target is not None and target.peer in self._draining

@@ -1,20 +1,16 @@
 """The router's side of one session: a state machine from events to effects.
 
 ``handle(now, event)`` returns what to do; it never waits, sends or looks at a clock. Which event can come in which
-state, and where that may lead, is one table (:mod:`speculation.request.record`). The rules it keeps, whatever the
-events and their order:
+state, and where that may lead, is one table (:mod:`speculation.request.record`). docs/protocol.md tells its life; the
+rules it keeps, whatever the events and their order:
 
-* Only a verification of the current target epoch commits, and only where it connects to what is committed. So a
-  worker believed dead that speaks again is not heard.
-* After a loss or a doubt the session is opened again from its committed tokens, under a new epoch. Since every token
-  is a function of (seed, position, prefix), the text goes on as it would have. How often, and for how long a target is
-  looked for: :mod:`speculation.request.placement`.
+* Only a verification of the current target epoch commits, and only where it connects to what is committed.
+* After a loss or a doubt the session is opened again from its committed tokens, under a new epoch: how often, and for
+  how long a target is looked for, says :mod:`speculation.request.placement`.
 * Drafters are optional at every moment. Losing one delays the target by a short, bounded wait at most. One that breaks
-  the protocol is closed and never asked again. What is merely late (of an older epoch, known already) is
-  counted and costs nobody anything.
-* A worker that says it will go is left without haste: the session is opened on another one as well, which computes
-  what is committed, and moves there once that has answered. So the text goes on without a pause, and nothing counts as
-  a fault. Where there is no other, the session stays for as long as the worker does.
+  the protocol is closed and never asked again. What is merely late is counted and costs nobody anything.
+* A worker that says it will go is left without haste: the session is opened on another one as well, and moves there
+  once that has computed what is committed. Where there is no other, it stays for as long as the worker does.
 
 Each opening, at either side, takes a fresh number from one epoch counter. Messages relayed between the two sides are
 translated from one side's epoch to the other's.
@@ -30,8 +26,8 @@ from speculation.events import Effect, Event, Fail, FailureCode, Finish, PeerId,
 from speculation.messages import MAX_PRIORITY, FromWorker, Load, Proposal, RefusalCode, Refused, Verification, Welcome
 from speculation.request.placement import Opening
 from speculation.request.placement import SessionLimits as SessionLimits
+from speculation.request.record import TRANSITIONS, IllegalTransition, Kind, SessionRecord, SessionState
 from speculation.request.record import Phase as Phase
-from speculation.request.record import SessionRecord, SessionState
 from speculation.request.record import Workers as Workers
 
 
@@ -43,12 +39,19 @@ class Session(SessionRecord):
 
         Raises :class:`speculation.request.record.IllegalTransition` where it is at fault itself.
         """
-        if self._life.state is SessionState.ENDED:
+        state = self._state
+        if state is SessionState.ENDED:
             return []
-        allowed = self._life.begin(event)
+        kind: Kind = type(event.message) if type(event) is events.Received else type(event)
+        self._history.append((kind, state))
+        allowed = TRANSITIONS[state].get(kind)
+        if allowed is None:
+            raise IllegalTransition(self.session, f"was told {kind.__name__} while {state.label}", self._history)
         self._now = now
         effects = self._react(now, event)
-        self._life.end(allowed)
+        if self._state not in allowed:
+            what = f"went from {state.label} to {self._state.label} on {kind.__name__}"
+            raise IllegalTransition(self.session, what, self._history)
         return effects
 
     def _react(self, now: float, event: Event) -> list[Effect]:
@@ -87,19 +90,19 @@ class Session(SessionRecord):
         """Ask for a target; the drafter, if any, is opened again with it, since a new target holds no drafts."""
         effects = self._close_all()
         self._retries.begin_search(now)
-        self._life.state = SessionState.PLACING
+        self._state = SessionState.PLACING
         return [*effects, Place(Role.TARGET, self._retries.avoid)]
 
     def _seek_target(self) -> list[Effect]:
         """Ask again where one is wanted, be it to move to."""
-        placing = self._life.state is SessionState.PLACING
+        placing = self._state is SessionState.PLACING
         return [Place(Role.TARGET, self._retries.avoid)] if placing else self._seek_migration_target()
 
     def _target_found(self, now: float, peer: PeerId | None, *, queued: bool) -> list[Effect]:
         """Open the session there; None: there is none at the moment, so ask again, but not for ever."""
-        if self._life.state is SessionState.LEAVING:
+        if self._state is SessionState.LEAVING:
             return self._ask_again(now) if peer is None or peer in self._draining else self._prefill(peer, again=False)
-        if self._life.state is not SessionState.PLACING:
+        if self._state is not SessionState.PLACING:
             return []
         if peer is not None:
             return self._open_target(now, peer)
@@ -107,19 +110,21 @@ class Session(SessionRecord):
         return self._end(failure) if failure else self._ask_again(now)
 
     def _open_target(self, now: float, peer: PeerId) -> list[Effect]:
-        self._life.state = SessionState.LEAVING if peer in self._draining else SessionState.DECODING
+        self._state = SessionState.LEAVING if peer in self._draining else SessionState.DECODING
         self._retries.opened(now)
         self._target = Opening(peer, self._next_epoch())
         opening = Send(peer, self._opening(self._target.epoch))
         return [opening, *self._wake(self._retries.stalled_at), *self._place_draft()]
 
     def _ask_again(self, now: float) -> list[Effect]:
-        return self._wake(self._retries.ask_again_at(now))
+        """In a while; then any will do."""
+        self._retries.avoid = frozenset()
+        return self._wake(now + self._retries.pause())
 
     def _fail_as_poison(self, now: float, deaths: int) -> list[Effect]:
         """No target takes it any more; where it runs on one that drains, it runs on until that goes."""
-        if self._life.state is not SessionState.PLACING:
-            return self._ask_again(now) if self._life.state is SessionState.LEAVING else []
+        if self._state is not SessionState.PLACING:
+            return self._ask_again(now) if self._state is SessionState.LEAVING else []
         text = f"given up after {deaths} target workers in a row died when they computed it"
         return self._end(Fail(FailureCode.FAULTY, text))
 
@@ -160,8 +165,8 @@ class Session(SessionRecord):
         effects: list[Effect] = []
         if self._migration_target is not None and self._migration_target.peer == peer:
             effects = self._drop_migration_target()
-        elif self._life.state is SessionState.DECODING and self._at_target(peer):
-            self._life.state = SessionState.LEAVING
+        elif self._state is SessionState.DECODING and self._at_target(peer):
+            self._state = SessionState.LEAVING
         if self._drafting.at(peer):
             effects += self._place_draft()
         return effects + self._seek_migration_target()
@@ -171,17 +176,17 @@ class Session(SessionRecord):
         if not self._at_target(peer):
             return []
         effects = self._drop_migration_target()
-        self._life.state = SessionState.DECODING
+        self._state = SessionState.DECODING
         return effects
 
     def _seek_migration_target(self) -> list[Effect]:
-        leaving = self._life.state is SessionState.LEAVING
+        leaving = self._state is SessionState.LEAVING
         return [Place(Role.TARGET, self._retries.avoid | self._draining)] if leaving else []
 
     def _prefill(self, peer: PeerId, *, again: bool) -> list[Effect]:
         """Let another target compute what is committed, while this one goes on."""
         self._prefills = self._prefills + 1 if again else 1
-        self._life.state = SessionState.MIGRATING
+        self._state = SessionState.MIGRATING
         self._migration_target = Opening(peer, self._next_epoch())
         # Nobody waits for this: it comes behind those that have moved already, whose clients hear nothing meanwhile.
         behind = min(self._priority + 1, MAX_PRIORITY)
@@ -201,12 +206,12 @@ class Session(SessionRecord):
     def _drop_migration_target(self) -> list[Effect]:
         effects = self._close(self._migration_target)
         if self._migration_target is not None:
-            self._migration_target, self._life.state = None, SessionState.LEAVING
+            self._migration_target, self._state = None, SessionState.LEAVING
         return effects
 
     def _lose_migration_target(self, now: float, peer: PeerId) -> list[Effect]:
         """It will not be this one; the next is looked for in a moment."""
-        self._migration_target, self._life.state = None, SessionState.LEAVING
+        self._migration_target, self._state = None, SessionState.LEAVING
         self._retries.avoid |= {peer}
         return self._wake(now + self._retries.pause())
 
@@ -246,11 +251,6 @@ class Session(SessionRecord):
     def _strike(self, why: str) -> list[Effect]:
         return self._drafting.close() + self._place_draft() if self._drafting.struck(why) else []
 
-    def _draft_refused(self, now: float, code: RefusalCode) -> list[Effect]:
-        self._drafting.refused(now, code)
-        again = self._drafting.again_at
-        return self._place_draft() + (self._wake(again) if again is not None else [])
-
     # -- both ----------------------------------------------------------------------------------------------------------
 
     def _receive(self, now: float, peer: PeerId, message: FromWorker) -> list[Effect]:
@@ -289,7 +289,9 @@ class Session(SessionRecord):
     def _refused(self, now: float, peer: PeerId, refused: Refused) -> list[Effect]:
         opening = Opening(peer, refused.epoch)
         if opening == self._drafting.opening:
-            return self._draft_refused(now, refused.code)
+            self._drafting.refused(now, refused.code)
+            again = self._drafting.again_at
+            return self._place_draft() + (self._wake(again) if again is not None else [])
         if opening == self._migration_target:
             return self._close(opening) + self._lose_migration_target(now, peer)
         if opening != self._target:
@@ -351,7 +353,7 @@ class Session(SessionRecord):
         if failure := self._retries.silence():
             return self._end(failure)
         self.reopened += 1
-        again = self._retries.was_silent_before
+        again = self._retries.stalls > 1
         return self._move_target(now, self._target.peer) if again else self._place_target(now)
 
     def _wake(self, at: float) -> list[Effect]:
@@ -363,7 +365,7 @@ class Session(SessionRecord):
 
     def _end(self, ending: Finish | Fail) -> list[Effect]:
         effects = self._close_all()
-        self._life.state = SessionState.ENDED
+        self._state = SessionState.ENDED
         return [*effects, ending]
 
     def _close_all(self) -> list[Effect]:

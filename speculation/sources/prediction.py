@@ -47,15 +47,11 @@ class PredictionSource:
     def __init__(self, tokens: Sequence[Token], prompt: int) -> None:
         """``tokens`` are expected after the first ``prompt`` tokens of the session."""
         self._tokens = tuple(tokens)
-        self._prompt = prompt
-        """Tokens of the prompt that were not read yet."""
+        self._prompt = prompt  # tokens of the prompt that were not read yet
         self._recent: deque[Token] = deque(maxlen=COUNTED)
-        self._next = 0
-        """Which of the prediction's tokens should come next; past its end: nobody knows."""
-        self._agreed = TRUSTED
-        """How many tokens before that one are those of the text."""
-        self._left = 0
-        """Where the text left the prediction last after really following it."""
+        self._next = 0  # which of the prediction's tokens should come next; past its end: nobody knows
+        self._agreed = TRUSTED  # how many tokens before that one are those of the text
+        self._left = 0  # where the text left the prediction last after really following it
         self._ends: dict[tuple[Token, Token], list[int]] = {}
         """Two tokens, and the places in the prediction that follow them, ascending."""
         self._indexed = 1
@@ -98,10 +94,8 @@ class PredictionSource:
         places = ends[after : after + COMPARED] or ends[max(after - COMPARED, 0) : after][::-1]
         if not places:
             return None
-        return max(((end, self._equal_before(end, recent)) for end in places), key=lambda found: found[1])
-
-    def _equal_before(self, end: int, recent: Sequence[Token]) -> int:
-        return common_end(self._tokens[max(end - COUNTED, 0) : end], recent)
+        equal = ((end, common_end(self._tokens[max(end - COUNTED, 0) : end], recent)) for end in places)
+        return max(equal, key=lambda found: found[1])
 
     def _index(self) -> None:
         until = min(self._indexed + INDEXED, len(self._tokens))

@@ -51,7 +51,6 @@ MAX_SOURCES = 32
 MAX_TOKENS = 256
 """In one suggestion."""
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
-"""What a source can be called."""
 
 
 class Suggestion(Protocol):
@@ -121,12 +120,6 @@ def unregister(name: SourceName) -> None:
 def registered() -> tuple[SourceName, ...]:
     """Names, in the order they came."""
     return tuple(_makers)
-
-
-def made_for(opened: Open) -> list[Guarded]:
-    """A session's own of every registered source that has something for it."""
-    sources = (Guarded(name, maker, opened) for name, maker in _makers.items())
-    return [source for source in sources if not source.absent]
 
 
 class Guarded:
@@ -207,4 +200,5 @@ def local_sources(opened: Open, bounds: LookupBounds = LookupBounds()) -> list[L
     sources: list[LocalSource] = [PromptLookup(shortest=bounds.shortest, longest=bounds.longest)]
     if opened.request_options.prediction:
         sources.append(PredictionSource(opened.request_options.prediction, opened.prompt or len(opened.tokens)))
-    return [*sources, *made_for(opened)]
+    registered_ones = (Guarded(name, maker, opened) for name, maker in _makers.items())
+    return [*sources, *(source for source in registered_ones if not source.absent)]

@@ -76,7 +76,6 @@ class _Text:
     scope: str
     tokens: array[int]
     times: int = 1
-    """How often it was said."""
     indexed: int = 0
     """Places of it that are in the index: those of its first tokens."""
     number: int = 0
@@ -90,9 +89,7 @@ class _Scope:
     places: dict[int, list[int]] = field(default_factory=dict)
     """By hash of the tokens before: what is found is compared."""
     known: dict[int, int] = field(default_factory=dict)
-    """Texts by their hash."""
     texts: int = 0
-    """How many there are."""
 
     def validate(self, own: set[int], indexed: int) -> None:
         """Assert that it leads to its ``own`` texts alone, of which so many tokens are indexed."""
@@ -138,10 +135,8 @@ class SuffixStore:
         self._texts: OrderedDict[int, _Text] = OrderedDict()
         """Those in the index, wholly or in part; the latest used last."""
         self._waiting: deque[_Text] = deque()
-        self._leaving: _Text | None = None
-        """The text that is being taken out of the index; it is not found any more."""
-        self._indexing: _Text | None = None
-        """The text that is being indexed."""
+        self._leaving: _Text | None = None  # the text that is being taken out of the index; it is not found any more
+        self._indexing: _Text | None = None  # the text that is being indexed
         self._scopes: dict[str, _Scope] = {}
         self._count = 0
         self._held = self._queued = 0
@@ -201,7 +196,8 @@ class SuffixStore:
         """At most ``depth`` tokens that followed in earlier texts of the scope where they last read like ``recent``."""
         self.asked += 1
         places, matched = self._alike(scope, recent)
-        voices = [self._voice(number, end, depth) for number, end in places]
+        texts = ((number, self._texts[number], end) for number, end in places)
+        voices = [_Voice(text.tokens[end : end + depth], text.times, number) for number, text, end in texts]
         followed = _majority([voice for voice in voices if voice.words], matched)
         self.found += bool(followed.tokens)
         return followed
@@ -283,10 +279,6 @@ class SuffixStore:
                 del self._scopes[text.scope]
             self._leaving = None
         return until - first
-
-    def _voice(self, number: int, end: int, depth: int) -> _Voice:
-        text = self._texts[number]
-        return _Voice(text.tokens[end : end + depth], text.times, number)
 
     def _alike(self, name: str, recent: Sequence[Token]) -> tuple[list[tuple[int, int]], int]:
         """Places, as text and position, before which a text reads like ``recent`` the longest; and for how long."""

@@ -86,13 +86,11 @@ class StepCost:
         """
         assert list(row_classes) == sorted(set(row_classes)), "classes of rows ascend"
         self._row_classes, self._smoothing = row_classes, smoothing
-        self._branched: StepCost | None = None
-        """Of steps whose drafts branch, once there was one."""
+        self._branched: StepCost | None = None  # of steps whose drafts branch, once there was one
         self._branched_at = 0
         self._measured = dict(believed)
         self._seen = dict.fromkeys(believed, 0)
-        self._times = dict.fromkeys(believed, 0)
-        """How often each size was measured."""
+        self._times = dict.fromkeys(believed, 0)  # how often each size was measured
         self._steps = 0
         self._sizes: list[int] = []
         self._costs: list[float] = []

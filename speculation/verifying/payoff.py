@@ -33,7 +33,6 @@ FIRST_SESSION_REST, LONGEST_SESSION_REST = 32, 512
 SETTLE = 2
 """Steps until drafters that are told to rest do: the message is on its way, a step of theirs under way."""
 PROBE = SETTLE + 3
-"""Steps of a probe."""
 FIRST_PROBE = 24
 """Steps beside drafters before the first probe."""
 RARELY, OFTEN = 1400, 128
@@ -202,10 +201,9 @@ class ThroughputEstimator:
 class Payoff:
     """What steps over about so many sessions take, beside drafters and without, and whether drafters shall work.
 
-    Draft workers may share a device, memory or cores with the target, and their messages take its time. All of a
-    target's steps then cost more, those without drafts too, so the price of drafting shows in no comparison of steps
-    made beside working drafters. Hence two tables of step costs, one of steps beside drafters and one of *quiet* steps,
-    while all of them rest. From the second follows what plain decoding would have committed in the time of a step, so
+    Beside working drafters all of a target's steps may cost more, those without drafts too. Hence two tables of step
+    costs, one of steps beside drafters and one of *quiet* steps, while all of them rest. From the second follows what
+    plain decoding would have committed in the time of a step, so
 
         lost = max(0, lost + tokens of plain decoding - tokens committed),    a session and step
 
@@ -223,16 +221,13 @@ class Payoff:
         ``row_classes``, ``believed``: see :class:`~speculation.verifying.budget.StepCost`.
         """
         self._beside, self._quiet = (StepCost(row_classes, believed=believed) for _ in range(2))
-        self._lately = StepCost(row_classes, LATELY)
-        """Quiet steps too, the latest of which count for more."""
+        self._lately = StepCost(row_classes, LATELY)  # quiet steps too, the latest of which count for more
         self._gain, self._drafted = 1.0, 0
         self._lost, self._doubted = 0.0, False
         """Steps of plain decoding, and whether quiet steps were measured since that was first too much."""
         self._resting = 0
         self._next_rest = FIRST_REST
         self._to_probe = FIRST_PROBE
-        self._since_quiet = 0
-        """Steps beside drafters since the last quiet one."""
         self.probing = False
         """Whether the next steps are to be plain ones, which show what those cost."""
 
@@ -266,7 +261,6 @@ class Payoff:
     def drafted(self, sessions: int, committed: int, seconds: float) -> None:
         """So many tokens were committed beside drafters, ``seconds`` after the step before."""
         self._to_probe -= 1
-        self._since_quiet += 1
         self._drafted += 1
         gain, plain = committed / sessions, seconds / (self._lately if self._quiet.known else self._beside)(sessions)
         self._gain += max(GAIN_WEIGHT, 1 / self._drafted) * (gain / plain - self._gain)
@@ -288,5 +282,5 @@ class Payoff:
             self._rest(PROBE)
 
     def _rest(self, steps: int) -> None:
-        self._resting, self._since_quiet = steps, 0
+        self._resting = steps
         self._to_probe = max(OFTEN, round(RARELY * (1.0 - 1.0 / max(self._gain, 1.0))))

@@ -68,22 +68,16 @@ class Planner:
         self._adaptive, self._lookup = adaptive, lookup
         self._payoffs: defaultdict[int, Payoff] = defaultdict(partial(Payoff, row_classes, believed))
         """By size class of the batch."""
-        self._quiet_for = SETTLE
-        """Steps since a drafter was last at work for a session of the step."""
+        self._quiet_for = SETTLE  # steps since a drafter was last at work for a session of the step
         self._follow = True
         """Whether drafters run ahead of all sessions of the step, none of which takes turns with them."""
-        self._asked_at: float | None = None
-        """When the step to come was first asked about."""
-        self._began: float | None = None
-        """When the step under way began."""
-        self._ended: float | None = None
-        """When the step before ended, if the one to come follows on it."""
-        self._waits = Tally()
-        """Of waits for drafts made again: drafts gained, and expected to be."""
+        self._asked_at: float | None = None  # when the step to come was first asked about
+        self._began: float | None = None  # when the step under way began
+        self._ended: float | None = None  # when the step before ended, if the one to come follows on it
+        self._waits = Tally()  # of waits for drafts made again: drafts gained, and expected to be
         self._hoped: tuple[float, float] | None = None
         """During such a wait: the drafts that would have been kept without it, and with it."""
-        self._branched = False
-        """Whether drafts branch in the step planned last."""
+        self._branched = False  # whether drafts branch in the step planned last
 
     def session(self, opened: Open, vocabulary: int, more: Sequence[LocalSource] = ()) -> TargetSession:
         """Start a session that learns from the others. ``more``: draft sources that the worker has made for it."""
@@ -162,9 +156,9 @@ class Planner:
             at_work = any(one.session.expects_drafts for one in asked)
             self._quiet_for = 0 if at_work else self._quiet_for + 1
             self._follow = all(_follows(one.session) for one in asked)
-        payoff, drafting = self._payoff(len(asked)), self.shared_estimators.drafting
-        drafting.pays = (payoff.drafting and room != 0) or not self._adaptive
-        drafting.break_even = payoff.break_even(len(asked))
+        payoff, shared = self._payoff(len(asked)), self.shared_estimators
+        shared.drafting_pays = (payoff.drafting and room != 0) or not self._adaptive
+        shared.break_even = payoff.break_even(len(asked))
         return payoff
 
     def _bounded(self, asked: Sequence[Asked], room: int | None, *, probing: bool) -> Sequence[Asked]:
@@ -172,12 +166,10 @@ class Planner:
         if probing:
             asked = [Asked(one.session, 0) if _follows(one.session) else one for one in asked]
         if room is not None:
-            asked = [Asked(one.session, min(one.drafts, self._limit(one, room, len(asked)))) for one in asked]
+            even = room // max(len(asked), 1)
+            limits = [room if self._adaptive and _by_marginal_gain(one.session) else even for one in asked]
+            asked = [Asked(one.session, min(one.drafts, limit)) for one, limit in zip(asked, limits, strict=True)]
         return asked
-
-    def _limit(self, one: Asked, room: int, sessions: int) -> int:
-        """Of the room for drafts, what one session may use: all where gain decides, else its even part."""
-        return room if self._adaptive and _by_marginal_gain(one.session) else room // sessions
 
     def _chosen(
         self, asked: Sequence[Asked], candidates: Sequence[VerificationTree], prefilled: int, room: int | None
@@ -262,7 +254,7 @@ class Planner:
         deaf_at = session.waits_since(now) + DEAF_AFTER
         if now < deaf_at:
             return deaf_at
-        session.waited_in_vain()
+        session.in_vain = True
         return None
 
 

@@ -40,16 +40,6 @@ SURE = confidence(16)
 
 
 @dataclass(slots=True)
-class DraftingState:
-    """What holds for all drafters of one target worker at the moment (:mod:`speculation.verifying.payoff`)."""
-
-    pays: bool = True
-    """Whether they shall work; else they rest."""
-    break_even: float = BREAK_EVEN
-    """Accepted drafts a verification that make up for what drafting takes."""
-
-
-@dataclass(frozen=True, slots=True)
 class SharedEstimators:
     """What the sessions of one target worker have learned together: where a new one starts from."""
 
@@ -57,7 +47,10 @@ class SharedEstimators:
     lookahead_policy: LookaheadPolicy = field(default_factory=lambda: LookaheadPolicy(MAX_LOOKAHEAD))
     draft_latency: DraftLatencyEstimator = field(default_factory=DraftLatencyEstimator)
     throughput: ThroughputEstimator = field(default_factory=ThroughputEstimator)
-    drafting: DraftingState = field(default_factory=DraftingState)
+    drafting_pays: bool = True
+    """Whether drafters shall work at present; else they rest (:mod:`speculation.verifying.payoff`)."""
+    break_even: float = BREAK_EVEN
+    """Accepted drafts a verification that make up for what drafting takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +87,14 @@ class TargetSession:
         self.lookahead_policy = LookaheadPolicy(MAX_LOOKAHEAD, shared_estimators.lookahead_policy)
         self.draft_latency = DraftLatencyEstimator(shared_estimators.draft_latency)
         self.throughput = ThroughputEstimator(shared_estimators.throughput)
-        self._drafting = shared_estimators.drafting
-        self._sent_lookahead: int | None = None
-        """The lead that drafters were told last."""
+        self._shared = shared_estimators
+        self._sent_lookahead: int | None = None  # the lead that drafters were told last
         if opened.speculation.chains:
             trie_limits = TrieLimits(trie_limits.nodes, trie_limits.depth, children=1)
         self.trie = SpeculationTrie(opened.tokens, vocabulary=vocabulary, limits=trie_limits, odds=self.calibration)
         self.finished: FinishReason | None = None
         self.in_vain = False
-        """A baseline schedule waited for a draft that did not come, and none has come since."""
+        """A baseline schedule waited for a draft that did not come, and none has come since: it waits no more."""
         self.committed_at: float | None = None
         self.miss: Miss | None = None
         """The commit that left the trie empty, while its drafts are awaited; over with the first commit that could use
@@ -118,10 +110,8 @@ class TargetSession:
         self._drafted_chain = speculation.chains and Source.DRAFT in speculation.sources
         known = local_sources(opened) if sources is None else sources
         self._sources = [one for one in known if speculation.allows(one.source)]
-        self._read = 0
-        """Committed tokens that these have seen."""
-        self._suggested = -1
-        """Position at which they were asked last."""
+        self._read = 0  # committed tokens that these have seen
+        self._suggested = -1  # position at which they were asked last
 
     @property
     def tokens(self) -> Sequence[Token]:
@@ -159,10 +149,6 @@ class TargetSession:
         if self.committed_at is None:
             self.committed_at = now
         return self.committed_at
-
-    def waited_in_vain(self) -> None:
-        """It is not to wait again before a draft has come."""
-        self.in_vain = True
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 
@@ -285,7 +271,7 @@ class TargetSession:
         self._learn(tokens, len(kept))
         self.trie.advance(tokens)
         if self.opened.speculation.schedule is Schedule.TRIE:
-            self._sent_lookahead = self.lookahead_policy.lead if self._drafting.pays else 0
+            self._sent_lookahead = self.lookahead_policy.lead if self._shared.drafting_pays else 0
         if at is not None:
             self._clock(at, count, len(tree.nodes))
         verification = Verification(
@@ -313,8 +299,8 @@ class TargetSession:
             if token not in node.children:
                 break
             node, matched, diverged = node.children[token], matched + 1, False
-        if self._drafting.pays:
-            self.lookahead_policy.observe(matched, diverged, accepted, self._drafting.break_even)
+        if self._shared.drafting_pays:
+            self.lookahead_policy.observe(matched, diverged, accepted, self._shared.break_even)
 
     def _clock(self, at: float, count: int, offered: int) -> None:
         """Measure the throughput of steps with drafts, and note whether this one left some."""
@@ -324,7 +310,8 @@ class TargetSession:
         if self.fed:
             if self._missed_before is not None:
                 self.draft_latency.observe(self._missed_before)
-            self._missed_before, self.miss = self.miss, Miss(at, self.trie.position) if self._drafting.pays else None
+            self._missed_before = self.miss
+            self.miss = Miss(at, self.trie.position) if self._shared.drafting_pays else None
             return
         if self.miss is not None:
             if not offered and not len(self.trie):
@@ -333,7 +320,7 @@ class TargetSession:
             filled_here = not self.miss.reached and previous == self.miss.at
             if not filled_here:
                 self.draft_latency.observe(self.miss)
-        self.miss = None if len(self.trie) or not self._drafting.pays else Miss(at, self.trie.position)
+        self.miss = None if len(self.trie) or not self._shared.drafting_pays else Miss(at, self.trie.position)
 
 
 def _unless_drafted(sources: tuple[SourceName, ...]) -> tuple[SourceName, ...]:

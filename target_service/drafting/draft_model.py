@@ -33,8 +33,9 @@ from speculation.messages import (
 )
 from speculation.verifying.payoff import Payoff, ThroughputEstimator
 from speculation.verifying.planner import Planner
-from target_service.counters import TargetCounters
+from target_service.drafting.state_reader import StateReader
 from target_service.sequence import TargetSequence
+from target_service.step_account import TargetCounters
 from transport.worker import Outgoing
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ def check_drafter(drafter: Welcome, target: StepEngine) -> None:
         )
 
 
-class DraftModel:
+class DraftModel(StateReader):
     """The sessions of a target that its own draft model drafts for."""
 
     def __init__(self, drafter: Drafter, planner: Planner, counters: TargetCounters) -> None:
@@ -112,10 +113,8 @@ class DraftModel:
         self._payoffs: defaultdict[int, Payoff] = defaultdict(Payoff)  # likewise
         self._judged: Payoff | None = None
         """What learns from the step at hand, if it is for nothing but sessions that may verify drafts."""
-        self.seconds = 0.0
-        """What drafting took before the step at hand."""
 
-    def draft(
+    def take_turn(
         self, running: Sequence[TargetSequence], part: Sequence[TargetSequence], drawing: Sequence[TargetSequence]
     ) -> bool:
         """Let it draft for those of ``drawing`` that may verify drafts in this step; False: none is to be verified.

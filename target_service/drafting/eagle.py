@@ -1,9 +1,9 @@
 """An EAGLE-3 head at work in a target's process: whose states it reads, how deep it drafts, and when it leaves it.
 
-After each step it gets the auxiliary hidden states of the tokens that the step computed for good, prompts included,
-never those of a refused draft. Before the next it reads them, all sessions in one forward, and goes on from its own
-states, level by level for all sessions at once (:mod:`speculation.drafting.heads`), as long as a level is expected to
-bring more than the target would in its time. Its rows lie in a cache of its own, which outlives a preemption.
+Before each step it reads the states of the tokens that the last one computed for good, all sessions in one forward, and
+goes on from its own states, level by level for all sessions at once (:mod:`speculation.drafting.heads`), as long as a
+level is expected to bring more than the target would in its time. Its rows lie in a cache of its own, which outlives a
+preemption.
 
 Where a target takes over a prefix from its cache, the head mostly knows the same prefix. Of what it does not know, up
 to :data:`RECOMPUTED` tokens are computed again by the target; else the session's rows begin behind the prefix. Its
@@ -33,9 +33,9 @@ from speculation.drafting.heads import MAX_LEVELS, NODES, WIDTH, GrowingTree, Gu
 from speculation.messages import ANCHOR, Open, Source
 from speculation.trie import VerificationTree
 from speculation.verifying.payoff import ThroughputEstimator
-from target_service.counters import TargetCounters
 from target_service.drafting.state_reader import StateReader, draw_ahead, kept_rows
 from target_service.sequence import BatchEntry, TargetSequence
+from target_service.step_account import TargetCounters
 from target_service.verdicts import Verdict
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,6 @@ RECOMPUTED = 64
 FIRST_LEVELS, PROBE_EVERY = 32, 64
 """Levels after which their cost counts as known, and steps of which one drafts whatever it is worth."""
 SMOOTHING = 0.1
-"""Weight of a new measurement."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +56,6 @@ class _Session:
     """The committed tokens from the second on: row p reads the token at p + 1."""
     rows: CachedSequence
     first: int = 0
-    """Position of the first row."""
     unread: list[Tensor] = field(default_factory=list)
     """States of the positions behind the rows, fused, ``[N, D]`` each."""
 

@@ -1,10 +1,9 @@
 """What an EAGLE-3 head away from here is sent: the states that it reads, of every token that is committed.
 
-They are fused here (a third of the bytes of what fc reads) in every step, and kept of the last :data:`KEPT` tokens of
-each session. A router that has joined the session to a drafter with this very head subscribes: then what is kept is
-sent, and what each step brings, right behind its verification. So a drafter that comes late, or after another one, gets
-as much as one that was there before the prompt was computed. A session that is taken over from another target has what
-this one computes of it, which is all but what lay in the cache.
+They are fused here in every step, and kept of the last :data:`KEPT` tokens of each session (docs/adr/0023). A router
+that has joined the session to a drafter with this very head subscribes: then what is kept is sent, and what each step
+brings, right behind its verification. So a drafter that comes late, or after another one, gets as much as one that was
+there before the prompt was computed. A session that is taken over from another target has what this one computes of it.
 
 Tensor legend: N rows, T tokens of a step, D hidden size of the head.
 """
@@ -23,16 +22,15 @@ from engine.eagle.head import EagleHead
 from engine.host.upload import upload
 from engine.interface import Chunk, StepEngine
 from speculation.messages import Features, Subscribe
-from target_service.counters import TargetCounters
 from target_service.drafting.state_reader import StateReader, kept_rows
 from target_service.sequence import BatchEntry, TargetSequence
+from target_service.step_account import TargetCounters
 from target_service.verdicts import Verdict
 from transport.worker import Outgoing
 
 KEPT = 256
 """Tokens of a session whose features are kept, and sent to a drafter that comes: 2 MiB of 4096 numbers in bf16."""
 SENT_AT_ONCE = 64
-"""Tokens in one message."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +41,6 @@ class _SentSession:
     kept: deque[Tensor] = field(default_factory=lambda: deque(maxlen=KEPT))
     """``[D]`` each, of tokens that follow each other."""
     end: int = 0
-    """Position after the last of them."""
 
 
 class FeatureSender(StateReader):

@@ -10,13 +10,13 @@ from speculation.drafting.heads import StateDrafts
 from speculation.messages import Open, Subscribe, Verification
 from speculation.trie import VerificationTree
 from speculation.verifying.planner import Planner
-from target_service.counters import TargetCounters
 from target_service.drafting.draft_model import Drafter, DraftModel
 from target_service.drafting.eagle import EagleDrafter
 from target_service.drafting.features import FeatureSender
 from target_service.drafting.medusa import HeadDrafter
 from target_service.drafting.state_reader import StateReader
 from target_service.sequence import BatchEntry, TargetSequence
+from target_service.step_account import TargetCounters
 from target_service.verdicts import Verdict
 from transport.worker import Outgoing
 
@@ -24,29 +24,21 @@ from transport.worker import Outgoing
 class OwnDrafters:
     """All that drafts here, for all sessions."""
 
-    def __init__(self, readers: Sequence[StateReader], model: DraftModel | None) -> None:
-        self._readers, self._model = list(readers), model
-
-    @classmethod
-    def of(
-        cls,
-        engine: StepEngine,
-        drafter: Drafter | None,
-        planner: Planner,
-        counters: TargetCounters,
-        *,
-        adaptive: bool,
-    ) -> OwnDrafters:
+    def __init__(
+        self, engine: StepEngine, drafter: Drafter | None, planner: Planner, counters: TargetCounters, *, adaptive: bool
+    ) -> None:
         """Those that an engine brings, and a draft model."""
-        readers: list[StateReader] = []
+        self._readers: list[StateReader] = []
         if engine.heads is not None:
-            readers.append(HeadDrafter(engine.heads, engine.model.vocabulary))
+            self._readers.append(HeadDrafter(engine.heads, engine.model.vocabulary))
         if engine.eagle is not None and engine.eagle.fingerprint:
-            readers.append(FeatureSender(engine.eagle, counters))
+            self._readers.append(FeatureSender(engine.eagle, counters))
         elif engine.eagle is not None:
             cached = CachedHead(engine.eagle, engine.cache.capacity)
-            readers.append(EagleDrafter(cached, engine.model.vocabulary, counters, adaptive=adaptive))
-        return cls(readers, None if drafter is None else DraftModel(drafter, planner, counters))
+            self._readers.append(EagleDrafter(cached, engine.model.vocabulary, counters, adaptive=adaptive))
+        self._model = None if drafter is None else DraftModel(drafter, planner, counters)
+        if self._model is not None:
+            self._readers.append(self._model)
 
     def subscribe(self, sequence: TargetSequence | None, message: Subscribe) -> Outgoing:
         """Send features of a session from now on, if any are made here; what is sent at once."""
@@ -78,7 +70,7 @@ class OwnDrafters:
         wanting = [entry.sequence for entry in drawing if entry.drafts]
         for reader in self._readers:
             reader.draft(part, wanting)
-        if self._model is not None and not self._model.draft(running, part, wanting):
+        if self._model is not None and not self._model.take_turn(running, part, wanting):
             for entry in drawing:
                 entry.drafts = 0
 
@@ -97,25 +89,21 @@ class OwnDrafters:
             self._model.verified(sequence, verification)
 
     @property
-    def _all(self) -> list[StateReader | DraftModel]:
-        return [*self._readers, *([] if self._model is None else [self._model])]
-
-    @property
     def seconds(self) -> float:
         """What drafting took before the step at hand, as far as that is known apart."""
-        return sum(each.seconds for each in self._all)
+        return sum(each.seconds for each in self._readers)
 
     def observe(self, sessions: int, tokens: int, seconds: float) -> None:
         """A step over ``sessions``, all past their prompts, brought ``tokens``, drafting included."""
-        for each in self._all:
+        for each in self._readers:
             each.observe(sessions, tokens, seconds)
 
     def drop(self, sequence: TargetSequence) -> None:
         """A session has ended."""
-        for each in self._all:
+        for each in self._readers:
             each.drop(sequence)
 
     def validate(self) -> None:
         """See :meth:`transport.worker.Machine.validate`."""
-        for each in self._all:
+        for each in self._readers:
             each.validate()

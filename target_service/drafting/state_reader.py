@@ -1,4 +1,4 @@
-"""What drafts from hidden states of the target have in common, whoever reads them."""
+"""What those have in common that draft in the target's own process, most of them from its hidden states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from target_service.verdicts import Fault, Verdict
 
 
 class StateReader:
-    """Reads hidden states. How many positions it guesses at once, if it guesses, is its own affair."""
+    """Drafts just before a step, if it does. How many positions it guesses at once is its own affair."""
 
     seconds = 0.0
     """What drafting took before the step at hand, if that is no part of the step."""

@@ -355,7 +355,7 @@ def test_drafting_that_costs_more_than_it_brings_rests(model: Model, committed: 
     plain = 0
     for _ in range(1000):
         before = drafter.turns
-        plain += not drafts.draft(sequences, sequences, sequences)
+        plain += not drafts.take_turn(sequences, sequences, sequences)
         drafted = drafter.turns > before
         drafts.observe(16, committed if drafted else 16, 0.05 if drafted else 0.02)
     assert plain <= 1000 // payoff.OFTEN * payoff.PROBE + 2 * payoff.PROBE

@@ -9,10 +9,10 @@ import pytest
 
 from simulation.faults import FaultRun, Weather
 from speculation import acceptance
-from speculation.events import Emit, Send
+from speculation.events import Emit, PoisonRequest, Send
 from speculation.messages import Close, Sampling, Verification
 from speculation.request.placement import RetryState
-from speculation.request.poison_detector import PoisonDetector, Verdict
+from speculation.request.poison_detector import PoisonDetector
 from speculation.request.session import Session
 from speculation.verifying import target_session
 
@@ -107,17 +107,14 @@ def drain_is_a_fault(patch: pytest.MonkeyPatch) -> None:
 def no_probation(patch: pytest.MonkeyPatch) -> None:
     """Open suspects anywhere, at any time, and blame everyone who was there."""
     patch.setattr(PoisonDetector, "_blocked", lambda self, session: frozenset())
-    patch.setattr(
-        PoisonDetector,
-        "_verdict",
-        lambda self, now, session: Verdict.CONDEMNED if self._deaths_of(session) >= 2 else Verdict.OPEN,
-    )
-    patch.setattr(
-        PoisonDetector,
-        "_deaths_of",
-        lambda self, session: self._suspicions[session].deaths if session in self._suspicions else 0,
-        raising=False,
-    )
+    for_ever(patch)
+    place = PoisonDetector.place
+
+    def blames(self: PoisonDetector, now: float, session, avoid, choose):
+        deaths = self._suspicions[session].deaths if session in self._suspicions else 0
+        return PoisonRequest(deaths) if deaths >= 2 else place(self, now, session, avoid, choose)
+
+    patch.setattr(PoisonDetector, "place", blames)
 
 
 def no_second_thought(patch: pytest.MonkeyPatch) -> None:
@@ -139,7 +136,7 @@ def drafters_are_believed(patch: pytest.MonkeyPatch) -> None:
 
 def for_ever(patch: pytest.MonkeyPatch) -> None:
     """Retry for ever."""
-    patch.setattr(PoisonDetector, "_verdict", lambda self, now, session: Verdict.OPEN)
+    patch.setattr(PoisonDetector, "_tries", lambda self, now, session: 1 << 30)
 
 
 def forgotten_waiters(patch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from router.sessions.choice import StandbyTargets
 from router.sessions.pool import Peer
 from router.sessions.run import session_of
 from speculation import digest as digests
-from speculation.events import Fail, PeerId, Placed, PoisonRequest, Role, Start, StepMetadata, Tick
+from speculation.events import Event, Fail, PeerId, Placed, PoisonRequest, Role, Start, StepMetadata, Tick
 from speculation.messages import (
     Close,
     FinishReason,
@@ -496,7 +496,7 @@ async def test_a_session_that_contradicts_itself_ends_with_a_clear_failure_and_a
     broken, sound = [asyncio.create_task(served.serve()) for _ in range(2)]
     await asyncio.sleep(0)
     run, other = served.dispatcher._runs.values()
-    run.session._life.state = SessionState.MIGRATING  # and to nowhere
+    run.session._state = SessionState.MIGRATING  # and to nowhere
     served.die("first")
     with pytest.raises(GenerationError) as caught:
         await broken
@@ -596,11 +596,14 @@ async def test_no_worker_keeps_a_session_that_the_router_lost_track_of(monkeypat
     target, drafter = served.wires["a"], served.wires["d"]
     opened = [Close(wire.last.session, wire.last.epoch) for wire in (target, drafter)]
 
-    def planted(_allowed: object) -> None:
+    react = run.session._react
+
+    def planted(now: float, event: Event) -> None:
+        react(now, event)
         monkeypatch.undo()
         raise AssertionError("what was to be done is lost")
 
-    monkeypatch.setattr(run.session._life, "end", planted)
+    monkeypatch.setattr(run.session, "_react", planted)
     served.hear("a", Verification(opened[0].session, opened[0].epoch, 99, (1,), 0))  # connects to nothing
     with pytest.raises(GenerationError, match="lost track"):
         await serving

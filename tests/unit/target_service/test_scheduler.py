@@ -181,9 +181,10 @@ class Job:
         self.blocks[0] -= self.blocks_needed(count)
         self.cached += count
 
-    def reuse(self) -> None:
+    def reuse(self) -> int:
         if self.name not in self.started:
             self.started.append(self.name)
+        return 0
 
     def preempt(self) -> None:
         self.blocks[0] += -(-self.cached // BLOCK)

@@ -26,7 +26,7 @@ from router.telemetry.metrics import UNREADABLE, RouterMetrics
 from router.telemetry.worker_metrics import BY_SOURCE, COUNTERS, INSERT_RESULTS, TOTALS_OF_SOURCES
 from speculation.events import PeerId, Role
 from speculation.messages import FinishReason, Load
-from target_service.counters import TargetCounters
+from target_service.step_account import TargetCounters
 
 TARGET, DRAFT = PeerId("target@10.0.0.1:7001"), PeerId("draft@10.0.0.2:7002")
 

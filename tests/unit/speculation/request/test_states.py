@@ -46,7 +46,7 @@ def test_every_state_can_be_reached_and_only_the_last_is_final():
 def test_the_states_on_the_way_of_a_session_that_moves():
     session = Session(ID, PROMPT, Sampling(), Limits(20))
     said = Verification(ID, 3, 3, (9,), 0, 0, 0)
-    states = [session._life.state]
+    states = [session._state]
     for event in (
         Start(),
         Placed(Role.TARGET, None),
@@ -60,7 +60,7 @@ def test_the_states_on_the_way_of_a_session_that_moves():
     ):
         session.handle(0.0, event)
         session.validate()
-        states.append(session._life.state)
+        states.append(session._state)
     placing, open_there = [SessionState.PLACING] * 2, [SessionState.DECODING] * 2
     moved = [
         SessionState.LEAVING,
@@ -101,7 +101,7 @@ def test_what_cannot_come_is_refused_with_what_came_before():
 
 def test_a_move_that_the_table_does_not_have_is_refused(monkeypatch):
     def forgets(self: Session, peer: PeerId):
-        self._life.state = SessionState.PLACING
+        self._state = SessionState.PLACING
         return []
 
     monkeypatch.setattr(Session, "_stay", forgets)

@@ -458,7 +458,7 @@ def test_drafters_of_the_baseline_schedules_are_not_judged():
         assert tree is not None
         one.commit([5, 6], now + 0.5)
         made.observe(1, 2, 0.5, 1)
-        assert made.shared_estimators.drafting.pays
+        assert made.shared_estimators.drafting_pays
 
 
 def test_a_step_that_reads_prompts_and_a_pause_say_nothing_of_the_time_between_steps():
