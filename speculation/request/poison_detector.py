@@ -129,7 +129,7 @@ class PoisonDetector:
         if self._suspicions.pop(session, None):
             self.changed = True
         self._forget_leaving(session)
-        if session not in self._implicated:
+        if session in self._unproven.get(peer, ()) and session not in self._implicated:
             self._settle(session, peer)
 
     def closed(self, session: SessionId, peer: PeerId) -> None:

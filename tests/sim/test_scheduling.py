@@ -75,8 +75,8 @@ class Session:
     def blocks_needed(self, count: int) -> int:
         return -(-(self.cached + count) // BLOCK) - self.blocks
 
-    def reuse(self) -> None:
-        """Nothing is shared here."""
+    def reuse(self) -> int:
+        return 0  # nothing is shared here
 
     def preempt(self) -> None:
         self.cached, self.evicted = 0, True
