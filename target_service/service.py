@@ -53,7 +53,18 @@ def load_sources(named: Iterable[str]) -> None:
     for entry in named:
         module_name, _, maker_name = entry.partition(":")
         before, fresh = registered(), module_name not in sys.modules
-        module = _imported(module_name, entry)
+        if not all(part.isidentifier() for part in module_name.split(".")):
+            raise SourceError(f"draft source {entry!r} is not MODULE or MODULE:NAME, such as my_drafts:Again")
+        try:
+            module = importlib.import_module(module_name)
+        except SourceError:
+            raise
+        except Exception as error:  # whatever a module may raise
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise SourceError(
+                f"draft source {entry!r} cannot be imported ({why}); a module must be installed, or in a folder that "
+                "PYTHONPATH names"
+            ) from error
         if maker_name:
             maker = getattr(module, maker_name, None)
             name = getattr(maker, "source", None)
@@ -65,21 +76,6 @@ def load_sources(named: Iterable[str]) -> None:
             register(name, maker)
         elif fresh and registered() == before:
             raise SourceError(f"draft source {entry!r}: the module registers none; see speculation/sources/registry.py")
-
-
-def _imported(module: str, entry: str) -> object:
-    if not all(part.isidentifier() for part in module.split(".")):
-        raise SourceError(f"draft source {entry!r} is not MODULE or MODULE:NAME, such as my_drafts:Again")
-    try:
-        return importlib.import_module(module)
-    except SourceError:
-        raise
-    except Exception as error:  # whatever a module may raise
-        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise SourceError(
-            f"draft source {entry!r} cannot be imported ({why}); a module must be installed, or in a folder that "
-            "PYTHONPATH names"
-        ) from error
 
 
 async def start_target(

@@ -1,8 +1,7 @@
-"""A caller's prediction as a draft source: what the text will mostly be, known before it is begun.
+"""A caller's prediction as a draft source: what the text will mostly be (OpenAI's ``prediction``).
 
-Whoever has a document edited knows most of the answer: the document. OpenAI's API takes it as ``prediction``. Decided
-here: which place of the prediction the text has come to. While they agree, the next tokens of the prediction are the
-drafts. Where they part, one of two things helps:
+Decided here: which place of the prediction the text has come to. While they agree, the next tokens of the prediction
+are the drafts. Where they part, one of two things helps:
 
 * One token was replaced, as a name that is changed everywhere: the prediction is good again one token further on. That
   is tried at once, with little confidence, after a long agreement only.
@@ -11,10 +10,8 @@ drafts. Where they part, one of two things helps:
   parted; only if there is none after it, one before.
 
 A token costs a bounded number of steps, however long the prediction is: it is indexed little by little, and few places
-are compared. What the drafts are worth is learned like any source's (:mod:`speculation.verifying.calibration`), so a
-prediction that is wrong is soon no longer verified. It can make decoding faster, never different. Under the rejection
-rule its tokens are *chosen* (:class:`speculation.acceptance.Chosen`); that leaves the law of the text alone as long as
-the prediction was not itself drawn with the session's seed.
+are compared. Under the rejection rule its tokens are *chosen* (:class:`speculation.acceptance.Chosen`); that leaves the
+law of the text alone as long as the prediction was not itself drawn with the session's seed.
 """
 
 from __future__ import annotations

@@ -1,21 +1,18 @@
 """Suffix decoding: drafts copied from earlier outputs of the same target (Oliaro et al. 2024, arXiv:2411.04975).
 
-Agents, pipelines and editors ask for nearly the same again and again. Where the last few tokens of a text stood in an
-earlier output, what followed there is likely to follow here. Prompt lookup (:mod:`lookup`) finds the same
-within one text, and needs no memory.
-
-Decided here: what is kept (the latest used, within a number of tokens, apart for every *scope*), which earlier places
-are followed (those with the longest equal context), and where they part (the way most of them went, one voice for each
-time a text was said). How many drafts are verified is for the budget, after calibration.
+Where the last few tokens of a text stood in an earlier output, what followed there is likely to follow here. Decided
+here: what is kept (the latest used, within a number of tokens, apart for every *scope*), which earlier places are
+followed (those with the longest equal context), and where they part (the way most of them went, one voice for each time
+a text was said). How many drafts are verified is for the budget, after calibration.
 
 An index of places by the :data:`CONTEXTS` tokens before each, rather than the paper's suffix tree: a place costs the
 same few entries whatever stands around it, so that texts can be taken in and forgotten token by token, between steps
 (:meth:`SuffixStore.work`), and what is held is known exactly. The rest of the context is compared in the text itself.
 
 A text is kept once its session has ended here: finished, or closed by the router, which is how it ends at a stop string
-and when the client leaves. What there is by then is the target's own either way. Not kept is what was given up, and
-what its router lost or opens again: it is kept, once and whole, where it ends. A text that moves to another target is
-closed here too, and kept as far as it came, for as long as this worker still lives. Nothing of it is ever logged.
+and when the client leaves. Not kept is what was given up, and what its router lost or opens again: it is kept, once and
+whole, where it ends. A text that moves to another target is closed here too, and kept as far as it came. Nothing of it
+is ever logged.
 
 Under the rejection rule such drafts must not be used: an earlier output may have been drawn with the very noise that
 the session decides by, and a draft that depends on the coin biases the text. Under the coupled rule that can only help.

@@ -1,21 +1,18 @@
 """What a draft source's word is worth, learned from what the target says.
 
-A source states a confidence for every token it proposes. How often such a token is then the target's depends on the
-source, on the pair of models, on the text. Siblings exclude each other, so each is asked about only where those before
-it are wrong: a second choice's *claim* is its share of what the first has left. A draft model that is surprised half
-the time may be surprised by its own second choice nearly always, and that is what alternatives live on.
-
-The claim is corrected in steps, from the wide to the narrow; each step starts from what the one before it believes, and
-departs from that only as far as it has seen trials:
+A source states a confidence for every token it proposes. Siblings exclude each other, so each is asked about only where
+those before it are wrong: a second choice's *claim* is its share of what the first has left. The claim is corrected in
+steps, from the wide to the narrow; each starts from what the one before it believes, and departs from that only as far
+as it has seen trials:
 
     1. by source and rank (first choice, second, others): a factor. A source that is always wrong is found out at once.
     2. by claim, in tenths: the margin of the draft, as far as it is known.
     3. by how far ahead of the committed text it was drafted.
     4. in this session: a factor again, by source and rank.
 
-Tokens are put to the test when their parent is committed, verified or not: the target's next token is then known, and
-it is one child of that parent or none. So the odds of drafts that are not being verified are learned too, and
-speculation that was switched off can come back. Old trials fade.
+Tokens are put to the test when their parent is committed, verified or not: the target's next token is one child of that
+parent or none. So the odds of drafts that are not being verified are learned too, and speculation that was switched off
+can come back. Old trials fade.
 """
 
 from __future__ import annotations
