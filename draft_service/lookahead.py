@@ -290,11 +290,9 @@ class Lookahead:
                 frontiers.append((sequence, frontier))
             elif sequence.num_uncomputed_tokens >= self._limits.prefill_from and len(sequence.text.tokens) <= context:
                 entries.append(self._read_on(sequence, ()))
-        num_scheduled_tokens = sum(len(entry.tokens) for entry in entries)
+        scheduled = sum(len(entry.tokens) for entry in entries)
         chosen: dict[DraftSequence, list[Node]] = {}
-        for sequence, node in best_places(
-            frontiers, self._limits.batch, num_scheduled_tokens, len(entries), self._cost
-        ):
+        for sequence, node in best_places(frontiers, self._limits.batch, scheduled, len(entries), self._cost):
             chosen.setdefault(sequence, []).append(node)
         return entries + [DraftBatchEntry.below(sequence, nodes) for sequence, nodes in chosen.items()]
 
