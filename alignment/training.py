@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from alignment.batches import BatchSource
 from alignment.losses import Loss
 from alignment.workplace import read_checkpoint, write_checkpoint
+from engine.head_files import placed
 
 Kind = TypeVar("Kind", bound=PreTrainedModel)
 Optimizers = Sequence[tuple[torch.optim.Optimizer, float]]
@@ -103,17 +104,6 @@ class MasterWeights(Generic[Kind]):
         return copy
 
 
-def place(model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> None:
-    """Move a model, and cast its parameters.
-
-    Buffers stay as precise as they are, as in a model that is served: rounded to bfloat16, the frequencies by which
-    positions are told apart are others.
-    """
-    nn.Module.to(model, device=device)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-
-
 class Trainer(Generic[Kind]):
     """Optimises one model: Muon for the matrices inside the layers, AdamW for embeddings and norms.
 
@@ -126,8 +116,7 @@ class Trainer(Generic[Kind]):
         self.notes: dict[str, Any] = {}
         """Plain values that checkpoints keep for whoever watches."""
         self._checkpoint = checkpoint
-        place(model, plan.dtype, plan.device)
-        model.train()
+        placed(model, plan.dtype, plan.device).train()
         self.weights = MasterWeights(model)
         inner = _inner_matrices(model)
         matrices = [m for m, i in zip(self.weights.masters, inner, strict=True) if i]

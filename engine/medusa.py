@@ -17,25 +17,20 @@ Tensor legend: N rows, H heads, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from engine.cpu.stack import pack_head
-from engine.model import Model, ModelError, first_line
+from engine.head_files import CONFIG, Tensors, check_names, check_numbers, read_config, read_tensors, ready, write
+from engine.model import Model, ModelError
 
-CONFIG = "config.json"
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 MAX_HEADS, MAX_LAYERS = 32, 16
 PREFIX = re.compile(r"^(module\.)?(medusa_heads?\.)?")
-
-Tensors = dict[str, Tensor]
 
 
 class MedusaHeads(nn.Module):
@@ -99,21 +94,17 @@ class MedusaHeads(nn.Module):
 
 def save(heads: MedusaHeads, folder: Path, base: str, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write a checkpoint of heads trained for the model ``base``. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
     stored: dict[int, Tensor] = {}
     tensors = {
         name: stored.setdefault(tensor.data_ptr(), tensor.to("cpu", dtype, copy=True))
         for name, tensor in heads.tensors().items()
     }
-    known = {
+    config = {
         "medusa_num_heads": len(heads),
         "medusa_num_layers": heads.layers,
         "base_model_name_or_path": base,
     }
-    (folder / CONFIG).write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
-    fresh = folder / f".{FILES[1]}.new"
-    torch.save(tensors, fresh)
-    fresh.replace(folder / FILES[1])
+    write(folder, config, FILES[1], lambda file: torch.save(tensors, file))
 
 
 def load_heads(path: str, model: Model) -> MedusaHeads:
@@ -131,48 +122,44 @@ def load_heads(path: str, model: Model) -> MedusaHeads:
             f"{path}: these heads know {rows} tokens, {model.name} has {config.vocab_size}; "
             "give heads that were trained for it"
         )
-    ready = heads.to(device=model.device, dtype=model.dtype).eval().requires_grad_(False)
-    if model.device.type == "cpu":
-        pack_head(ready)
-    return ready
+    return ready(heads, model.device, model.dtype)
 
 
 def read(folder: Path) -> MedusaHeads:
     """The checkpoint in ``folder``, as stored. Raises :class:`engine.model.ModelError`."""
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; give the one that holds {CONFIG} and {FILES[1]}")
-    count, layers = _counts(folder / CONFIG)
-    file, tensors = _read_tensors(folder)
-    _check_names(file, tensors, count, layers)
-    outputs = [tensors[f"{head}.{layers}.weight"] for head in range(count)]
+    count, layers = _counts(folder)
+    file = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    if file is None:
+        raise ModelError(f"{folder}: has no weights; they must be in {' or '.join(FILES)}")
+    tensors = {PREFIX.sub("", name): tensor for name, tensor in read_tensors(file, "Medusa heads").items()}
+    # What each tensor is called by the authors, and by torch.
+    blocks = {
+        f"{head}.{layer}.linear.{part}": f"blocks.{head}.{layer}.{part}"
+        for head in range(count)
+        for layer in range(layers)
+        for part in ("weight", "bias")
+    }
+    last = [f"{head}.{layers}.weight" for head in range(count)]
+    check_names(file, tensors, [*blocks, *last], f"{CONFIG} tells of {count} heads of {layers} blocks")
+    outputs = [tensors[name] for name in last]
     if outputs[0].dim() != 2:
         raise ModelError(f"{file}: tensor '0.{layers}.weight' has the shape {list(outputs[0].shape)}; it must have two")
     vocabulary, hidden = outputs[0].shape
     shared = count > 1 and len({(output.data_ptr(), output.shape) for output in outputs}) == 1
     with torch.device("meta"):
         heads = MedusaHeads(hidden, vocabulary, count, layers, shared=shared)
-    for name, expected in heads.tensors().items():
-        _check_numbers(file, name, tensors[name], expected)
-    blocks = {
-        f"blocks.{head}.{layer}.{part}": tensors[f"{head}.{layer}.linear.{part}"]
-        for head in range(count)
-        for layer in range(layers)
-        for part in ("weight", "bias")
-    }
-    last = {f"outputs.{head}.weight": output for head, output in enumerate(outputs[:1] if shared else outputs)}
-    heads.load_state_dict(blocks | last, assign=True)
+    check_numbers(file, tensors, heads.tensors(), "beside the output layer of head 0")
+    state = {ours: tensors[name] for name, ours in blocks.items()}
+    state |= {f"outputs.{head}.weight": output for head, output in enumerate(outputs[:1] if shared else outputs)}
+    heads.load_state_dict(state, assign=True)
     return heads
 
 
-def _counts(file: Path) -> tuple[int, int]:
+def _counts(folder: Path) -> tuple[int, int]:
     """How many heads there are, and how many residual blocks each has."""
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{file.parent}: not a folder of Medusa heads, it has no {CONFIG}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file}: cannot be read: {first_line(error)}") from error
-    found = []
+    config, file, found = read_config(folder, "a folder of Medusa heads"), folder / CONFIG, []
     for key, minimum, maximum in (("medusa_num_heads", 1, MAX_HEADS), ("medusa_num_layers", 0, MAX_LAYERS)):
         value = config.get(key) if isinstance(config, dict) else None
         if value is None:
@@ -181,44 +168,3 @@ def _counts(file: Path) -> tuple[int, int]:
             raise ModelError(f"{file}: {key} must be a whole number from {minimum} to {maximum}, got {value!r}")
         found.append(value)
     return found[0], found[1]
-
-
-def _read_tensors(folder: Path) -> tuple[Path, Tensors]:
-    """All tensors by their names without prefixes, and the file that holds them."""
-    file = next((folder / name for name in FILES if (folder / name).is_file()), None)
-    if file is None:
-        raise ModelError(f"{folder}: has no weights; they must be in {' or '.join(FILES)}")
-    try:
-        loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    except Exception as error:  # whatever the two libraries raise for what is not theirs
-        raise ModelError(f"{file}: cannot be read: {first_line(error)}") from error
-    if not isinstance(loaded, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in loaded.items()
-    ):
-        raise ModelError(f"{file}: must hold tensors by name, as the training of Medusa heads writes them")
-    return file, {PREFIX.sub("", name): tensor for name, tensor in loaded.items()}
-
-
-def _check_names(file: Path, tensors: Tensors, heads: int, layers: int) -> None:
-    expected = {f"{head}.{layers}.weight" for head in range(heads)}
-    expected |= {
-        f"{head}.{layer}.linear.{part}"
-        for head in range(heads)
-        for layer in range(layers)
-        for part in ("weight", "bias")
-    }
-    told = f"{CONFIG} tells of {heads} heads of {layers} blocks"
-    if missing := sorted(expected - tensors.keys()):
-        raise ModelError(f"{file}: lacks {len(missing)} tensors, first {missing[0]!r}; {told}")
-    if extra := sorted(tensors.keys() - expected):
-        raise ModelError(f"{file}: has {len(extra)} tensors too many, first {extra[0]!r}; {told}")
-
-
-def _check_numbers(file: Path, name: str, tensor: Tensor, expected: Tensor) -> None:
-    if tensor.shape != expected.shape:
-        wanted = f"beside the output layer of head 0 it must have {list(expected.shape)}"
-        raise ModelError(f"{file}: tensor {name!r} has the shape {list(tensor.shape)}; {wanted}")
-    if not tensor.is_floating_point():
-        raise ModelError(f"{file}: tensor {name!r} holds {tensor.dtype}; it must hold floating-point numbers")
-    if not bool(tensor.isfinite().all()):
-        raise ModelError(f"{file}: tensor {name!r} holds NaN or infinite values")

@@ -26,8 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.initialization import no_init_weights
 
 from engine.eagle.head import EagleHead
+from engine.head_files import placed
 from engine.medusa import MedusaHeads
-from models.pair import placed
 
 
 @dataclass(frozen=True, slots=True)

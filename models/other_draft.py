@@ -24,8 +24,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from alignment.batches import Batches, TokenIds
 from alignment.losses import next_token_loss
 from alignment.training import Trainer, TrainingPlan
+from engine.head_files import placed
 from models.corpus import END_OF_TEXT, SourceFile, encode_files, learn_tokenizer, read_sources, split_sources
-from models.pair import load, load_tokenizer, parameter_count, placed, publish
+from models.pair import load, load_tokenizer, parameter_count, publish
 from models.train import write_text
 
 HERE = Path(__file__).resolve().parent

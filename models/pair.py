@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from alignment.training import place
+from engine.head_files import placed
 
 VOCABULARY = 4000
 PADDED_VOCABULARY = 4096
@@ -61,12 +61,6 @@ def build(shape: ModelShape, context: int, end_of_text: int, seed: int) -> Llama
     """A freshly initialised model of `shape` in fp32, the same for the same seed."""
     torch.manual_seed(seed)
     return placed(LlamaForCausalLM(shape.config(context, end_of_text)), torch.float32)
-
-
-def placed(model: LlamaForCausalLM, dtype: torch.dtype, device: torch.device | None = None) -> LlamaForCausalLM:
-    """Move `model`, cast its parameters, and return it."""
-    place(model, dtype, device)
-    return model
 
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> LlamaForCausalLM:

@@ -237,14 +237,16 @@ def _config_for(target: Any, options: EagleOptions) -> EagleConfig:
         target_hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         draft_vocab_size=min(size, target.vocab_size),
-        layers=options.layers,
-        heads=heads,
-        kv_heads=getattr(target, "num_key_value_heads", None) or heads,
-        head_size=getattr(target, "head_dim", None) or target.hidden_size // heads,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
+        head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
         intermediate_size=target.intermediate_size,
-        rms_eps=getattr(target, "rms_norm_eps", None) or 1e-6,
-        max_positions=target.max_position_embeddings,
-        rope=dict(getattr(target, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}),
+        rms_norm_eps=getattr(target, "rms_norm_eps", None) or 1e-6,
+        max_position_embeddings=target.max_position_embeddings,
+        rope_parameters=dict(
+            getattr(target, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
+        ),
         aux_layers=published if published[0] < published[1] < published[2] else spread,
     )
 

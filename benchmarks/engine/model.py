@@ -33,7 +33,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.engine.settings import EXPANSION, GROUP, HEAD_SIZE, EngineShape
 from benchmarks.harness.measure import Batch
 from cluster.config.config import Config
-from models.pair import parameter_count, placed
+from engine.head_files import placed
+from models.pair import parameter_count
 
 SEED = 0
 VOCABULARY = 8192

@@ -41,7 +41,7 @@ class HeadChunk(NamedTuple):
 def row_bytes(head: EagleHead) -> int:
     """What a row takes in the cache."""
     config = head.config
-    return 2 * config.layers * config.kv_heads * config.head_size * head.norm.weight.itemsize
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * head.norm.weight.itemsize
 
 
 class CachedHead:
@@ -51,9 +51,9 @@ class CachedHead:
         """``capacity``: rows that fit, of all sessions together."""
         config, weight = head.config, head.norm.weight
         self.head = head
-        self.cache = KVCache(config.layers, capacity, dtype=weight.dtype, device=weight.device)
+        self.cache = KVCache(config.num_hidden_layers, capacity, dtype=weight.dtype, device=weight.device)
         self._says_all = head.target_ids.tolist() == list(range(config.vocab_size))
-        self._layers: list[Any] = [SimpleNamespace(layer_idx=layer) for layer in range(config.layers)]
+        self._layers: list[Any] = [SimpleNamespace(layer_idx=layer) for layer in range(config.num_hidden_layers)]
 
     @property
     def device(self) -> torch.device:

@@ -8,9 +8,8 @@ run and have nothing accepted. Numbers only: which tensors there are is :mod:`en
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from engine.head_files import CONFIG, read_config
 from engine.model import ModelError
 
-CONFIG = "config.json"
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
 SPECULATORS = "transformer_layer_config"
 AUX = "eagle_aux_hidden_state_layer_ids"
@@ -31,7 +30,7 @@ Plain = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
-    """The shape of a head, and of the target it is for."""
+    """The shape of a head, and of the target it is for, in the words of config.json."""
 
     hidden_size: int
     """Of the head's states, and of the embeddings it reads."""
@@ -40,16 +39,16 @@ class EagleConfig:
     """The target's."""
     draft_vocab_size: int
     """Tokens the head can say."""
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
     intermediate_size: int
-    rms_eps: float
-    max_positions: int
-    rope: Plain
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_parameters: Plain
     """As transformers knows it: ``rope_type``, ``rope_theta`` and what else the type takes."""
-    activation: str = "silu"
+    hidden_act: str = "silu"
     attention_bias: bool = False
     mlp_bias: bool = False
     norm_before_residual: bool = False
@@ -87,55 +86,25 @@ class EagleConfig:
     def llama(self) -> LlamaConfig:
         """The same for transformers, as far as positions go."""
         return LlamaConfig(
-            hidden_size=self.heads * self.head_size,
-            num_attention_heads=self.heads,
-            head_dim=self.head_size,
-            max_position_embeddings=self.max_positions,
-            rope_parameters=dict(self.rope),
+            hidden_size=self.num_attention_heads * self.head_dim,
+            num_attention_heads=self.num_attention_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters=dict(self.rope_parameters),
         )
 
     def plain(self) -> dict[str, Any]:
         """What config.json holds, in the authors' layout."""
-        return {
-            "architectures": [ARCHITECTURES[0]],
-            "model_type": "llama",
-            "hidden_size": self.hidden_size,
-            "target_hidden_size": self.target_hidden_size,
-            "vocab_size": self.vocab_size,
-            "draft_vocab_size": self.draft_vocab_size,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_size,
-            "intermediate_size": self.intermediate_size,
-            "hidden_act": self.activation,
-            "rms_norm_eps": self.rms_eps,
-            "max_position_embeddings": self.max_positions,
-            "rope_parameters": dict(self.rope),
-            "rope_theta": self.rope.get("rope_theta"),
-            "attention_bias": self.attention_bias,
-            "mlp_bias": self.mlp_bias,
-            "norm_before_residual": self.norm_before_residual,
-            "norm_before_fc": self.norm_before_fc,
-            "fc_norm": self.fc_norm,
-            "norm_output": self.norm_output,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            AUX: list(self.aux_layers) or None,
-        }
+        said = {"architectures": [ARCHITECTURES[0]], "model_type": "llama", **asdict(self)}
+        said[AUX] = list(said.pop("aux_layers")) or None
+        return said | {"rope_theta": self.rope_parameters.get("rope_theta")}
 
     @classmethod
     def from_folder(cls, folder: Path) -> EagleConfig:
         """What the checkpoint in ``folder`` says. Raises :class:`engine.model.ModelError`, with the kind it is of."""
         if not folder.is_dir():
             raise ModelError(f"{folder}: no such folder; give the one of an EAGLE-3 head, with its {CONFIG}")
-        file = folder / CONFIG
-        try:
-            said = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ModelError(f"{folder}: not an EAGLE-3 head, it has no {CONFIG}") from None
-        except (OSError, ValueError, RecursionError) as error:
-            first = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ModelError(f"{file}: cannot be read: {first}") from error
+        file, said = folder / CONFIG, read_config(folder, "an EAGLE-3 head")
         if not isinstance(said, dict):
             raise ModelError(f"{file}: must hold an object, got {type(said).__name__}")
         _check_kind(folder, said)
@@ -188,29 +157,25 @@ class _Reader:
         if draft > vocabulary:
             raise self._wrong("draft_vocab_size", f"at most vocab_size ({vocabulary})", draft)
         positions = self._count("max_position_embeddings", 2048)
-        bias = self._flag("attention_bias", default=self._flag("bias"))
         return EagleConfig(
             hidden_size=hidden,
             target_hidden_size=self._count("target_hidden_size", hidden),
             vocab_size=vocabulary,
             draft_vocab_size=draft,
-            layers=self._count("num_hidden_layers", 1, MAX_LAYERS),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_size=head_size,
+            num_hidden_layers=self._count("num_hidden_layers", 1, MAX_LAYERS),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_size,
             intermediate_size=self._count("intermediate_size"),
-            rms_eps=self._epsilon(),
-            max_positions=positions,
-            rope=self._rope(heads, head_size, positions),
-            activation=self._activation(),
-            attention_bias=bias,
-            mlp_bias=self._flag("mlp_bias"),
+            rms_norm_eps=self._epsilon(),
+            max_position_embeddings=positions,
+            rope_parameters=self._rope(heads, head_size, positions),
+            hidden_act=self._activation(),
+            attention_bias=self._flag("attention_bias", default=self._flag("bias")),
             # The speculators library leaves it out where it is so.
             norm_before_residual=self._flag("norm_before_residual", default=self._speculators),
-            norm_before_fc=self._flag("norm_before_fc"),
-            fc_norm=self._flag("fc_norm"),
-            norm_output=self._flag("norm_output"),
             tie_word_embeddings=self._flag("tie_word_embeddings") and draft == vocabulary,
+            **{name: self._flag(name) for name in ("mlp_bias", "norm_before_fc", "fc_norm", "norm_output")},
             aux_layers=self._aux_layers(),
         )
 

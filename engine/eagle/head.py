@@ -47,13 +47,13 @@ class HeadAttention(nn.Module):
 
     def __init__(self, config: EagleConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_size = layer, config.head_size
+        self.layer, self.head_size = layer, config.head_dim
         inputs = config.hidden_size * (2 if layer == 0 else 1)
-        bias, queries, keys = config.attention_bias, config.heads, config.kv_heads
-        self.q_proj = nn.Linear(inputs, queries * config.head_size, bias=bias)
-        self.k_proj = nn.Linear(inputs, keys * config.head_size, bias=bias)
-        self.v_proj = nn.Linear(inputs, keys * config.head_size, bias=bias)
-        self.o_proj = nn.Linear(queries * config.head_size, config.hidden_size, bias=bias)
+        bias, queries, keys = config.attention_bias, config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(inputs, queries * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(inputs, keys * config.head_dim, bias=bias)
+        self.v_proj = nn.Linear(inputs, keys * config.head_dim, bias=bias)
+        self.o_proj = nn.Linear(queries * config.head_dim, config.hidden_size, bias=bias)
 
     def forward(self, x_ND: Tensor, cos_NE: Tensor, sin_NE: Tensor, attend: Attend) -> Tensor:
         """What the rows read, ``[N, D]``."""
@@ -73,7 +73,7 @@ class GatedMlp(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.activation: Any = ACT2FN[config.activation]
+        self.activation: Any = ACT2FN[config.hidden_act]
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """``[N, D] -> [N, D]``."""
@@ -86,7 +86,7 @@ class HeadLayer(nn.Module):
 
     def __init__(self, config: EagleConfig, layer: int) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_eps
+        size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = HeadNorm(size, eps)
         self.hidden_norm = HeadNorm(size, eps) if layer == 0 else None
         self.post_attention_layernorm = HeadNorm(size, eps)
@@ -118,7 +118,7 @@ class EagleHead(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = config
-        size, eps = config.hidden_size, config.rms_eps
+        size, eps = config.hidden_size, config.rms_norm_eps
         read = config.aux_states * config.target_hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.input_norm = HeadNorm(read, eps) if config.norm_before_fc else None
@@ -128,7 +128,7 @@ class EagleHead(nn.Module):
             else None
         )
         self.fc = nn.Linear(read, size, bias=False)
-        self.layers = nn.ModuleList(HeadLayer(config, layer) for layer in range(config.layers))
+        self.layers = nn.ModuleList(HeadLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = HeadNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size), persistent=False)

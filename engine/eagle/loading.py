@@ -17,7 +17,6 @@ Tensor legend: D hidden size of the head, H of the target, V draft vocabulary, T
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -25,12 +24,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import save_file
+from torch import Tensor
 
-from engine.cpu.stack import pack_head
-from engine.eagle.config import CONFIG, EagleConfig
+from engine.eagle.config import EagleConfig
 from engine.eagle.head import EagleHead
+from engine.head_files import CONFIG, Tensors, check_names, check_numbers, read_tensors, ready, write
 from engine.model import Model, ModelError
 
 WEIGHTS = "model.safetensors"
@@ -44,7 +43,6 @@ TARGETS_NAMES = {
     OUTPUT: ("lm_head.weight", "language_model.lm_head.weight"),
 }
 
-Tensors = dict[str, Tensor]
 Borrow = Callable[[str], Tensor]
 """The target's own tensor of this name, :data:`EMBEDDING` or :data:`OUTPUT`, ``[T, H]``. Raises ModelError."""
 
@@ -70,17 +68,6 @@ def load_alone(path: str, target: str, device: torch.device, dtype: torch.dtype)
     """
     folder = Path(path).expanduser()
     return ready(read(folder, lambda name: _of_folder(folder, target, name)), device, dtype)
-
-
-def ready(head: EagleHead, device: torch.device, dtype: torch.dtype) -> EagleHead:
-    """The head as it is served: there, in that format, its rotation as precise as it was; packed on a CPU."""
-    nn.Module.to(head, device=device)
-    for parameter in head.parameters():
-        parameter.data = parameter.data.to(dtype)
-    head.eval().requires_grad_(False)
-    if device.type == "cpu":
-        pack_head(head)
-    return head
 
 
 def check_fit(path: str, head: EagleHead, target: str, hidden: int, usable: int, vocabulary: int, layers: int) -> None:
@@ -113,14 +100,15 @@ def read(folder: Path, borrow: Borrow) -> EagleHead:
         tied = config.tie_word_embeddings
         whole = tensors[EMBEDDING] if tied else _borrowed(file, OUTPUT, config, borrow)
         tensors[OUTPUT] = whole if len(target_ids) == len(whole) else whole[target_ids.to(whole.device)]
-    _check(file, tensors, head)
+    expected = head.state_dict()
+    check_names(file, tensors, expected, f"{CONFIG} tells of an EAGLE-3 head of {config.num_hidden_layers} layers")
+    check_numbers(file, tensors, expected, f"by {CONFIG}")
     head.load_state_dict(tensors, assign=True)
     return head
 
 
 def save(head: EagleHead, folder: Path, *, embedding: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write a checkpoint in the authors' layout, with or without the embedding. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
     config = head.config
     tensors = {
         re.sub(r"^layers\.0\.", "midlayer.", name): tensor.detach().to("cpu", dtype, copy=True).contiguous()
@@ -131,10 +119,7 @@ def save(head: EagleHead, folder: Path, *, embedding: bool = False, dtype: torch
     tensors[D2T] = ids - torch.arange(len(ids))
     tensors[T2D] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     said = config.plain() | {"dtype": str(dtype).removeprefix("torch.")}
-    (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
-    fresh = folder / f".{WEIGHTS}.new"
-    save_file(tensors, fresh, metadata={"format": "pt"})
-    fresh.replace(folder / WEIGHTS)
+    write(folder, said, WEIGHTS, lambda file: save_file(tensors, file, metadata={"format": "pt"}))
 
 
 def _read_tensors(folder: Path) -> tuple[Path, Tensors]:
@@ -144,15 +129,8 @@ def _read_tensors(folder: Path) -> tuple[Path, Tensors]:
         raise ModelError(f"{folder}: has no weights; they must be in {WEIGHTS} or pytorch_model.bin")
     tensors: Tensors = {}
     for file in files:
-        try:
-            loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-        except Exception as error:  # whatever the two libraries raise for what is not theirs
-            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise ModelError(f"{file}: cannot be read: {first}") from error
-        if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
-            raise ModelError(f"{file}: must hold tensors by name, as the training of an EAGLE-3 head writes them")
-        for name, tensor in loaded.items():
-            ours = re.sub(r"^midlayer\.", "layers.0.", re.sub(r"^(module\.)?(model\.)?", "", str(name)))
+        for name, tensor in read_tensors(file, "an EAGLE-3 head").items():
+            ours = re.sub(r"^midlayer\.", "layers.0.", re.sub(r"^(module\.)?(model\.)?", "", name))
             if not NOT_NEEDED.search(ours):
                 tensors[ours] = tensor
     return files[0] if len(files) == 1 else folder, tensors
@@ -202,28 +180,10 @@ def _check_kind(file: Path, tensors: Tensors, config: EagleConfig) -> None:
         raise ModelError(f"{file}: an EAGLE-1 or EAGLE-2 head: {told}; give one that was trained as EAGLE-3")
     if any(re.match(r"^(medusa_heads?\.)?\d+\.", name) for name in tensors):
         raise ModelError(f"{file}: Medusa heads, not an EAGLE-3 head; serve them with --medusa")
-    if fc is None and config.layers <= len({name.split(".")[1] for name in tensors if name.startswith("layers.")}):
+    if fc is None and config.num_hidden_layers <= len(
+        {name.split(".")[1] for name in tensors if name.startswith("layers.")}
+    ):
         raise ModelError(f"{file}: lacks 'fc.weight': a full model or another drafter; give an EAGLE-3 head")
-
-
-def _check(file: Path, tensors: Tensors, head: EagleHead) -> None:
-    expected = head.state_dict()
-    told = f"{CONFIG} tells of an EAGLE-3 head of {head.config.layers} layers"
-    if missing := sorted(expected.keys() - tensors.keys()):
-        raise ModelError(f"{file}: lacks {len(missing)} tensors, first {missing[0]!r}; {told}")
-    if extra := sorted(tensors.keys() - expected.keys()):
-        raise ModelError(f"{file}: has {len(extra)} tensors too many, first {extra[0]!r}; {told}")
-    for name, wanted in expected.items():
-        tensor = tensors[name]
-        if tensor.shape != wanted.shape:
-            wrong = f"has the shape {list(tensor.shape)}; by {CONFIG} it must have {list(wanted.shape)}"
-        elif not tensor.is_floating_point():
-            wrong = f"holds {tensor.dtype}; it must hold floating-point numbers"
-        elif not bool(tensor.isfinite().all()):
-            wrong = "holds NaN or infinite values"
-        else:
-            continue
-        raise ModelError(f"{file}: tensor {name!r} {wrong}")
 
 
 def _borrowed(file: Path, name: str, config: EagleConfig, borrow: Borrow) -> Tensor:

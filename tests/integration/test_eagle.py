@@ -61,14 +61,14 @@ def config_of(**changes: Any) -> EagleConfig:
         "target_hidden_size": HIDDEN,
         "vocab_size": VOCABULARY,
         "draft_vocab_size": 100,
-        "layers": 1,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
         "intermediate_size": 96,
-        "rms_eps": 1e-5,
-        "max_positions": 256,
-        "rope": {"rope_type": "default", "rope_theta": 10000.0},
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "aux_layers": AUX,
     }
     return EagleConfig(**{**known, **changes})
@@ -163,7 +163,7 @@ def test_texts_are_those_without_a_head(
 def test_other_shapes_of_heads(model: Model, kind: str) -> None:
     changes: dict[str, dict[str, Any]] = {
         "whole vocabulary": {"draft_vocab_size": VOCABULARY},
-        "two layers": {"layers": 2, "kv_heads": 4},
+        "two layers": {"num_hidden_layers": 2, "num_key_value_heads": 4},
         "norms of its own": {"norm_before_residual": True, "norm_output": True, "fc_norm": True},
     }
     openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(3)]
@@ -233,7 +233,7 @@ def test_the_head_reads_the_states_of_committed_tokens(folder: str, kept: str, m
 
 def load_head(folder: str, head: EagleHead) -> EagleHead:
     """Through a checkpoint in the published layout."""
-    place = Path(folder).parent / f"head-{head.config.draft_vocab_size}-{head.config.layers}"
+    place = Path(folder).parent / f"head-{head.config.draft_vocab_size}-{head.config.num_hidden_layers}"
     save(head, place, embedding=True, dtype=torch.float32)
     return load_beside(str(place), build_target(EngineSettings(folder, dtype="fp32", device="cpu")).model)
 

@@ -513,7 +513,7 @@ def test_a_head_for_another_target_is_refused(folders: Folders, tmp_path: Path) 
 def test_the_fingerprint_tells_heads_and_targets_apart(folders: Folders, tmp_path: Path) -> None:
     _, told = load_head(DraftSettings(folders.of_drafter))
     assert told.head == target_loop(folders).welcome().head != 0
-    other = tiny_head(draft_vocab_size=VOCABULARY, rms_eps=1e-6)
+    other = tiny_head(draft_vocab_size=VOCABULARY, rms_norm_eps=1e-6)
     save(other, tmp_path / "head", dtype=torch.float32)
     assert load_head(DraftSettings(replace(folders.of_drafter, eagle=str(tmp_path / "head"))))[1].head != told.head
     other_target = save_model("llama", tmp_path / "model", num_hidden_layers=LAYERS + 1)

@@ -240,8 +240,8 @@ def test_what_is_saved_has_the_published_layout_and_is_read_again(tmp_path: Path
     first = read(write(tmp_path / "head", named), nobody)
     save(first, tmp_path / "again", embedding=True, dtype=torch.float32)
     again = read(tmp_path / "again", nobody)
-    assert replace(again.config, rope={}) == replace(first.config, rope={})
-    assert again.config.rope["rope_theta"] == first.config.rope["rope_theta"] == 500.0
+    assert replace(again.config, rope_parameters={}) == replace(first.config, rope_parameters={})
+    assert again.config.rope_parameters["rope_theta"] == first.config.rope_parameters["rope_theta"] == 500.0
     assert torch.equal(again.target_ids, torch.arange(DRAFT) + named["d2t"])
     for name, tensor in first.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
