@@ -16,6 +16,7 @@ from engine.eagle.cached import row_bytes
 from engine.eagle.head import EagleHead
 from engine.eagle.loading import load_beside
 from engine.eagle.mtp import MTP, load_mtp
+from engine.exactness import warm_up
 from engine.forward import ForwardPass, StepInput
 from engine.interface import StepEngine
 from engine.leader import Leader, Ranks
@@ -183,7 +184,7 @@ def _warmed(engine: Engine, progress: Progress | None) -> Engine:
         on_gpu = engine.model.device.type == "cuda"
         progress(Loading("warming up, recording CUDA graphs" if on_gpu else "warming up"))
     try:
-        engine.warm_up()
+        warm_up(engine)
     except BaseException:
         engine.close()
         raise

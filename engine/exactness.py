@@ -9,18 +9,22 @@ Tensor legend: N tokens compared, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.interface import Chunk, StepEngine
+from engine.forward import Chunk
+from engine.model import ModelError
+from engine.step import Engine
 from speculation.messages import EXACT
 
 PREFIX, COMPARED = 41, 8
 """Tokens of the probed text: before what is compared, and compared."""
+
+log = logging.getLogger(__name__)
 
 OTHERS = 3
 """Other sequences that are computed beside it."""
@@ -29,14 +33,28 @@ PIECE = 16
 """Tokens of a piece in which the text is computed again."""
 
 
-class Probed(StepEngine, Protocol):
-    """What is measured: an :class:`engine.step.Engine`."""
+def warm_up(engine: Engine) -> None:
+    """Record steps of every size that is replayed, so that no request has to wait for that, and see how exact they are.
 
-    def avoid_rows(self, rows: int) -> None:
-        """Use no steps of so many rows any longer."""
+    On CUDA one step is computed at least, with which the cache takes its memory. Raises ModelError if there is too
+    little.
+    """
+    try:
+        if not engine.record_steps() and engine.model.device.type == "cuda":
+            sequence = engine.cache.sequence()
+            engine.run([Chunk(sequence, [0], rows=[0])])
+            sequence.free()
+        if engine.wants_exact:
+            engine.exactness = measure(engine)
+            log.info("%s: %s", engine.model.name, engine.exactness)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"{engine.model.name}: a cache of {engine.cache.capacity} tokens does not fit beside the weights "
+            "and whatever else uses this GPU; lower cache_tokens, or set gpus where workers share one"
+        ) from error
 
 
-def measure(engine: Probed) -> str:
+def measure(engine: Engine) -> str:
     """:data:`EXACT`, or in one line what changes the bits of a token. Steps of sizes that do are avoided from now on.
 
     Leaves nothing in the cache. Where it has too little room, what cannot be tried counts as not exact.
@@ -55,7 +73,7 @@ def measure(engine: Probed) -> str:
 class _Probe:
     """A text, computed in every way that a step can be made of."""
 
-    def __init__(self, engine: Probed) -> None:
+    def __init__(self, engine: Engine) -> None:
         rng = Random(5)
         self._engine = engine
         self._text = [rng.randrange(engine.model.vocabulary) for _ in range(PREFIX + COMPARED)]

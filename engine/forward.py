@@ -1,8 +1,8 @@
 """One forward of the model over the cache, from nothing but plain data.
 
-Decides how a step is computed, once it is decided what: by rows (:mod:`engine.cuda`), or sequence by sequence. Every
-rank of a tensor-parallel group computes the same step from the same :class:`StepInput`. Knows no books; those are kept
-once, by :mod:`engine.step` on rank 0.
+Decides how a step is computed, once it is decided what: by rows (:mod:`engine.cuda` or :mod:`engine.cpu`), or sequence
+by sequence. Every rank of a tensor-parallel group computes the same step from the same :class:`StepInput`. Knows no
+books; those are kept once, by :mod:`engine.step` on rank 0.
 
 Tensor legend: T tokens of the step, R rows asked for, V vocabulary, D hidden size, X logits and hidden state together,
 A auxiliary hidden states of a token.
@@ -16,15 +16,17 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.attention.attention import Step, forward_context
-from engine.attention.rows import ROW_CLASSES
+from engine.attention.row_attention import RowAttention
+from engine.attention.rows import ROW_CLASSES, Rows, as_wanted, packed
+from engine.cache.kv_cache import CachedSequence
 from engine.cache.kv_store import KVStore, Move
 from engine.cache.sequence_state import SequenceState
-from engine.cpu.steps import CpuSteps
 from engine.cuda.graphs import Record, RowSteps
 from engine.cuda.levels import Levels
 from engine.hidden import HiddenTap, LayerTap
@@ -33,6 +35,34 @@ from engine.layers.fused import fused_logits
 from engine.layers.linear import products
 from engine.model import Model
 from engine.sampling.sampling import Draw
+
+MAX_ROWS = 4096
+"""Of a piece of a step that is computed by rows and not padded."""
+
+
+class Chunk(NamedTuple):
+    """Tokens to append to one sequence, and which of their logits are wanted.
+
+    ``parents`` None continues the chain from the last pending node (or the prefix's end). Otherwise it holds an index
+    per token in the sequence's pending numbering, where this chunk's tokens get the next free numbers, or -1.
+    """
+
+    sequence: CachedSequence
+    tokens: Sequence[int]
+    parents: Sequence[int] | None = None
+    rows: Sequence[int] = ()
+    """Indices into ``tokens``."""
+    draws: Sequence[Draw] = ()
+    """How a token is drawn on each of these, if all are plain draws; see :attr:`Engine.drawn`."""
+
+    def resolved_parents(self) -> Sequence[int]:
+        """The parents, spelled out."""
+        if self.parents is None:
+            pending = self.sequence.pending
+            return range(pending - 1, pending - 1 + len(self.tokens))
+        if len(self.parents) != len(self.tokens):
+            raise ValueError(f"{len(self.parents)} parents for {len(self.tokens)} tokens")
+        return self.parents
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +154,8 @@ class ForwardPass:
         self._tap = HiddenTap(model) if keep_hidden else None
         self._hidden_size: int = model.config.get_text_config(decoder=True).hidden_size if keep_hidden else 0
         self._layer_tap = LayerTap(model, aux_layers, ROW_CLASSES[-1]) if aux_layers else None
-        self._rows: RowSteps | CpuSteps | None = None
-        if model.attention is not None and not model.attention.replayed:
-            self._rows = CpuSteps(self._logits, store, model.attention, model.layers, model.context, self._note)
-        elif model.attention is not None:
+        self._rows: RowSteps | None = None
+        if model.attention is not None and model.attention.replayed:
             drawn = model.vocabulary if draws and self.dtype == torch.float32 else 0
             self._rows = RowSteps(
                 self._logits, store, model.attention, model.layers, model.context, record, agreed, drawn, self._note
@@ -151,6 +179,8 @@ class ForwardPass:
                 for rows in set(self._rows.classes).difference(inputs.row_classes or self._rows.classes):
                     self._rows.avoid(rows)
             logits_RV = self._rows.run(inputs.tokens, inputs.rows, inputs.chunks, draws)
+        elif self.model.attention is not None:
+            logits_RV = self._by_rows(inputs, self.model.attention)
         else:
             logits_RV = self._computed(inputs)
             self._note(len(inputs.tokens))
@@ -187,9 +217,9 @@ class ForwardPass:
 
         ``width``: places that a level expands of a sequence at most; ``children``: drafts that hang from each.
         """
-        if not isinstance(self._rows, RowSteps) or (basis := self._rows.basis).record is None or self._tap is not None:
+        if self._rows is None or self._rows.record is None or self._tap is not None:
             return None
-        levels = Levels(basis, self.model.vocabulary, self.dtype, width=width, children=children)
+        levels = Levels(self._rows, self.model.vocabulary, self.dtype, width=width, children=children)
         return levels if levels.max_sessions and levels.record() else None
 
     def _note(self, rows: int) -> None:
@@ -200,6 +230,20 @@ class ForwardPass:
     def record_steps(self) -> bool:
         """Prepare for steps of every size, where that can be done without one; False: it cannot."""
         return self._rows is not None and self._rows.warm_up()
+
+    def _by_rows(self, inputs: StepInput, attention: RowAttention) -> Tensor:
+        """The wanted rows, of a step as large as what it computes: neither padded nor recorded."""
+        order, page, layers = sorted(set(inputs.rows)), attention.page, self.model.layers
+        assert all(state.block == page for state, _ in inputs.chunks), "pages are the cache's blocks"
+        pages = -(-self.model.context // page)
+        found: list[Tensor] = []
+        for piece in packed(inputs.tokens, order, inputs.chunks, group=attention.group, max_rows=MAX_ROWS, pages=pages):
+            rows = Rows.within(piece.host_buffer(len(piece), 0), len(piece))
+            step = Step(self._store, (), rows.slots_T, layers, rows=rows, attention=attention)
+            wanted_R = rows.wanted_R[: len(piece.wanted)].long()
+            found.append(self._logits(step, rows.tokens_T.long(), rows.positions_T.long(), wanted_R))
+            self._note(len(piece))
+        return as_wanted(found, order, inputs.rows)
 
     def _computed(self, inputs: StepInput) -> Tensor:
         """The wanted rows, or one if none are, laid out sequence by sequence."""

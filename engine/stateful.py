@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from engine.cache.kv_cache import CachedSequence, KVCache
-from engine.interface import Chunk
+from engine.forward import Chunk
 from engine.model import Model, ModelError
 
 STATE_NAMES = ("past_key_values", "cache_params", "state")
@@ -111,7 +111,7 @@ class StatefulCache(KVCache):
 
 
 class StatefulEngine:
-    """A model over one state per sequence. Implements :class:`engine.interface.StepEngine`."""
+    """A model over one state per sequence."""
 
     speculates = False
     row_classes: Sequence[int] = ()

@@ -9,7 +9,6 @@ Tensor legend: R rows asked for, V vocabulary.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -19,19 +18,15 @@ from engine.cache.kv_cache import CachedSequence, CacheFull, KVCache
 from engine.cache.kv_store import Move
 from engine.cuda.graphs import Record
 from engine.eagle.head import EagleHead
-from engine.exactness import measure
-from engine.forward import ForwardPass, StepInput
-from engine.interface import Chunk
+from engine.forward import Chunk, ForwardPass, StepInput
 from engine.leader import Leader
 from engine.medusa import MedusaHeads
-from engine.model import Model, ModelError
+from engine.model import Model
 from engine.sampling.sampling import Draw
-
-log = logging.getLogger(__name__)
 
 
 class Engine(ForwardPass):
-    """A model over a cache, with its books. Implements :class:`engine.interface.StepEngine`."""
+    """A model over a cache, with its books."""
 
     speculates = True
 
@@ -70,7 +65,7 @@ class Engine(ForwardPass):
         self.cache = cache
         self.exactness = ""
         """Whether a token has the same bits however it is computed, for people; empty: it was not measured."""
-        self._wants_exact = invariant
+        self.wants_exact = invariant
         self.invariant = invariant and model.dtype == torch.bfloat16 and model.device.type == "cpu"
         self.heads, self.eagle = heads, eagle
         self._leader = leader
@@ -103,26 +98,6 @@ class Engine(ForwardPass):
             for sequence, count in states:
                 sequence.retract(count)
             raise
-
-    def warm_up(self) -> None:
-        """Record steps of every size that is replayed, so that no request has to wait for that.
-
-        On CUDA one step is computed at least, with which the cache takes its memory. Raises ModelError if there is too
-        little.
-        """
-        try:
-            if not self.record_steps() and self.model.device.type == "cuda":
-                sequence = self.cache.sequence()
-                self.run([Chunk(sequence, [0], rows=[0])])
-                sequence.free()
-            if self._wants_exact:
-                self.exactness = measure(self)
-                log.info("%s: %s", self.model.name, self.exactness)
-        except torch.OutOfMemoryError as error:
-            raise ModelError(
-                f"{self.model.name}: a cache of {self.cache.capacity} tokens does not fit beside the weights "
-                "and whatever else uses this GPU; lower cache_tokens, or set gpus where workers share one"
-            ) from error
 
     def close(self) -> None:
         """End the other ranks, if there are any. The last call; not while a step is computed."""

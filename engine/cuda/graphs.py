@@ -84,21 +84,6 @@ class Recording:
     replay: Callable[[], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Basis:
-    """What other computations by rows over the same store build on."""
-
-    forward: Callable[[StepShape, Tensor], Tensor]
-    """Computes the rows in a buffer kernel by kernel, which may be recorded: ``[R, X]``."""
-    store: KVStore
-    attention: RowAttention
-    pages: int
-    """Of the longest sequence."""
-    classes: Sequence[int]
-    record: Record | None
-    """How steps are recorded; None: they are not."""
-
-
 class RowSteps:
     """Computes steps of one model over one store, row by row."""
 
@@ -123,19 +108,14 @@ class RowSteps:
         """
         self.drawn_R2: Tensor | None = None
         """What the last step drew, as :func:`~engine.sampling.draws.drawn_in_step` has it; None: it did not."""
-        self._compute, self._store, self._attention = compute, store, attention
-        self._layers, self._context, self._record, self._agreed = layers, context, record, agreed
-        self._pages = -(-context // attention.page)
+        self._compute, self.store, self.attention = compute, store, attention
+        self._layers, self._context, self.record, self._agreed = layers, context, record, agreed
+        self.pages = -(-context // attention.page)
         self.classes = tuple(rows for rows in ROW_CLASSES if rows <= store.spare)
         """Numbers of rows that steps are padded to."""
         self._recordings: dict[StepShape, Recording] = {}
         self._vocabulary, self._told = vocabulary, computed
         self._drawn_R2 = torch.zeros(DRAWN_ROWS, 2, dtype=torch.int32, device=store.device)
-
-    @property
-    def basis(self) -> Basis:
-        """As it is now."""
-        return Basis(self._forward, self._store, self._attention, self._pages, self.classes, self._record)
 
     def run(
         self,
@@ -151,13 +131,13 @@ class RowSteps:
         """
         self.drawn_R2 = None
         order = sorted(set(wanted))
-        group, max_rows = self._attention.group, self.classes[-1]
-        pieces = list(packed(tokens, order, chunks, group=group, max_rows=max_rows, pages=self._pages))
+        group, max_rows = self.attention.group, self.classes[-1]
+        pieces = list(packed(tokens, order, chunks, group=group, max_rows=max_rows, pages=self.pages))
         if draws and len(pieces) == 1 and order == list(wanted) and self._draws(rows := self._class(pieces[0])):
             numbers = draw_numbers(draws)
             shape = StepShape(rows, noise=bool(numbers[0].any()))
             found_RX = self._computed(shape, pieces[0], numbers)
-            if self._record is not None:  # it was not given up just now
+            if self.record is not None:  # it was not given up just now
                 self._told(len(pieces[0]))
                 self.drawn_R2 = self._drawn_R2[: len(wanted)]
                 return found_RX[: len(wanted)]
@@ -178,7 +158,7 @@ class RowSteps:
 
         False: nothing is recorded.
         """
-        if self._record is None:
+        if self.record is None:
             return False
         started, before = time.perf_counter(), self._reserved()
         shapes = [
@@ -190,7 +170,7 @@ class RowSteps:
         for shape in shapes:
             piece = self._throwaway(shape.rows)
             found_RX = self._computed(shape, piece)
-            if self._record is None:  # given up meanwhile
+            if self.record is None:  # given up meanwhile
                 return True
             expected[shape] = piece, found_RX[:, :CHECKED].clone()
         for shape, (piece, expected_RX) in expected.items():
@@ -203,11 +183,11 @@ class RowSteps:
         return True
 
     def _class(self, piece: Packed) -> int:
-        return next(rows for rows in self.classes if rows >= len(piece) and piece.fits(rows, self._pages))
+        return next(rows for rows in self.classes if rows >= len(piece) and piece.fits(rows, self.pages))
 
     def _draws(self, rows: int) -> bool:
         """Whether steps of so many rows draw."""
-        return self._record is not None and self._vocabulary > 0 and rows <= DRAWN_ROWS
+        return self.record is not None and self._vocabulary > 0 and rows <= DRAWN_ROWS
 
     def _piece(self, piece: Packed) -> Tensor:
         return self._computed(StepShape(self._class(piece)), piece)
@@ -218,20 +198,20 @@ class RowSteps:
         if recording is not None:
             recording.inbox.fill(piece, draws)
             return recording.replay()
-        inbox = Inbox(shape.rows, self._pages, self._store)
+        inbox = Inbox(shape.rows, self.pages, self.store)
         inbox.fill(piece, draws)
-        if self._record is None:
-            return self._forward(shape, inbox.buffer)
+        if self.record is None:
+            return self.forward(shape, inbox.buffer)
         return self._first(shape, inbox)
 
     def _first(self, shape: StepShape, inbox: Inbox) -> Tensor:
         """Compute a step of a shape that was not seen before, and record it."""
-        assert self._record is not None
+        assert self.record is not None
         buffer = inbox.buffer
-        expected_RX = self._forward(shape, buffer).clone()
+        expected_RX = self.forward(shape, buffer).clone()
         recording, why = None, "another rank cannot record one"
         try:
-            recording = Recording(inbox, self._record(lambda: self._forward(shape, buffer)))
+            recording = Recording(inbox, self.record(lambda: self.forward(shape, buffer)))
         except Exception as failure:  # whatever a model does that cannot be recorded
             why = first_line(failure)
         if not self._agreed(recording is not None) or recording is None:
@@ -244,9 +224,10 @@ class RowSteps:
             self._recordings[shape] = recording
         return expected_RX
 
-    def _forward(self, shape: StepShape, buffer: Tensor) -> Tensor:
+    def forward(self, shape: StepShape, buffer: Tensor) -> Tensor:
+        """Compute the rows in a buffer kernel by kernel, which may be recorded: ``[R, X]``."""
         rows = Rows.within(buffer, shape.rows)
-        step = Step(self._store, (), rows.slots_T.long(), self._layers, rows=rows, attention=self._attention)
+        step = Step(self.store, (), rows.slots_T.long(), self._layers, rows=rows, attention=self.attention)
         found_RX = self._compute(step, rows.tokens_T.long(), rows.positions_T.long(), rows.wanted_R.long())
         if self._draws(shape.rows):
             logits_RV = found_RX[:, : self._vocabulary].float()
@@ -256,7 +237,7 @@ class RowSteps:
 
     def _throwaway(self, rows: int) -> Packed:
         """A prompt in the store's spare slots, with as many rows as fit into a class."""
-        page, first = self._attention.page, self._store.slots
+        page, first = self.attention.page, self.store.slots
         count = min(rows, self._context)
         slots = list(range(first, first + count))
         blocks = list(range(first // page, -(-(first + count) // page)))
@@ -265,18 +246,18 @@ class RowSteps:
             [i % VARIED for i in range(count)],
             [count - 1],
             [(state, count)],
-            group=self._attention.group,
+            group=self.attention.group,
             max_rows=rows,
-            pages=self._pages,
+            pages=self.pages,
         )
         return piece
 
     def _reserved(self) -> int:
-        return torch.cuda.memory_reserved(self._store.device) if self._store.device.type == "cuda" else 0
+        return torch.cuda.memory_reserved(self.store.device) if self.store.device.type == "cuda" else 0
 
     def _give_up(self, why: str) -> None:
         log.warning("steps are not replayed as CUDA graphs: %s", why)
-        self._record = None
+        self.record = None
         self._recordings.clear()
 
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.row_attention import first_line
-from engine.cuda.graphs import TOLERANCE, Basis, StepShape
+from engine.cuda.graphs import TOLERANCE, RowSteps, StepShape
 from engine.cuda.level_memory import (
     GIVEN,
     MAX_LEVELS,
@@ -69,7 +69,7 @@ class Levels:
 
     def __init__(
         self,
-        basis: Basis,
+        steps: RowSteps,
         vocabulary: int,
         dtype: torch.dtype,
         *,
@@ -84,10 +84,10 @@ class Levels:
         self.width, self.children = 1 << (width - 1).bit_length(), children
         self.leaves = LEAVES
         width = self.width
-        self._basis, self._vocabulary, self._dtype = basis, vocabulary, dtype
-        self._device = basis.store.device
+        self._steps, self._vocabulary, self._dtype = steps, vocabulary, dtype
+        self._device = steps.store.device
         self._ops = ops or _ops_of(self._device)
-        self.classes = tuple(rows // width for rows in basis.classes if width <= rows <= MAX_ROWS)
+        self.classes = tuple(rows // width for rows in steps.classes if width <= rows <= MAX_ROWS)
         """Numbers of sessions that launches are padded to, ascending."""
         places = product(range(MAX_LEVELS), range(width))
         self._drafts = [(place, rank) for place in places for rank in range(children)]
@@ -95,7 +95,7 @@ class Levels:
         self._memories: dict[int, LevelMemory] = {}
         self._recordings: dict[LaunchKind, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {}
         """What the first level says, and a further one."""
-        self._group = max(size for size in range(1, width + 1) if width % size == 0 and size <= basis.attention.group)
+        self._group = max(size for size in range(1, width + 1) if width % size == 0 and size <= steps.attention.group)
 
     @property
     def max_sessions(self) -> int:
@@ -163,7 +163,7 @@ class Levels:
             places = [*(leaf.above for leaf in leaves), *[NOWHERE] * no_leaves, *growth.places, *[NOWHERE] * no_places]
             homes = [place.home for place in places]
             table = memory.tail_start + len(tail)
-            tail += growth.blocks[: -(-max(homes) // self._basis.attention.page)]
+            tail += growth.blocks[: -(-max(homes) // self._steps.attention.page)]
             branches = []
             for place in places:
                 branches.append(memory.tail_start + len(tail))
@@ -236,8 +236,8 @@ class Levels:
                 self.children,
                 self.leaves,
                 group=self._group,
-                spare=self._basis.store.slots,
-                pages=self._basis.pages,
+                spare=self._steps.store.slots,
+                pages=self._steps.pages,
                 vocabulary=self._vocabulary,
                 dtype=self._dtype,
                 device=self._device,
@@ -259,7 +259,7 @@ class Levels:
     @torch.inference_mode()
     def _further(self, memory: LevelMemory, kind: LaunchKind) -> Tensor:
         """Compute the rows that the last level made, and take in what they say."""
-        logits_MX = self._basis.forward(StepShape(memory.count), memory.buffer)
+        logits_MX = self._steps.forward(StepShape(memory.count), memory.buffer)
         self._ops.expand(memory, logits_MX, noisy=kind.noisy)
         return memory.found_KNWX
 
@@ -283,14 +283,14 @@ class Levels:
     @torch.inference_mode()
     def _recorded(self) -> float:
         """Record all; the largest difference between what is replayed and what was computed."""
-        assert self._basis.record is not None
+        assert self._steps.record is not None
         kinds = [LaunchKind(sessions, noisy) for sessions in reversed(self.classes) for noisy in (False, True)]
         expected: dict[LaunchKind, Tensor] = {}
         for kind in kinds:
             memory = self._memory(kind.sessions)
             expected[kind] = self._trial(memory, kind)
             first, further = self._functions(memory, kind)
-            self._recordings[kind] = self._basis.record(first), self._basis.record(further)
+            self._recordings[kind] = self._steps.record(first), self._steps.record(further)
         # Once all are recorded: a later one may overwrite what an earlier one holds.
         errors = [
             (self._trial(self._memory(kind.sessions), kind) - found_KNWX).abs().max()
@@ -300,7 +300,7 @@ class Levels:
 
     def _trial(self, memory: LevelMemory, kind: LaunchKind) -> Tensor:
         """What two levels say that begin with random logits, in slots that are nobody's."""
-        first_slot, page = self._basis.store.slots, self._basis.attention.page
+        first_slot, page = self._steps.store.slots, self._steps.attention.page
         generator = torch.Generator().manual_seed(kind.sessions)
         logits_MV = 8 * torch.randn(memory.count, self._vocabulary, generator=generator)
         sampling = Sampling(temperature=0.8, seed=3) if kind.noisy else Sampling(temperature=0.0)

@@ -35,7 +35,7 @@ class HeadChunk(NamedTuple):
     states_ND: Tensor
     """What :meth:`CachedHead.fuse` made of the target's states there, or the head's own next state."""
     parents: Sequence[int]
-    """As of :class:`engine.interface.Chunk`."""
+    """As of :class:`engine.forward.Chunk`."""
 
 
 def row_bytes(head: EagleHead) -> int:

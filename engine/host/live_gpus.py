@@ -11,35 +11,15 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from typing import Protocol
+from typing import Any
 
 LIBRARY = "libnvidia-ml.so.1"
 OK, LOST = 0, 15
 """Of NVML's return codes."""
 
 
-class Nvml(Protocol):
-    """What is asked of the library; every function returns one of its codes."""
-
-    def nvmlInit_v2(self) -> int:  # noqa: N802
-        """Reach the driver."""
-        ...
-
-    def nvmlDeviceGetCount_v2(self, count: object) -> int:  # noqa: N802
-        """How many GPUs this container has."""
-        ...
-
-    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: object) -> int:  # noqa: N802
-        """One of them; fails where it has fallen off its bus."""
-        ...
-
-    def nvmlDeviceGetTemperature(self, handle: object, sensor: int, degrees: object) -> int:  # noqa: N802
-        """Something that only a GPU which answers can say."""
-        ...
-
-
-def fault(nvml: Nvml) -> str:
-    """What is wrong with the GPUs; empty if they all answer."""
+def fault(nvml: Any) -> str:
+    """What is wrong with the GPUs that this library (of ctypes) tells of; empty if they all answer."""
     count = ctypes.c_uint()
     for name, code in (("nvmlInit", nvml.nvmlInit_v2()), ("count", nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)))):
         if code != OK:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from engine.attention.attention import UnsupportedAttention
 from engine.cache.kv_cache import KVCache
-from engine.interface import Chunk
+from engine.forward import Chunk
 from engine.model import CannotSpeculate, Model, ModelError
 from engine.stateful import StatefulCache, StatefulEngine
 from engine.step import Engine

@@ -19,7 +19,7 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.kv_store import PAGE
 from engine.cuda.graphs import CudaRecorder, Record
 from engine.cuda.level_memory import LevelExpansion, TreePlace
-from engine.exactness import EXACT
+from engine.exactness import EXACT, warm_up
 from engine.interface import Chunk
 from engine.loading.loader import Model, load
 from engine.sampling.rejection import verify_chains
@@ -103,7 +103,7 @@ def test_the_kernels_are_found_and_right(dtype, heads_per_key, context):
 def test_steps_by_rows(model, recorded, seed, caplog):
     """Prompts, decoding, chains and trees, mixed; every one of them is replayed where any is."""
     engine = engine_of(model, CudaRecorder(CUDA) if recorded else None)
-    engine.warm_up()
+    warm_up(engine)
     twins = Twins(seed, engine, plain_engine_of(model), branches=0.3, prefix=700)
     for _ in range(4):
         twins.open()
@@ -120,7 +120,7 @@ def test_a_token_has_the_same_bits_however_it_is_computed(tmp_path, recorded, mo
     model = load(folder, dtype="bf16", device="cuda", self_test=False, by_rows=False)
     engine = engine_of(model, CudaRecorder(CUDA) if recorded else None)
     classes = engine.row_classes
-    engine.warm_up()
+    warm_up(engine)
     assert engine.exactness == EXACT
     assert engine.row_classes == classes
 

@@ -18,6 +18,7 @@ from draft_service.sequence import DraftSequence
 from engine.attention.row_attention import RowAttention
 from engine.build import welcome
 from engine.cuda.levels import Levels
+from engine.exactness import warm_up
 from engine.model import Model
 from engine.settings import EngineSettings
 from speculation import digest as digests
@@ -385,7 +386,7 @@ def test_what_is_no_number_deep_below_ends_its_own_session_only(tmp_path: Path) 
     poison = max(second, key=lambda path: sound.tree(0)[path].weight)[-1]
     assert poison in mine
     other = Drafter(model, 4)
-    other.engine.warm_up()
+    warm_up(other.engine)
     model.module.get_input_embeddings().weight.data[poison] = float("nan")  # type: ignore[operator]
     for number in range(2):
         other.open(number, random_tokens(9 + number, seed=number), GREEDY)
@@ -419,14 +420,14 @@ def test_the_kernels_draft_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         attention = RowAttention(model.context, 2, torch.device("cpu"), page=8)
         found = Drafter(model, 1, attention=attention, record=None)
         if levels > 1:
-            basis = found.engine._rows.basis  # type: ignore[union-attr]
+            steps: Any = found.engine._rows
             found.launches._levels = Levels(
-                basis,
+                steps,
                 model.vocabulary,
                 torch.float32,
                 width=LIMITS.width,
                 children=3,
-                ops=TritonLevelOps(basis.store.device),
+                ops=TritonLevelOps(steps.store.device),
             )
             found.launches.time = Fixed(levels)
         return found

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from engine.cache.kv_cache import KVCache
-from engine.exactness import measure
+from engine.exactness import measure, warm_up
 from engine.model import Model
 from engine.step import Engine
 from router.sessions.snapshot import Snapshot
@@ -44,7 +44,7 @@ class Tilted(PlainRows):
 def test_half_precision_on_a_cpu_is_exact(half: Model) -> None:
     cache = KVCache(half.layers, 512, dtype=half.dtype, device=half.device)
     engine = Engine(half, cache)
-    engine.warm_up()
+    warm_up(engine)
     assert engine.exactness == EXACT
     assert cache.free_tokens == cache.capacity
     assert Engine(half, cache, invariant=False).exactness == "", "a drafter's tokens are only hints"
@@ -66,7 +66,7 @@ def test_what_changes_bits_is_named(half: Model) -> None:
 def test_where_it_cannot_be_measured_that_is_said(half: Model) -> None:
     cache = KVCache(half.layers, 64, dtype=half.dtype, device=half.device)
     engine = Engine(half, cache)
-    engine.warm_up()
+    warm_up(engine)
     assert engine.exactness == "not measured: that takes a cache of 228 tokens and a context of 49"
 
 

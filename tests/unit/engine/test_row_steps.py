@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.attention.rows import ROW_CLASSES
 from engine.cache.kv_cache import KVCache
 from engine.cuda.graphs import CudaRecorder, Record
+from engine.exactness import warm_up
 from engine.interface import Chunk
 from engine.loading.loader import Model
 from engine.medusa import MedusaHeads
@@ -134,16 +135,16 @@ def test_warm_up_records_every_class_and_leaves_nothing(llama: Model, caplog: py
     caplog.set_level("INFO")
     record = Recorder()
     engine = by_rows(llama, record=record)
-    engine.warm_up()
+    warm_up(engine)
     assert record.recorded == 2 * sum(rows <= 64 for rows in ROW_CLASSES), "with and without noise"
     assert engine.cache.free_tokens == engine.cache.capacity
     assert f"{record.recorded} CUDA graphs recorded in " in caplog.text
-    engine.warm_up()
+    warm_up(engine)
     assert record.recorded == 2 * sum(rows <= 64 for rows in ROW_CLASSES)
     drafter = by_rows(llama, record=(of_drafter := Recorder()), invariant=False)
-    drafter.warm_up()
+    warm_up(drafter)
     assert of_drafter.recorded == sum(rows <= 64 for rows in ROW_CLASSES), "what does not draw needs no noise"
-    slot_engine(llama).warm_up()
+    warm_up(slot_engine(llama))
 
 
 def test_a_recording_that_a_later_one_overwrites_is_found(llama: Model, caplog: pytest.LogCaptureFixture) -> None:
@@ -155,7 +156,7 @@ def test_a_recording_that_a_later_one_overwrites_is_found(llama: Model, caplog: 
         return lambda: replay() if record.recorded == number else replay() * 2
 
     engine = by_rows(llama, record=overwriting)
-    engine.warm_up()
+    warm_up(engine)
     assert "a step of 64 rows is off by " in caplog.text and "once all are recorded" in caplog.text
     replayed = record.replayed
     engine.run([Chunk(engine.cache.sequence(), [5], rows=[0])])
@@ -171,11 +172,11 @@ def test_on_cuda_warming_up_makes_the_cache(llama: Model, monkeypatch: pytest.Mo
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr(Engine, "run", run)
-    Engine(llama, KVCache(llama.layers, 64, dtype=llama.dtype, device=llama.device)).warm_up()
+    warm_up(Engine(llama, KVCache(llama.layers, 64, dtype=llama.dtype, device=llama.device)))
     assert not ran
     cache = KVCache(llama.layers, 64, dtype=llama.dtype, device="cpu")
     with pytest.raises(ModelError, match="a cache of 64 tokens does not fit beside the weights"):
-        Engine(replace(llama, device=torch.device("cuda")), cache).warm_up()
+        warm_up(Engine(replace(llama, device=torch.device("cuda")), cache))
     assert ran == [1]
 
 

@@ -19,7 +19,7 @@ def test_ranks_end_where_warming_up_fails(tmp_path: Path, monkeypatch: pytest.Mo
     def warm_up(_: Engine) -> None:
         raise ModelError("no room for the cache")
 
-    monkeypatch.setattr(Engine, "warm_up", warm_up)
+    monkeypatch.setattr("engine.build.warm_up", warm_up)
     ranks = Watched()
     settings = EngineSettings(save_model("llama", tmp_path, num_hidden_layers=1), dtype="fp32", device="cpu")
     with pytest.raises(ModelError, match="no room"), on_ranks(settings, ranks):

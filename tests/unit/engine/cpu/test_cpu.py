@@ -20,7 +20,7 @@ from engine.cpu import library as built
 from engine.cpu.library import Library, find_library
 from engine.cpu.stack import CpuRows, CpuStack, RowLinear
 from engine.cpu.thread_choice import MIN_ROWS, ThreadChoice, set_threads
-from engine.exactness import EXACT
+from engine.exactness import EXACT, warm_up
 from engine.interface import Chunk
 from engine.loading.loader import Model, load
 from engine.settings import EngineSettings
@@ -189,7 +189,7 @@ def test_a_token_has_the_same_bits_in_every_step(family: str, dtype: torch.dtype
         assert torch.equal(fed(engine, text, pieces, rng, neighbours=2), expected_TV)
     for start in (0, 250, 690):
         assert torch.equal(as_branch(engine, text, start, rng), expected_TV[start : start + 10])
-    engine.warm_up()
+    warm_up(engine)
     assert engine.exactness == EXACT
 
 
