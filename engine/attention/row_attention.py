@@ -100,7 +100,7 @@ class RowAttention:
         self.splits = len(starts) - 1
         """Of the longest sequence."""
         self._starts = upload(starts, device, torch.int32)
-        self._scratch: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self._scratch: dict[tuple[int, int], tuple[Tensor, ...]] = {}
 
     def arithmetic(self, dtype: torch.dtype) -> str:  # noqa: ARG002
         """What decides how sums are rounded, where workers that differ in it may differ in a token; empty: nothing."""
@@ -147,72 +147,44 @@ class RowAttention:
         ``cap``: scores s become ``cap * tanh(s / cap)``. ``sinks_Q``: a score per head that takes part in the softmax
         and has no value. Rows that see nothing get zeros.
         """
-        query_TQD = query_TQD.contiguous()
-        out_TQE = query_TQD.new_empty(*query_TQD.shape[:2], values_SHE.shape[-1])
-        for start, work in zip(range(0, len(query_TQD), SLICE), plan.works, strict=True):
-            stop = min(start + SLICE, len(query_TQD))
-            self._launch(
-                query_TQD[start:stop],
-                keys_SHD,
-                values_SHE,
-                plan.rows.cut(start, stop),
-                work,
-                out_TQE[start:stop],
-                query_TQD.shape[-1] ** -0.5 if scaling is None else scaling,
-                window or 0,
-                cap,
-                sinks_Q,
-            )
-        return out_TQE
-
-    def _launch(
-        self,
-        query_TQD: Tensor,
-        keys_SHD: Tensor,
-        values_SHE: Tensor,
-        rows: Rows,
-        work: tuple[Tensor, Tensor],
-        out_TQE: Tensor,
-        scale: float,
-        window: int,
-        cap: float | None,
-        sinks_Q: Tensor | None,
-    ) -> None:
         # Imported here: torch's builds for CPUs come without it.
         from triton import next_power_of_2
 
         from engine.attention.row_attention_kernels import add_splits, attend_splits
 
-        tokens, query_heads, size = query_TQD.shape
+        query_TQD = query_TQD.contiguous()
+        query_heads, size = query_TQD.shape[1:]
         key_heads, value_size = values_SHE.shape[1:]
+        out_TQE = query_TQD.new_empty(*query_TQD.shape[:2], value_size)
         sums, maxima, totals = self._memory(query_heads, value_size, query_TQD.device)
         size_padded, value_padded = (max(16, next_power_of_2(each)) for each in (size, value_size))
-        attend_splits[max(16, PROGRAMS // key_heads), key_heads](
-            query_TQD, keys_SHD, values_SHE, sums, maxima, totals,
-            rows.keys_T, rows.numbers_F, *work, scale, cap or 1.0, self.splits,
-            QUERY_HEADS=query_heads, KEY_HEADS=key_heads,
-            SIZE=size, SIZE_PADDED=size_padded, VALUE_SIZE=value_size, VALUE_PADDED=value_padded,
-            PAGE=self.page, BLOCK=BLOCK if query_TQD.itemsize == 2 else BLOCK // 2, STAGES=STAGES,
-            ROWS=max(MIN_ROWS, next_power_of_2(self.group * (query_heads // key_heads))),
-            WORK=WORK, WINDOW=window, CAPPED=cap is not None,
-            PRECISION="ieee" if query_TQD.dtype == torch.float32 else "tf32",
-            num_warps=4,
-        )  # fmt: skip
-        add_splits[tokens, query_heads](
-            sums, maxima, totals, rows.keys_T, self._starts, totals if sinks_Q is None else sinks_Q, out_TQE,
-            self.splits, SPLITS=next_power_of_2(self.splits),
-            QUERY_HEADS=query_heads, VALUE_SIZE=value_size, VALUE_PADDED=value_padded,
-            CHUNK=CHUNK, WINDOW=window, SINKS=sinks_Q is not None, num_warps=ADD_WARPS,
-        )  # fmt: skip
+        for start, work in zip(range(0, len(query_TQD), SLICE), plan.works, strict=True):
+            stop = min(start + SLICE, len(query_TQD))
+            rows = plan.rows.cut(start, stop)
+            attend_splits[max(16, PROGRAMS // key_heads), key_heads](
+                query_TQD[start:stop], keys_SHD, values_SHE, sums, maxima, totals, rows.keys_T, rows.numbers_F, *work,
+                size**-0.5 if scaling is None else scaling, cap or 1.0, self.splits,
+                QUERY_HEADS=query_heads, KEY_HEADS=key_heads,
+                SIZE=size, SIZE_PADDED=size_padded, VALUE_SIZE=value_size, VALUE_PADDED=value_padded,
+                PAGE=self.page, BLOCK=BLOCK if query_TQD.itemsize == 2 else BLOCK // 2, STAGES=STAGES,
+                ROWS=max(MIN_ROWS, next_power_of_2(self.group * (query_heads // key_heads))),
+                WORK=WORK, WINDOW=window or 0, CAPPED=cap is not None,
+                PRECISION="ieee" if query_TQD.dtype == torch.float32 else "tf32",
+                num_warps=4,
+            )  # fmt: skip
+            add_splits[stop - start, query_heads](
+                sums, maxima, totals, rows.keys_T, self._starts, totals if sinks_Q is None else sinks_Q,
+                out_TQE[start:stop], self.splits, SPLITS=next_power_of_2(self.splits),
+                QUERY_HEADS=query_heads, VALUE_SIZE=value_size, VALUE_PADDED=value_padded,
+                CHUNK=CHUNK, WINDOW=window or 0, SINKS=sinks_Q is not None, num_warps=ADD_WARPS,
+            )  # fmt: skip
+        return out_TQE
 
-    def _memory(self, heads: int, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def _memory(self, heads: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
         if (heads, size) not in self._scratch:
             shape = (SLICE, heads, self.splits)
-            self._scratch[heads, size] = (
-                torch.empty(*shape, size, device=device),
-                torch.empty(shape, device=device),
-                torch.empty(shape, device=device),
-            )
+            sizes = ((*shape, size), shape, shape)
+            self._scratch[heads, size] = tuple(torch.empty(each, device=device) for each in sizes)
         return self._scratch[heads, size]
 
 

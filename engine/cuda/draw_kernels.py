@@ -199,20 +199,23 @@ def find_draws(memory: LevelMemory, logits_MX: Tensor, *, noisy: bool) -> None:
     largest_MA, total_MA = torch.empty(2, count, parts, device=logits_MX.device)
     best_MAD = torch.empty(count, parts, kept, dtype=torch.int64, device=logits_MX.device)
     best = triton.next_power_of_2(parts * kept)
-    sizes = {"WIDTH": memory.width, "RECORD": memory.record_NS.shape[1], "NOISY": noisy}
-    of_parts = {"PARTS": parts, "PARTS_PADDED": triton.next_power_of_2(parts), "KEPT": kept}
+    sizes = {
+        "WIDTH": memory.width,
+        "RECORD": memory.record_NS.shape[1],
+        "NOISY": noisy,
+        "PARTS": parts,
+        "PARTS_PADDED": triton.next_power_of_2(parts),
+        "KEPT": kept,
+        **EXACT,
+    }
     if noisy:
         _find_largest[count, parts](
             logits_MX, largest_MA, logits_MX.stride(0), V=vocabulary, PARTS=parts, PART=PART, num_warps=4, **EXACT
         )
     _find_best[count, parts](
         logits_MX,
-        largest_MA,
-        total_MA,
-        best_MAD,
-        *(fields[name] for name in ("seed", "temperature")),
-        memory.end_NL,
-        memory.level_N,
+        *(largest_MA, total_MA, best_MAD),
+        *(fields["seed"], fields["temperature"], memory.end_NL, memory.level_N),
         logits_MX.stride(0),
         V=vocabulary,
         PART=PART,
@@ -220,16 +223,10 @@ def find_draws(memory: LevelMemory, logits_MX: Tensor, *, noisy: bool) -> None:
         PLACES=memory.end_NL.shape[1],
         num_warps=4,
         **sizes,
-        **of_parts,
-        **EXACT,
     )
     _merge[(count,)](
-        largest_MA,
-        total_MA,
-        best_MAD,
-        fields["temperature"],
-        memory.level_N,
-        memory.found_KNWX,
+        *(largest_MA, total_MA, best_MAD),
+        *(fields["temperature"], memory.level_N, memory.found_KNWX),
         M=count,
         KEPT_PADDED=triton.next_power_of_2(kept),
         BEST_PADDED=best,
@@ -237,6 +234,4 @@ def find_draws(memory: LevelMemory, logits_MX: Tensor, *, noisy: bool) -> None:
         TOLD=TOLD,
         num_warps=max(1, best // 256),
         **sizes,
-        **of_parts,
-        **EXACT,
     )

@@ -250,18 +250,14 @@ class TritonLevelOps(LevelOps):
 
     def begin(self, memory: LevelMemory) -> None:
         """See :meth:`engine.cuda.level_ops.LevelOps.begin`."""
-        fields, (drafts, places) = memory.fields, _sizes(memory)
+        fields = memory.fields
         _begin[(memory.sessions,)](
             *(fields[name] for name in ("weight", "leaf_weight", "leaf_token", "table", "end", "home", "branch")),
             memory.rows.numbers_F,
             *_state(memory),
             memory.rows.pages_T,
-            WIDTH=memory.width,
-            CHILDREN=memory.children,
-            LEAVES=memory.leaves,
-            PLACES=places,
-            DRAFTS=drafts,
-            DRAFTS_PADDED=triton.next_power_of_2(drafts),
+            **memory.constants,
+            DRAFTS_PADDED=triton.next_power_of_2(memory.constants["DRAFTS"]),
             GIVEN_PADDED=triton.next_power_of_2(memory.leaves + memory.width),
             BRANCH=MAX_BRANCH,
             RECORD=memory.record_NS.shape[1],
@@ -273,30 +269,20 @@ class TritonLevelOps(LevelOps):
     def expand(self, memory: LevelMemory, logits_MX: Tensor, *, noisy: bool) -> None:
         """See :meth:`engine.cuda.level_ops.LevelOps.expand`."""
         find_draws(memory, logits_MX, noisy=noisy)
-        fields, rows, (drafts, places) = memory.fields, memory.rows, _sizes(memory)
-        padded = triton.next_power_of_2(drafts)
+        fields, rows, padded = memory.fields, memory.rows, triton.next_power_of_2(memory.constants["DRAFTS"])
+        told = ("factor", "min_weight", "width", "children", "position", "max_end", "stop", "slot")
+        columns = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.keys_T, rows.home_T, rows.group_T, rows.common_T)
         _next_level[(memory.sessions,)](
             memory.odds_F,
             self._depths,
-            *(fields[name] for name in ("factor", "min_weight", "width", "children", "position", "max_end", "stop")),
-            fields["slot"],
+            *(fields[name] for name in told),
             *_state(memory),
-            rows.tokens_T,
-            rows.positions_T,
-            rows.slots_T,
-            rows.keys_T,
-            rows.home_T,
-            rows.group_T,
-            rows.common_T,
+            *columns,
             rows.numbers_F,
             memory.spare,
             M=memory.count,
-            WIDTH=memory.width,
-            CHILDREN=memory.children,
-            LEAVES=memory.leaves,
+            **memory.constants,
             LEVELS=MAX_LEVELS,
-            PLACES=places,
-            DRAFTS=drafts,
             DRAFTS_PADDED=padded,
             STOPS=MAX_STOPS,
             BRANCH=MAX_BRANCH,
@@ -310,18 +296,5 @@ class TritonLevelOps(LevelOps):
 
 def _state(memory: LevelMemory) -> tuple[Tensor, ...]:
     """What goes on from level to level, in the order in which the kernels take it."""
-    return (
-        memory.level_N,
-        memory.branch_NLB,
-        memory.home_NL,
-        memory.end_NL,
-        memory.weight_NP,
-        memory.token_NP,
-        memory.place_weight_NW,
-        memory.found_KNWX,
-    )
-
-
-def _sizes(memory: LevelMemory) -> tuple[int, int]:
-    """Leaves and places of a session."""
-    return memory.weight_NP.shape[1], memory.end_NL.shape[1]
+    places = (memory.level_N, memory.branch_NLB, memory.home_NL, memory.end_NL)
+    return (*places, memory.weight_NP, memory.token_NP, memory.place_weight_NW, memory.found_KNWX)

@@ -139,114 +139,74 @@ def session_fields(width: int, leaves: int) -> dict[str, int]:
     }
 
 
-@dataclass(frozen=True, slots=True)
 class LevelMemory:
     """What the levels of a launch of so many sessions read and write: where it is never changes."""
 
-    sessions: int
-    width: int
-    children: int
-    leaves: int
-    group: int
-    """Rows that read common keys together."""
-    spare: int
-    """The first slot that is nobody's."""
-    buffer: Tensor
-    """Of the rows of a level; what is uploaded lies behind them, so that it need not be copied to get there."""
-    rows: Rows
-    """Views of it. The branches of its rows come first among its numbers."""
-    inputs_F: Tensor
-    """What is uploaded, int64: ``source_M``, ``odds_F``, ``record_NS``, then page tables and branches in int32."""
-    tail_start: int
-    """Where in ``rows.numbers_F`` these tables and branches begin."""
-    source_M: Tensor
-    """Which logits of the step are those of a row of the first level."""
-    odds_F: Tensor
-    """Factors by rank, then slopes and offsets, float64."""
-    record_NS: Tensor
-    fields: dict[str, Tensor]
-    """Views of ``record_NS``, ``[N, *]``, see :func:`session_fields`."""
-    level_N: Tensor
-    """The level whose rows are in the buffer. All are equal; each session has its own to count."""
-    logits_MV: Tensor
-    """Of the first level."""
-    branch_NLB: Tensor
-    home_NL: Tensor
-    end_NL: Tensor
-    weight_NP: Tensor
-    """0: not to be expanded (any more)."""
-    token_NP: Tensor
-    place_weight_NW: Tensor
-    """Of the places of that level; 0: none is there."""
-    found_KNWX: Tensor
-    """All that is downloaded, float64: see :data:`TOLD`, then C tokens, then C confidences."""
+    def __init__(
+        self,
+        sessions: int,
+        width: int,
+        children: int,
+        leaves: int,
+        *,
+        group: int,
+        spare: int,
+        pages: int,
+        vocabulary: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """``group``: rows that read common keys together, which divides the width.
 
-    @property
-    def count(self) -> int:
+        ``spare``: the first slot that is nobody's; ``pages``: of the longest sequence; ``dtype``: of the logits.
+        """
+        self.sessions, self.width, self.children, self.leaves = sessions, width, children, leaves
+        self.group, self.spare = group, spare
+        self.count = rows = sessions * width
         """Of its rows."""
-        return self.sessions * self.width
+        sizes = session_fields(width, leaves)
+        record, odds = sum(sizes.values()), RANKS + 2 * CELLS
+        # Numbers of 8 bytes before what is uploaded, even, so that kernels find all memories aligned alike.
+        before = 2 * -(-(fixed_size(rows) + rows * MAX_BRANCH) // 4)
+        fixed = rows + odds + sessions * record
+        tail = sessions * (pages + (leaves + width) * MAX_BRANCH)
+        all_F = torch.zeros(before + fixed + -(-tail // 2), dtype=torch.int64, device=device)
+        self.buffer = all_F.view(torch.int32)
+        """Of the rows of a level; what is uploaded lies behind them, so that it need not be copied to get there."""
+        self.rows = Rows.within(self.buffer, rows)
+        """Views of it. The branches of its rows come first among its numbers."""
+        self.rows.wanted_R.copy_(torch.arange(max_wanted(rows)))
+        self.rows.branch_T.copy_(MAX_BRANCH * torch.arange(rows))
+        self.inputs_F = all_F[before:]
+        """What is uploaded, int64: ``source_M``, ``odds_F``, ``record_NS``, then page tables and branches in int32."""
+        self.tail_start = 2 * (before + fixed) - fixed_size(rows)
+        """Where in ``rows.numbers_F`` these tables and branches begin."""
+        self.source_M = self.inputs_F[:rows]
+        """Which logits of the step are those of a row of the first level."""
+        self.odds_F = self.inputs_F[rows : rows + odds].view(torch.float64)
+        """Factors by rank, then slopes and offsets, float64."""
+        self.record_NS = self.inputs_F[rows + odds : fixed].view(sessions, record)
+        parts = zip(sizes, torch.split_with_sizes(self.record_NS, list(sizes.values()), 1), strict=True)
+        self.fields = {name: part.view(torch.float64) if name in REALS else part for name, part in parts}
+        """Views of ``record_NS``, ``[N, *]``, see :func:`session_fields`."""
 
+        def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
 
-def empty_memory(
-    sessions: int,
-    width: int,
-    children: int,
-    leaves: int,
-    *,
-    group: int,
-    spare: int,
-    pages: int,
-    vocabulary: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> LevelMemory:
-    """``pages``: of the longest sequence; ``dtype``: of the logits; ``group``: divides the width."""
-    sizes, rows = session_fields(width, leaves), sessions * width
-    record = sum(sizes.values())
-    odds = RANKS + 2 * CELLS
-    # Numbers of 8 bytes before what is uploaded, even, so that kernels find all memories aligned alike.
-    before = 2 * -(-(fixed_size(rows) + rows * MAX_BRANCH) // 4)
-    fixed = rows + odds + sessions * record
-    tail = sessions * (pages + (leaves + width) * MAX_BRANCH)
-    all_F = torch.zeros(before + fixed + -(-tail // 2), dtype=torch.int64, device=device)
-    inputs_F = all_F[before:]
-    record_NS = inputs_F[rows + odds : fixed].view(sessions, record)
-    fields, start = {}, 0
-    for name, size in sizes.items():
-        part = record_NS[:, start : start + size]
-        fields[name] = part.view(torch.float64) if name in REALS else part
-        start += size
-    buffer = all_F.view(torch.int32)
-    views = Rows.within(buffer, rows)
-    views.wanted_R.copy_(torch.arange(max_wanted(rows)))
-    views.branch_T.copy_(MAX_BRANCH * torch.arange(rows))
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    places, drafts = leaves + MAX_LEVELS * width, leaves + MAX_LEVELS * width * children
-    return LevelMemory(
-        sessions=sessions,
-        width=width,
-        children=children,
-        leaves=leaves,
-        group=group,
-        spare=spare,
-        buffer=buffer,
-        rows=views,
-        inputs_F=inputs_F,
-        tail_start=2 * (before + fixed) - fixed_size(rows),
-        source_M=inputs_F[:rows],
-        odds_F=inputs_F[rows : rows + odds].view(torch.float64),
-        record_NS=record_NS,
-        fields=fields,
-        level_N=empty(sessions),
-        logits_MV=empty(rows, vocabulary, dtype=dtype),
-        branch_NLB=empty(sessions, places, MAX_BRANCH),
-        home_NL=empty(sessions, places),
-        end_NL=empty(sessions, places),
-        weight_NP=empty(sessions, drafts, dtype=torch.float64),
-        token_NP=empty(sessions, drafts),
-        place_weight_NW=empty(sessions, width, dtype=torch.float64),
-        found_KNWX=empty(MAX_LEVELS, sessions, width, TOLD + 2 * children, dtype=torch.float64),
-    )
+        places, drafts = leaves + MAX_LEVELS * width, leaves + MAX_LEVELS * width * children
+        self.constants = {"WIDTH": width, "CHILDREN": children, "LEAVES": leaves, "PLACES": places, "DRAFTS": drafts}
+        """What kernels are compiled for, as they call it."""
+        self.level_N = empty(sessions)
+        """The level whose rows are in the buffer. All are equal; each session has its own to count."""
+        self.logits_MV = empty(rows, vocabulary, dtype=dtype)
+        """Of the first level."""
+        self.branch_NLB = empty(sessions, places, MAX_BRANCH)
+        self.home_NL = empty(sessions, places)
+        self.end_NL = empty(sessions, places)
+        self.weight_NP = empty(sessions, drafts, dtype=torch.float64)
+        """0: not to be expanded (any more)."""
+        self.token_NP = empty(sessions, drafts)
+        self.place_weight_NW = empty(sessions, width, dtype=torch.float64)
+        """Of the places of that level; 0: none is there."""
+        self.found_KNWX = empty(MAX_LEVELS, sessions, width, TOLD + 2 * children, dtype=torch.float64)
+        """All that is downloaded, float64: see :data:`TOLD`, then C tokens, then C confidences."""

@@ -38,7 +38,6 @@ from engine.cuda.level_memory import (
     LevelExpansion,
     LevelMemory,
     TreePlace,
-    empty_memory,
 )
 from engine.cuda.level_ops import LevelOps
 from engine.host.upload import to_device
@@ -230,7 +229,7 @@ class Levels:
     def _memory(self, sessions: int) -> LevelMemory:
         """Taken at the first use, and kept."""
         if sessions not in self._memories:
-            self._memories[sessions] = empty_memory(
+            self._memories[sessions] = LevelMemory(
                 sessions,
                 self.width,
                 self.children,

@@ -29,18 +29,10 @@ MADV_COLLAPSE = 25
 """As in Linux's ``mman-common.h``; Python's mmap module does not know it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _MappedFiles:
-    """Where a version of control groups keeps its figures."""
-
-    limit: str
-    used: str
-    cache: str
-    """The entry of ``memory.stat`` for file contents that are dropped when memory is short; they count as used."""
-
-
-V1 = _MappedFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-V2 = _MappedFiles("memory.max", "memory.current", "inactive_file")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+"""By version of control groups: the files of the limit and of what is used, and the entry of ``memory.stat`` for file
+contents that are dropped when memory is short, which count as used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +67,7 @@ def _left_on_machine(root: Path) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, _MappedFiles]]:
+def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
     """The folders of all groups that this process is in, as far as they can be seen from here."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -93,15 +85,16 @@ def _groups(root: Path) -> Iterator[tuple[Path, _MappedFiles]]:
             yield folder, files
 
 
-def _left_in_group(folder: Path, files: _MappedFiles) -> int | None:
+def _left_in_group(folder: Path, files: tuple[str, str, str]) -> int | None:
     """None: no limit, or none to be seen."""
+    limit_file, used_file, cache = files
     try:
-        limit = (folder / files.limit).read_text().strip()
-        used = int((folder / files.used).read_text())
+        limit = (folder / limit_file).read_text().strip()
+        used = int((folder / used_file).read_text())
         stat = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
     except OSError:
         return None
-    return None if limit == "max" else int(limit) - used + int(stat.get(files.cache, 0))
+    return None if limit == "max" else int(limit) - used + int(stat.get(cache, 0))
 
 
 def collapse(address: int, size: int) -> int:

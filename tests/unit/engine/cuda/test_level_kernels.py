@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from engine.cuda import draw_kernels
 from engine.cuda.level_kernels import TritonLevelOps
-from engine.cuda.level_memory import MAX_LEVELS, TOLD, LevelMemory, empty_memory
+from engine.cuda.level_memory import MAX_LEVELS, TOLD, LevelMemory
 from engine.cuda.level_ops import LevelOps
 from engine.sampling.noise import gumbel, keys_at
 from speculation.verifying.calibration import CELLS, RANKS
@@ -39,7 +39,7 @@ def memory_of(
     Every session whose number has the divisor ``greedy`` is.
     """
     generator = torch.Generator().manual_seed(3)
-    memory = empty_memory(
+    memory = LevelMemory(
         sessions,
         width,
         children,
