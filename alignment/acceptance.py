@@ -60,12 +60,17 @@ class Acceptance:
 
 
 def measure(
-    target: nn.Module, draft: nn.Module, rows: Sequence[WrittenRow], vocabulary: int, seed: int
+    target: nn.Module,
+    draft: nn.Module,
+    rows: Sequence[WrittenRow],
+    vocabulary: int | None,
+    seed: int,
+    temperature: float = 1.0,
 ) -> dict[str, float]:
-    """The figures at temperature 1 over what stands behind the prompts of ``rows``, if they have some."""
+    """The figures over what stands behind the prompts of ``rows``, if they have some; ``vocabulary`` None: of all."""
     device = next(target.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)
-    acceptance = Acceptance()
+    acceptance = Acceptance(temperature)
     for row in rows:
         tokens_1T = torch.tensor([row.tokens], device=device)
         target_TV, draft_TV = (

@@ -28,7 +28,7 @@ from alignment.losses import OBJECTIVES, distillation_loss
 from alignment.pair import ModelPair
 from alignment.training import Trainer, TrainingPlan
 from alignment.workplace import Workplace, write_whole
-from alignment.writing import BATCH, Writer, Written, WrittenRow
+from alignment.writing import BATCH, Writer, WrittenRow, written_rows
 from engine.loading.loader import read_config
 
 HELD_OUT_ROWS = 16
@@ -209,7 +209,7 @@ class Distillation:
             temperature = options.temperatures[number % len(options.temperatures)]
             return self._writer.write(prompts, options.new_tokens, temperature, seed=options.seed + number)
 
-        return Written(self._place.work / "written").rounds(rounds, title, write, self._check_stopped)
+        return written_rows(self._place.work / "written", rounds, title, write, self._check_stopped)
 
     def _check_stopped(self) -> None:
         if self._stopped():
@@ -218,7 +218,7 @@ class Distillation:
     def _measure(
         self, trainer: Trainer[PreTrainedModel], held_out: Mapping[str, Sequence[WrittenRow]]
     ) -> dict[str, Any]:
-        target, draft = self._pair.target.module, trainer.weights.model
+        target, draft = self._pair.target.module, trainer.model
         draft.train(False)
         figures = {
             kind: measure(target, draft, rows, self._pair.vocabulary, self._options.seed)
@@ -228,7 +228,7 @@ class Distillation:
         return figures
 
     def _keep(self, trainer: Trainer[PreTrainedModel]) -> None:
-        weights = {name: tensor.cpu().contiguous() for name, tensor in trainer.weights.by_name().items()}
+        weights = {name: tensor.cpu().contiguous() for name, tensor in trainer.weights().items()}
         write_whole(self._best, lambda file: file.write(tensors_bytes(weights)))
 
     def _finished(self, trainer: Trainer[PreTrainedModel]) -> DistillationOutcome:

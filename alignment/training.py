@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -64,78 +64,41 @@ class Progress:
         return min(1.0, max(self.step / plan.steps, self.seconds / (60 * plan.minutes)))
 
 
-@dataclass(slots=True)
-class MasterWeights(Generic[Kind]):
-    """fp32 parameters that the optimizers see, beside the model in its working precision."""
-
-    model: Kind
-    working: list[Tensor] = field(init=False)
-    masters: list[Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.working = list(self.model.parameters())
-        self.masters = [p.detach().float().clone().requires_grad_() for p in self.working]
-
-    def take_gradients(self, max_norm: float) -> None:
-        """Move the model's gradients to the masters, clipped to `max_norm` in total."""
-        for master, working in zip(self.masters, self.working, strict=True):
-            master.grad = None if working.grad is None else working.grad.float()
-            working.grad = None
-        nn.utils.clip_grad_norm_(self.masters, max_norm)
-
-    @torch.no_grad()
-    def give_weights(self) -> None:
-        """Round the masters into the model."""
-        for master, working in zip(self.masters, self.working, strict=True):
-            working.copy_(master)
-
-    def by_name(self) -> dict[str, Tensor]:
-        """The fp32 weights, tied ones once. They change with the next step."""
-        names = (name for name, _ in self.model.named_parameters())
-        return {name: master.detach() for name, master in zip(names, self.masters, strict=True)}
-
-    def full_precision(self) -> Kind:
-        """A copy of the model with the fp32 weights, on the CPU."""
-        copy = type(self.model)(self.model.config)
-        nn.Module.to(copy, dtype=torch.float32)
-        with torch.no_grad():
-            for parameter, master in zip(copy.parameters(), self.masters, strict=True):
-                parameter.copy_(master)
-        return copy
-
-
 class Trainer(Generic[Kind]):
     """Optimises one model: Muon for the matrices inside the layers, AdamW for embeddings and norms.
 
-    Takes the model over: it is moved to the plan's device and precision.
+    Takes the model over: it is moved to the plan's device and precision. What the optimizers see are fp32 weights
+    beside it.
     """
 
     def __init__(self, model: Kind, plan: TrainingPlan, checkpoint: Path) -> None:
-        self.plan = plan
+        self.model, self.plan = model, plan
         self.progress = Progress()
         self.notes: dict[str, Any] = {}
         """Plain values that checkpoints keep for whoever watches."""
         self._checkpoint = checkpoint
         placed(model, plan.dtype, plan.device).train()
-        self.weights = MasterWeights(model)
+        self._working = list(model.parameters())
+        self._masters = [p.detach().float().clone().requires_grad_() for p in self._working]
         inner = _inner_matrices(model)
-        matrices = [m for m, i in zip(self.weights.masters, inner, strict=True) if i]
-        others = [m for m, i in zip(self.weights.masters, inner, strict=True) if not i]
-        self._optimizers: Optimizers = [
-            (
-                torch.optim.Muon(matrices, lr=plan.muon_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-                plan.muon_rate,
-            ),
-            (
-                torch.optim.AdamW(others, lr=plan.adam_rate, betas=(0.9, 0.95), weight_decay=0.01),
-                plan.adam_rate,
-            ),
-        ]
+        matrices = [m for m, i in zip(self._masters, inner, strict=True) if i]
+        others = [m for m, i in zip(self._masters, inner, strict=True) if not i]
+        self._optimizers = muon_and_adamw(matrices, plan.muon_rate, others, plan.adam_rate, decay=0.01)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The fp32 weights by name, tied ones once. They change with the next step."""
+        names = (name for name, _ in self.model.named_parameters())
+        return {name: master.detach() for name, master in zip(names, self._masters, strict=True)}
 
     def run(self, batches: BatchSource, loss_of: Loss, title: str) -> Kind:
-        """:meth:`train`, and return the fp32 model."""
+        """:meth:`train`, and return a copy of the model with the fp32 weights, on the CPU."""
         self.train(batches, loss_of, title)
-        return self.weights.full_precision()
+        copy = type(self.model)(self.model.config)
+        nn.Module.to(copy, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter, master in zip(copy.parameters(), self._masters, strict=True):
+                parameter.copy_(master)
+        return copy
 
     def train(self, batches: BatchSource, loss_of: Loss, title: str, watch: Watch[Kind] | None = None) -> None:
         """Train until the plan's budget is used. Resumes from the checkpoint.
@@ -149,18 +112,15 @@ class Trainer(Generic[Kind]):
             self._step(batches, loss_of)
             return watch is None or watch(self)
 
-        train_in_steps(
-            title,
-            lambda: self.progress.fraction(self.plan),
-            step,
-            lambda: f"step {self.progress.step}, loss {self.progress.recent_loss:.3f}",
-            self.save,
-        )
+        def shown() -> str:
+            return f"step {self.progress.step}, loss {self.progress.recent_loss:.3f}"
+
+        train_in_steps(title, lambda: self.progress.fraction(self.plan), step, shown, self.save)
 
     def save(self) -> None:
         """Write the checkpoint. Raises :class:`alignment.errors.DiskError`."""
         state = {
-            "masters": [master.detach().cpu() for master in self.weights.masters],
+            "masters": [master.detach().cpu() for master in self._masters],
             "optimizers": [optimizer.state_dict() for optimizer, _ in self._optimizers],
             "progress": list(astuple(self.progress)),
             "notes": self.notes,
@@ -173,42 +133,54 @@ class Trainer(Generic[Kind]):
         state = read_checkpoint(self._checkpoint)
         if state is None:
             return
-        for master, saved in zip(self.weights.masters, state["masters"], strict=True):
+        for master, saved in zip(self._masters, state["masters"], strict=True):
             master.copy_(saved)
         for (optimizer, _), saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.progress = Progress(*state["progress"])
         self.notes = state["notes"]
-        self.weights.give_weights()
+        self._round_masters()
 
     def _step(self, batches: BatchSource, loss_of: Loss) -> None:
-        began = time.monotonic()
-        fraction = self.progress.fraction(self.plan)
-        share = rate_share(self.progress.step, self.plan.warmup_steps, fraction, self.plan.decay_from)
-        set_rates(self._optimizers, share)
-        length = self.plan.long_sequence if fraction >= self.plan.long_from else self.plan.sequence
-        tokens_BT1 = batches.at(self.progress.step, max(1, self.plan.batch_tokens // length), length)
-        tokens_BT1 = tokens_BT1.to(self.plan.device)
-        answer: Any = self.weights.model(input_ids=tokens_BT1[:, :-1], use_cache=False)
+        plan, progress, began = self.plan, self.progress, time.monotonic()
+        fraction = progress.fraction(plan)
+        set_rates(self._optimizers, rate_share(progress.step, plan.warmup_steps, fraction, plan.decay_from))
+        length = plan.long_sequence if fraction >= plan.long_from else plan.sequence
+        tokens_BT1 = batches.at(progress.step, max(1, plan.batch_tokens // length), length).to(plan.device)
+        answer: Any = self.model(input_ids=tokens_BT1[:, :-1], use_cache=False)
         loss = loss_of(answer.logits, tokens_BT1)
         torch.autograd.backward(loss)
-        self.weights.take_gradients(max_norm=1.0)
+        for master, working in zip(self._masters, self._working, strict=True):
+            master.grad = None if working.grad is None else working.grad.float()
+            working.grad = None
+        nn.utils.clip_grad_norm_(self._masters, 1.0)
         for optimizer, _ in self._optimizers:
             optimizer.step()
-        self.weights.give_weights()
-        self._account(float(loss.detach()), tokens_BT1[:, 1:].numel(), time.monotonic() - began)
-
-    def _account(self, loss: float, tokens: int, seconds: float) -> None:
-        progress = self.progress
+        self._round_masters()
         progress.step += 1
-        progress.tokens += tokens
-        progress.seconds += seconds
-        old = loss if math.isnan(progress.recent_loss) else progress.recent_loss
-        progress.recent_loss = 0.98 * old + 0.02 * loss
+        progress.tokens += tokens_BT1[:, 1:].numel()
+        progress.seconds += time.monotonic() - began
+        found = float(loss.detach())
+        old = found if math.isnan(progress.recent_loss) else progress.recent_loss
+        progress.recent_loss = 0.98 * old + 0.02 * found
+
+    @torch.no_grad()
+    def _round_masters(self) -> None:
+        """Into the model."""
+        for master, working in zip(self._masters, self._working, strict=True):
+            working.copy_(master)
 
 
 Watch = Callable[[Trainer[Kind]], bool]
 """Whether the training goes on."""
+
+
+def muon_and_adamw(
+    matrices: Iterable[Tensor], muon_rate: float, others: Iterable[Tensor], adam_rate: float, decay: float = 0.0
+) -> Optimizers:
+    """Muon for ``matrices``, AdamW for ``others``, with peak rates as AdamW knows them; ``decay``: of the others."""
+    muon = torch.optim.Muon(matrices, muon_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    return [(muon, muon_rate), (torch.optim.AdamW(others, adam_rate, (0.9, 0.95), weight_decay=decay), adam_rate)]
 
 
 def rate_share(step: int, warm_up: int, fraction: float, decay_from: float) -> float:

@@ -18,59 +18,51 @@ Facts = Mapping[str, Any]
 TEMPLATE = Path(__file__).resolve().with_name("card_template.md")
 
 
-def _row(title: str, *values: object) -> str:
-    return "| " + " | ".join([title, *map(str, values)]) + " |"
+def _table(rows: Iterable[Iterable[object]]) -> str:
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _pair_rows(facts: Facts, rows: Iterable[tuple[str, Any]]) -> str:
-    return "\n".join(_row(title, *(show(facts[name]) for name in ("target", "draft"))) for title, show in rows)
-
-
 def _model_rows(facts: Facts) -> str:
-    return _pair_rows(
-        facts,
+    pair = [facts["target"], facts["draft"]]
+    configs = [model["config"] for model in pair]
+    heads = [f"{config['num_attention_heads']} / {config['num_key_value_heads']}" for config in configs]
+    return _table(
         [
-            ("parameters", lambda model: f"{model['parameters'] / 1e6:.2f} million"),
-            ("hidden size", lambda model: model["config"]["hidden_size"]),
-            ("layers", lambda model: model["config"]["num_hidden_layers"]),
-            (
-                "heads / kv heads",
-                lambda model: f"{model['config']['num_attention_heads']} / {model['config']['num_key_value_heads']}",
-            ),
-            ("MLP units", lambda model: model["config"]["intermediate_size"]),
-            ("context", lambda model: model["config"]["max_position_embeddings"]),
-        ],
+            ("parameters", *(f"{model['parameters'] / 1e6:.2f} million" for model in pair)),
+            ("hidden size", *(config["hidden_size"] for config in configs)),
+            ("layers", *(config["num_hidden_layers"] for config in configs)),
+            ("heads / kv heads", *heads),
+            ("MLP units", *(config["intermediate_size"] for config in configs)),
+            ("context", *(config["max_position_embeddings"] for config in configs)),
+        ]
     )
 
 
 def _training_rows(facts: Facts) -> str:
-    return _pair_rows(
-        facts,
+    pair = [facts["target"], facts["draft"]]
+    return _table(
         [
-            ("steps", lambda model: model["steps"]),
-            ("tokens", lambda model: f"{model['tokens'] / 1e6:.1f} million"),
-            ("minutes in steps", lambda model: f"{model['minutes']:.0f} on {model['device']}"),
-            ("working precision", lambda model: model["dtype"]),
-        ],
+            ("steps", *(model["steps"] for model in pair)),
+            ("tokens", *(f"{model['tokens'] / 1e6:.1f} million" for model in pair)),
+            ("minutes in steps", *(f"{model['minutes']:.0f} on {model['device']}" for model in pair)),
+            ("working precision", *(model["dtype"] for model in pair)),
+        ]
     )
 
 
 def _fit_rows(held_out: Facts) -> str:
-    quarters = "nats_by_quarter_of_context"
-    return _pair_rows(
-        held_out,
+    fits = [held_out["target"], held_out["draft"]]
+    quarters = [", ".join(f"{nats:.2f}" for nats in fit["nats_by_quarter_of_context"]) for fit in fits]
+    return _table(
         [
-            ("cross-entropy, nats per token", lambda fit: f"{fit['nats']:.3f}"),
-            (
-                "the same by quarter of the context",
-                lambda fit: ", ".join(f"{nats:.2f}" for nats in fit[quarters]),
-            ),
-            ("top-1", lambda fit: _percent(fit["top1"])),
-        ],
+            ("cross-entropy, nats per token", *(f"{fit['nats']:.3f}" for fit in fits)),
+            ("the same by quarter of the context", *quarters),
+            ("top-1", *(_percent(fit["top1"]) for fit in fits)),
+        ]
     )
 
 
@@ -80,15 +72,13 @@ def _acceptance_rows(facts: Facts) -> str:
         "what the target writes greedily": facts["continuations"]["greedy_text"],
         "what the target samples at 0.8": facts["continuations"]["sampled_text"],
     }
-    return "\n".join(
-        _row(title, *(_percent(rates[key]) for key in ("greedy", "coupled", "overlap")))
-        for title, rates in texts.items()
-    )
+    readings = ("greedy", "coupled", "overlap")
+    return _table((title, *(_percent(rates[name]) for name in readings)) for title, rates in texts.items())
 
 
 def _heads_rows(heads: Facts) -> str:
     shares = zip(heads["before"]["by_head"], heads["after"]["by_head"], strict=True)
-    return "\n".join(_row(f"+{head + 1}", *map(_percent, both)) for head, both in enumerate(shares))
+    return _table((f"+{head + 1}", *map(_percent, both)) for head, both in enumerate(shares))
 
 
 def _begun_with(head: Facts) -> str:

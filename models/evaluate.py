@@ -17,9 +17,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
-from alignment.acceptance import Acceptance, Mean
+from alignment.acceptance import Acceptance, Mean, measure
 from alignment.batches import TokenIds
-from alignment.writing import continuations
+from alignment.losses import logits_of
+from alignment.writing import Writer
 
 TEMPERATURE = 0.8
 POSITION_BUCKETS = 4
@@ -56,7 +57,6 @@ def _windows(ids: TokenIds, length: int) -> Iterator[Tensor]:
         yield torch.from_numpy(ids[start : start + length + 1].astype(np.int64))
 
 
-@torch.inference_mode()
 def measure_pair(
     target: LlamaForCausalLM, draft: LlamaForCausalLM, held_out: TokenIds, context: int, seed: int
 ) -> dict[str, object]:
@@ -66,35 +66,20 @@ def measure_pair(
     acceptance = Acceptance(TEMPERATURE)
     for window in tqdm(list(_windows(held_out, context)), desc="evaluate", mininterval=5.0):
         tokens_T1 = window.to(target.device)
-        target_TV = target(input_ids=tokens_T1[None, :-1], use_cache=False).logits[0].float()
-        draft_TV = draft(input_ids=tokens_T1[None, :-1], use_cache=False).logits[0].float()
+        target_TV, draft_TV = (logits_of(model, tokens_T1[None, :-1])[0].float() for model in (target, draft))
         fits["target"].add(target_TV, tokens_T1[1:])
         fits["draft"].add(draft_TV, tokens_T1[1:])
         acceptance.add(target_TV, draft_TV, generator)
     return {name: fit.figures() for name, fit in fits.items()} | {"acceptance": acceptance.figures()}
 
 
-@torch.inference_mode()
 def measure_continuations(
-    target: LlamaForCausalLM,
-    draft: LlamaForCausalLM,
-    prompts: Sequence[Sequence[int]],
-    tokens: int,
-    seed: int,
+    target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts: Sequence[Sequence[int]], tokens: int, seed: int
 ) -> dict[str, dict[str, float]]:
     """Acceptance on text the target writes itself after `prompts`: greedily, and sampled at 0.8."""
-    generator = torch.Generator(device=target.device).manual_seed(seed)
-    torch.manual_seed(seed)
-    results: dict[str, dict[str, float]] = {}
-    for name, temperature in (("greedy_text", 0.0), ("sampled_text", TEMPERATURE)):
-        acceptance = Acceptance(TEMPERATURE)
-        for prompt in tqdm(prompts, desc=name, mininterval=5.0):
-            prompt_1T = torch.tensor([list(prompt)], device=target.device)
-            row_1T = continuations(target, prompt_1T, tokens, temperature)
-            target_TV, draft_TV = (
-                model(input_ids=row_1T[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :].float()
-                for model in (target, draft)
-            )
-            acceptance.add(target_TV, draft_TV, generator)
-        results[name] = acceptance.figures()
-    return results
+    end_of_text = target.config.eos_token_id
+    assert isinstance(end_of_text, int)
+    writer = Writer(target, {end_of_text})
+    texts = {"greedy_text": 0.0, "sampled_text": TEMPERATURE}
+    rows = {name: writer.write(prompts, tokens, temperature, seed) for name, temperature in texts.items()}
+    return {name: measure(target, draft, written, None, seed, TEMPERATURE) for name, written in rows.items()}

@@ -21,24 +21,12 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from alignment.writing import continuations
+from alignment.acceptance import measure
+from alignment.writing import Writer
 from engine.medusa import read, save
 from models.corpus import read_prompts
-from models.growth import Growth, grow_to, set_noise, stretch, stretch_eagle, stretch_heads
+from models.growth import grow_to, set_noise, stretch, stretch_heads
 from models.pair import load, load_tokenizer, save_tokenizer
-
-__all__ = [
-    "CalibratedNoise",
-    "Growth",
-    "calibrate_noise",
-    "calibration_prompts",
-    "greedy_acceptance",
-    "grow_to",
-    "set_noise",
-    "stretch",
-    "stretch_eagle",
-    "stretch_heads",
-]
 
 FIRST_NOISE = 2.0
 PROMPT_TOKENS = 12
@@ -75,13 +63,7 @@ def calibrate_noise(
     `wanted`, that is the answer.
     """
     growth = grow_to(model, hidden_size, layers, intermediate_size)
-    grown = stretch(
-        model,
-        hidden_size=growth.hidden_size,
-        layers=growth.layers,
-        intermediate_size=growth.intermediate_size,
-        seed=seed,
-    )
+    grown = stretch(model, **growth.sizes, seed=seed)
 
     def agreement(noise: float) -> float:
         set_noise(grown, growth, noise, seed)
@@ -90,18 +72,11 @@ def calibrate_noise(
     return bisect_noise(agreement, wanted, tolerance, steps)
 
 
-@torch.no_grad()
 def greedy_acceptance(target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts_BT: Tensor, tokens: int) -> float:
     """Share of the tokens the target writes greedily after `prompts_BT` that are the draft's first choice too."""
-    rows_BT = continuations(target, prompts_BT, tokens, 0.0)
-    prompt = prompts_BT.shape[1]
-    drafted_BT = draft(rows_BT[:, :-1], use_cache=False).logits[:, prompt - 1 :].argmax(-1)
-    written_BT = rows_BT[:, prompt:]
     end = target.config.eos_token_id
-    ended_BT = torch.eq(written_BT, end if isinstance(end, int) else -1)
-    # After its first end-of-text a row is only padding.
-    live_BT = ended_BT.cumsum(1) - ended_BT.long() == 0
-    return float(torch.eq(drafted_BT, written_BT)[live_BT].float().mean())
+    rows = Writer(target, {end} if isinstance(end, int) else ()).write(prompts_BT.tolist(), tokens, 0.0, seed=0)
+    return measure(target, draft, rows, None, seed=0)["greedy"]
 
 
 def calibration_prompts(tokenizer: PreTrainedTokenizerFast, count: int, path: Path = PROMPTS) -> Tensor:
@@ -135,11 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("source", type=Path, help="folder of the small checkpoint")
     add("out", type=Path, help="folder to write, in bf16")
-    add(
-        "--hidden",
-        type=int,
-        help="hidden size; multiples of the old one by a power of four are exact in bf16",
-    )
+    add("--hidden", type=int, help="hidden size; multiples of the old one by a power of four are exact in bf16")
     add("--layers", type=int)
     add("--intermediate", type=int, help="MLP units (default: in proportion to the hidden size)")
     amount = parser.add_mutually_exclusive_group()
@@ -159,18 +130,13 @@ def main(argv: list[str] | None = None) -> None:
     model = load(arguments.source, torch.bfloat16)
     tokenizer = load_tokenizer(arguments.source)
     growth = grow_to(model, arguments.hidden, arguments.layers, arguments.intermediate)
-    sizes = {
-        "hidden_size": growth.hidden_size,
-        "layers": growth.layers,
-        "intermediate_size": growth.intermediate_size,
-    }
     noise = arguments.noise
     if arguments.agreement is not None:
         prompts_BT = calibration_prompts(tokenizer, arguments.prompts)
-        found = calibrate_noise(model, model, prompts_BT, arguments.agreement, **sizes, seed=arguments.seed)
+        found = calibrate_noise(model, model, prompts_BT, arguments.agreement, **growth.sizes, seed=arguments.seed)
         tqdm.write(f"noise {found.noise:.4g} agrees on {found.agreement:.3f} of the tokens")
         noise = found.noise
-    grown = stretch(model, **sizes, noise=noise, seed=arguments.seed)
+    grown = stretch(model, **growth.sizes, noise=noise, seed=arguments.seed)
     grown.save_pretrained(arguments.out)
     save_tokenizer(tokenizer, arguments.out)
     if arguments.medusa is not None:

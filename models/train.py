@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from alignment.encoding import Encoder
 from alignment.heads.eagle import EagleOptions, EagleTraining
 from alignment.heads.medusa import MedusaOptions, MedusaTraining
 from alignment.heads.training import HELD_OUT
-from alignment.losses import distillation_loss, next_token_loss
+from alignment.losses import Loss, distillation_loss, next_token_loss
 from alignment.pair import load_stock, settings_of
 from alignment.training import Trainer, TrainingPlan
 from alignment.workplace import Workplace
@@ -63,8 +64,6 @@ CONTINUATION_TOKENS = 96
 WRITTEN_WEIGHT = 2
 HEADS_TEXT = "the corpus, and as much of the target's own"
 DEFAULT_MINUTES = {"target": 40.0, "draft": 12.0}
-
-
 PROMPT_TOKENS = 48
 NEW_TOKENS = 160
 
@@ -82,21 +81,16 @@ class Pipeline:
 
     def run(self, phase: str) -> None:
         """Run one phase by name."""
-        match phase:
-            case "tokenizer":
-                self._tokenizer_phase()
-            case "target":
-                self._target_phase()
-            case "draft":
-                self._draft_phase()
-            case "medusa" | "eagle":
-                self._heads_phase(phase)
-            case "evaluate":
-                self._evaluate_phase()
-            case "card":
-                write_card(self._out)
-            case _:
-                raise ValueError(f"unknown phase {phase!r}")
+        phases: dict[str, Callable[[], None]] = {
+            "tokenizer": self._tokenizer_phase,
+            "target": self._target_phase,
+            "draft": self._draft_phase,
+            "medusa": lambda: self._heads_phase("medusa"),
+            "eagle": lambda: self._heads_phase("eagle"),
+            "evaluate": self._evaluate_phase,
+            "card": lambda: write_card(self._out),
+        }
+        phases[phase]()
 
     def _sources(self) -> Split:
         if self._split is None:
@@ -116,26 +110,35 @@ class Pipeline:
         write_prompts(self._out / "prompts.jsonl", prompts)
 
     def _target_phase(self) -> None:
-        tokenizer = self._tokenizer()
-        model = self._fresh(TARGET_SHAPE, tokenizer)
-        trainer = Trainer(model, self._plan("target"), self._work / "target.pt")
-        batches = Batches(encode_files(tokenizer, self._sources().train), self._arguments.seed)
-        trained = trainer.run(batches, next_token_loss, "target")
-        publish(trained, tokenizer, self._out / "target")
-        self._record("target", trained, trainer)
+        text = encode_files(self._tokenizer(), self._sources().train)
+        self._trained("target", TARGET_SHAPE, self._plan("target"), text, next_token_loss)
 
     def _draft_phase(self) -> None:
-        tokenizer = self._tokenizer()
         plan = self._plan("draft")
         teacher = load(self._out / "target", plan.dtype, plan.device)
-        loss = distillation_loss(teacher, self._arguments.data_weight)
-        trainer = Trainer(self._fresh(DRAFT_SHAPE, tokenizer), plan, self._work / "draft.pt")
-        text = encode_files(tokenizer, self._sources().train)
-        written = self._written(teacher, text)
-        batches = Batches(np.concatenate([text, *[written] * WRITTEN_WEIGHT]), self._arguments.seed)
-        trained = trainer.run(batches, loss, "draft")
-        publish(trained, tokenizer, self._out / "draft")
-        self._record("draft", trained, trainer)
+        text = encode_files(self._tokenizer(), self._sources().train)
+        text = np.concatenate([text, *[self._written(teacher, text)] * WRITTEN_WEIGHT])
+        self._trained("draft", DRAFT_SHAPE, plan, text, distillation_loss(teacher, self._arguments.data_weight))
+
+    def _trained(self, name: str, shape: ModelShape, plan: TrainingPlan, text: TokenIds, loss: Loss) -> None:
+        """Train a model on text, put it in place, and note what that took."""
+        tokenizer, seed = self._tokenizer(), self._arguments.seed
+        assert isinstance(tokenizer.eos_token_id, int)
+        model = build(shape, self._arguments.context, tokenizer.eos_token_id, seed)
+        trainer = Trainer(model, plan, self._work / f"{name}.pt")
+        trained = trainer.run(Batches(text, seed), loss, name)
+        publish(trained, tokenizer, self._out / name)
+        facts = {
+            "parameters": parameter_count(trained),
+            "steps": trainer.progress.step,
+            "tokens": trainer.progress.tokens,
+            "minutes": round(trainer.progress.seconds / 60, 1),
+            "device": plan.device.type,
+            "dtype": str(plan.dtype).removeprefix("torch."),
+            "batch_tokens": plan.batch_tokens,
+            "seed": plan.seed,
+        }
+        self._merge_card({name: facts})
 
     def _heads_phase(self, name: str) -> None:
         arguments, tokenizer = self._arguments, self._tokenizer()
@@ -161,20 +164,22 @@ class Pipeline:
 
     def _evaluate_phase(self) -> None:
         tokenizer = self._tokenizer()
-        held_out = encode_files(tokenizer, self._sources().held_out)
+        split = self._sources()
+        held_out = encode_files(tokenizer, split.held_out)
         target, draft = (load(self._out / name, torch.float32, self._device) for name in ("target", "draft"))
         seed = self._arguments.seed
         prompts = [tokenizer(prompt)["input_ids"] for prompt in read_prompts(self._out / "prompts.jsonl")]
         facts = {
-            "corpus": self._corpus_facts(held_out),
+            "corpus": {
+                "train_files": len(split.train),
+                "held_out_files": len(split.held_out),
+                "train_characters": sum(len(file.text) for file in split.train),
+                "held_out_tokens": len(held_out),
+            },
             "held_out": measure_pair(target, draft, held_out, self._arguments.context, seed),
             "continuations": measure_continuations(target, draft, prompts, CONTINUATION_TOKENS, seed),
         }
         self._merge_card(facts)
-
-    def _fresh(self, shape: ModelShape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-        assert isinstance(tokenizer.eos_token_id, int)
-        return build(shape, self._arguments.context, tokenizer.eos_token_id, self._arguments.seed)
 
     def _written(self, teacher: LlamaForCausalLM, text: TokenIds) -> TokenIds:
         """What the target wrote for the draft to learn from; kept in the work folder."""
@@ -204,29 +209,6 @@ class Pipeline:
             dtype=getattr(torch, arguments.dtype),
         )
 
-    def _corpus_facts(self, held_out: TokenIds) -> dict[str, int]:
-        split = self._sources()
-        return {
-            "train_files": len(split.train),
-            "held_out_files": len(split.held_out),
-            "train_characters": sum(len(file.text) for file in split.train),
-            "held_out_tokens": len(held_out),
-        }
-
-    def _record(self, name: str, model: LlamaForCausalLM, trainer: Trainer[LlamaForCausalLM]) -> None:
-        plan, progress = trainer.plan, trainer.progress
-        facts = {
-            "parameters": parameter_count(model),
-            "steps": progress.step,
-            "tokens": progress.tokens,
-            "minutes": round(progress.seconds / 60, 1),
-            "device": plan.device.type,
-            "dtype": str(plan.dtype).removeprefix("torch."),
-            "batch_tokens": plan.batch_tokens,
-            "seed": plan.seed,
-        }
-        self._merge_card({name: facts})
-
     def _merge_card(self, facts: dict[str, object]) -> None:
         path = self._out / "card.json"
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -238,12 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("phase", choices=("all", *PHASES), help="one phase, or all of them in order")
-    add(
-        "--out",
-        type=Path,
-        default=HERE,
-        help="where target/, draft/, prompts.jsonl, card.json and README.md go",
-    )
+    add("--out", type=Path, default=HERE, help="where target/, draft/, prompts.jsonl, card.json and README.md go")
     add("--work", type=Path, default=HERE / ".work", help="checkpoints to resume from; delete it to start over")
     add("--corpus", type=Path, default=None, help="folder of *.py files (default: the standard library)")
     for name, minutes in DEFAULT_MINUTES.items():
@@ -254,21 +231,11 @@ def _parser() -> argparse.ArgumentParser:
         add(f"--{name}-minutes", type=float, default=0.0, help="or after this time (0: as long as it takes)")
     add("--written-tokens", type=int, default=350_000, help="text by the target for the draft (%(default)s)")
     add("--context", type=int, default=1024, help="longest context trained and declared (%(default)s)")
-    add(
-        "--sequence",
-        type=int,
-        default=512,
-        help="sequence length of the first 70%% of training (%(default)s)",
-    )
+    add("--sequence", type=int, default=512, help="sequence length of the first 70%% of training (%(default)s)")
     add("--batch-tokens", type=int, default=4096, help="tokens in a step (%(default)s)")
     add("--muon-rate", type=float, default=6e-3, help="peak learning rate of the matrices (%(default)s)")
     add("--adam-rate", type=float, default=3e-3, help="peak rate of embeddings and norms (%(default)s)")
-    add(
-        "--data-weight",
-        type=float,
-        default=0.1,
-        help="weight of the text beside the target's logits (%(default)s)",
-    )
+    add("--data-weight", type=float, default=0.1, help="weight of the text beside the target's logits (%(default)s)")
     add("--device", default="cpu", help="cpu or cuda (%(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="working precision (%(default)s)")
     add("--threads", type=int, default=1, help="CPU threads (%(default)s)")

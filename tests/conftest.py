@@ -86,8 +86,8 @@ def slow_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled target at several times its cost, so that drafts come in time on any machine; same text."""
     import torch
 
+    from models.growth import stretch
     from models.pair import load, load_tokenizer, save_tokenizer
-    from models.stretch import stretch
     from tests.bundled import MODELS
 
     folder = tmp_path_factory.mktemp("slow") / "target"

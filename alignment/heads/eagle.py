@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from alignment.batches import BatchSource
 from alignment.heads.training import FARTHER, Accuracy, HeadOptions, HeadTraining, run_of
-from alignment.training import Optimizers
+from alignment.training import Optimizers, muon_and_adamw
 from alignment.writing import Writer
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import EagleHead
@@ -156,10 +156,7 @@ class EagleTraining(HeadTraining[EagleOptions]):
         trained = [(name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad]
         inner = [parameter for name, parameter in trained if parameter.ndim == 2 and name != "lm_head.weight"]
         others = [parameter for name, parameter in trained if parameter.ndim != 2 or name == "lm_head.weight"]
-        return [
-            (torch.optim.Muon(inner, rate * MUON, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"), rate * MUON),
-            (torch.optim.AdamW(others, rate, (0.9, 0.95), weight_decay=0.0), rate),
-        ]
+        return muon_and_adamw(inner, rate * MUON, others, rate)
 
     def _write(self, folder: Path) -> None:
         save(self._heads, folder)
@@ -180,7 +177,7 @@ class EagleTraining(HeadTraining[EagleOptions]):
         hits: list[Tensor] = []
         for row in rows:
             tokens_1T = torch.tensor([row], device=self._target.device)
-            aux_1TA, logits_1TV = self._read(tokens_1T)
+            aux_1TA, logits_1TV = read_target(self._target.module, tokens_1T, self._heads.config)
             said_T = logits_1TV[0].argmax(-1)
             said_HN = said_T.unfold(0, len(row) - self._options.depth, 1)[1:]
             with self._mixed():
@@ -190,7 +187,7 @@ class EagleTraining(HeadTraining[EagleOptions]):
 
     def _learn(self, tokens_BT: Tensor) -> float:
         with torch.no_grad():
-            aux_BTA, logits_BTV = self._read(tokens_BT)
+            aux_BTA, logits_BTV = read_target(self._target.module, tokens_BT, self._heads.config)
             known = torch.zeros(logits_BTV.shape[-1], dtype=torch.bool, device=logits_BTV.device)
             known[self._heads.target_ids] = True
             counted_BT = known[logits_BTV.argmax(-1)].float()
@@ -208,10 +205,6 @@ class EagleTraining(HeadTraining[EagleOptions]):
             total += float(mean.detach())
         torch.autograd.backward(loss)
         return total / self._options.depth
-
-    def _read(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Auxiliary states ``[B, T, A]`` and logits of the target, over its whole vocabulary."""
-        return read_target(self._target.module, tokens_BT, self._heads.config)
 
     def _most_frequent(self, batches: BatchSource, size: int) -> Tensor:
         """So many tokens, ascending; of those that come equally often, the lowest."""

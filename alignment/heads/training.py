@@ -199,7 +199,12 @@ class HeadTraining(ABC, Generic[Options]):
             nonlocal loss
             began, fraction = time.monotonic(), progress.fraction(options)
             tokens_BT = batches.at(progress.step, sequences, options.sequence).to(self._target.device)
-            loss = self._step(tokens_BT, fraction)
+            set_rates(self._optimizers, rate_share(progress.step, WARM_UP, fraction, DECAY_FROM))
+            loss = self._learn(tokens_BT)
+            nn.utils.clip_grad_norm_(self._heads.parameters(), 1.0)
+            for optimizer, _ in self._optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
             progress.step += 1
             progress.seconds += time.monotonic() - began
             if int(progress.fraction(options) * EVALUATIONS) > int(fraction * EVALUATIONS):
@@ -209,15 +214,6 @@ class HeadTraining(ABC, Generic[Options]):
         if progress.waited < PATIENCE:
             shown = lambda: f"step {progress.step}, loss {loss:.3f}"  # noqa: E731
             train_in_steps("heads", lambda: progress.fraction(options), step, shown, self._save)
-
-    def _step(self, tokens_BT: Tensor, fraction: float) -> float:
-        set_rates(self._optimizers, rate_share(self._progress.step, WARM_UP, fraction, DECAY_FROM))
-        loss = self._learn(tokens_BT)
-        nn.utils.clip_grad_norm_(self._heads.parameters(), 1.0)
-        for optimizer, _ in self._optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return loss
 
     def _mixed(self) -> torch.autocast:
         """Products in the target's format, where that is a short one; the weights stay in float32."""

@@ -22,8 +22,9 @@ from cluster.config.environment import CHECKOUT
 from engine.eagle import loading as eagle
 from engine.medusa import read, save
 from models.corpus import read_prompts
+from models.growth import grow_to, stretch, stretch_eagle, stretch_heads
 from models.pair import VOCABULARY, load, load_tokenizer, parameter_count, save_tokenizer
-from models.stretch import calibrate_noise, calibration_prompts, grow_to, stretch, stretch_eagle, stretch_heads
+from models.stretch import calibrate_noise, calibration_prompts
 
 ROOT = CHECKOUT
 BUNDLED = ROOT / "models" / "target"

@@ -18,15 +18,8 @@ from engine.eagle.config import EagleConfig
 from engine.eagle.head import EagleHead
 from engine.eagle.loading import load_alone, save
 from engine.medusa import MedusaHeads
-from models.stretch import (
-    bisect_noise,
-    calibrate_noise,
-    greedy_acceptance,
-    grow_to,
-    stretch,
-    stretch_eagle,
-    stretch_heads,
-)
+from models.growth import grow_to, stretch, stretch_eagle, stretch_heads
+from models.stretch import bisect_noise, calibrate_noise, greedy_acceptance
 
 SIZES = [
     {"hidden_size": 128},

@@ -208,7 +208,7 @@ def trainer(checkpoint: Path) -> Trainer[LlamaForCausalLM]:
 
 def test_positions_are_told_apart_as_precisely_as_in_serving(tmp_path: Path) -> None:
     expected = build(TINY, 16, end_of_text=0, seed=1).model.rotary_emb.inv_freq
-    trained = trainer(tmp_path / "checkpoint.pt").weights.model
+    trained = trainer(tmp_path / "checkpoint.pt").model
     publish(build(TINY, 16, end_of_text=0, seed=1), load_tokenizer(MODELS / "draft"), tmp_path / "model")
     for model in (trained, load(tmp_path / "model", torch.bfloat16)):
         assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
