@@ -52,11 +52,7 @@ class Acceptance:
 
     def figures(self) -> dict[str, float]:
         """`greedy` at temperature 0; `coupled` (same noise) and `overlap` (1 - TV, the optimum) at `temperature`."""
-        return {
-            "greedy": self.greedy.value(),
-            "coupled": self.coupled.value(),
-            "overlap": self.overlap.value(),
-        }
+        return {"greedy": self.greedy.value(), "coupled": self.coupled.value(), "overlap": self.overlap.value()}
 
 
 def measure(

@@ -163,13 +163,9 @@ def _source(path: Path, *, named: bool = False) -> DataSource | None:
             head = file.read(BLOCK_BYTES)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    wrong = (
-        "is empty"
-        if size <= BLOCK_BYTES and not head.strip()
-        else "is binary; give text or JSON lines in UTF-8"
-        if _binary(head)
-        else ""
-    )
+    wrong = "is binary; give text or JSON lines in UTF-8" if _binary(head) else ""
+    if size <= BLOCK_BYTES and not head.strip():
+        wrong = "is empty"
     if wrong and named:
         raise DataError(f"{path}: {wrong}")
     return None if wrong else DataSource(path, size)

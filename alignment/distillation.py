@@ -29,7 +29,7 @@ from alignment.pair import ModelPair
 from alignment.training import Trainer, TrainingPlan
 from alignment.workplace import Workplace, write_whole
 from alignment.writing import BATCH, Writer, WrittenRow, written_rows
-from engine.loading.loader import read_config
+from engine.loading.checkpoint import read_config
 
 HELD_OUT_ROWS = 16
 """Continuations that acceptance is measured on, for each temperature; and as many pieces of the data."""

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import torch
 
 from alignment.errors import DiskError, SettingsError
+from engine.model import first_line
 
 WORK = ".align"
 SETTINGS = "settings.json"
@@ -68,9 +69,8 @@ class Workplace:
                 file.replace(self.out / file.name)
         except Exception as error:  # writers of transformers and safetensors have exceptions of their own
             shutil.rmtree(fresh, ignore_errors=True)
-            told = next(iter(str(error).splitlines()), type(error).__name__)
             left = "the last checkpoint is still there, and the same command goes on from it"
-            raise DiskError(f"{self.out}: the model cannot be written: {told}; {left}") from error
+            raise DiskError(f"{self.out}: the model cannot be written: {first_line(error)}; {left}") from error
         told_all = self._json({"settings": self._settings, "figures": figures})
         write_whole(self.out / REPORT, lambda file: file.write(told_all))
         shutil.rmtree(self.work, ignore_errors=True)

@@ -28,7 +28,7 @@ from alignment.writing import Writer
 from benchmarks.harness.pair import BUNDLED, EAGLE, HEADS, ROOT, held_out
 from benchmarks.harness.report import tell
 from cluster.console import say
-from engine.eagle.features import packed, unpacked
+from engine.eagle.cached import packed, unpacked
 from engine.eagle.loading import load_alone
 from engine.medusa import read
 from models.pair import load

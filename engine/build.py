@@ -21,9 +21,8 @@ from engine.forward import ForwardPass, StepInput
 from engine.interface import StepEngine
 from engine.leader import Leader, Ranks
 from engine.loading.cache_size import fitting_tokens
-from engine.loading.checkpoint import head_revision, revision_of
-from engine.loading.loader import choose_device, load
-from engine.loading.split_check import check_devices, check_split
+from engine.loading.checkpoint import check_devices, check_split, choose_device, head_revision, revision_of
+from engine.loading.loader import load
 from engine.medusa import MedusaHeads, load_heads
 from engine.model import Model, ModelError
 from engine.parallel.group import Group, RankTask, joined_key, rendezvous
@@ -42,11 +41,7 @@ ROUNDS_FINELY = torch.float32.itemsize
 
 
 def build(
-    settings: EngineSettings,
-    progress: Progress | None = None,
-    *,
-    invariant: bool = True,
-    ranks: Ranks | None = None,
+    settings: EngineSettings, progress: Progress | None = None, *, invariant: bool = True, ranks: Ranks | None = None
 ) -> Engine:
     """Load the model and set up its cache.
 
@@ -64,10 +59,7 @@ def build(
     leader = Leader(settings, ranks, device)
     with leader.loading() as group:
         model = load_model(settings, progress, group)
-        heads, eagle = heads_for(settings, model, progress), eagle_for(settings, model, progress)
-        cache = cache_for(settings, model, group, eagle)
-    record = recorder_for(model)
-    engine = Engine(model, cache, invariant=invariant, leader=leader, record=record, heads=heads, eagle=eagle)
+        engine = _assembled(settings, model, progress, invariant=invariant, leader=leader, group=group)
     return _warmed(engine, progress)
 
 
@@ -167,10 +159,22 @@ def build_alone(
 
     ``record``: how steps are recorded, instead of the usual way. Raises :class:`engine.model.ModelError`.
     """
+    return _warmed(_assembled(settings, model, progress, invariant=invariant, record=record), progress)
+
+
+def _assembled(
+    settings: EngineSettings,
+    model: Model,
+    progress: Progress | None,
+    *,
+    invariant: bool,
+    record: Record | None = None,
+    leader: Leader | None = None,
+    group: Group | None = None,
+) -> Engine:
     heads, eagle = heads_for(settings, model, progress), eagle_for(settings, model, progress)
-    record, cache = record or recorder_for(model), cache_for(settings, model, eagle=eagle)
-    engine = Engine(model, cache, invariant=invariant, record=record, heads=heads, eagle=eagle)
-    return _warmed(engine, progress)
+    record, cache = record or recorder_for(model), cache_for(settings, model, group, eagle)
+    return Engine(model, cache, invariant=invariant, leader=leader, record=record, heads=heads, eagle=eagle)
 
 
 def recorder_for(model: Model) -> Record | None:

@@ -99,11 +99,7 @@ def save(heads: MedusaHeads, folder: Path, base: str, dtype: torch.dtype = torch
         name: stored.setdefault(tensor.data_ptr(), tensor.to("cpu", dtype, copy=True))
         for name, tensor in heads.tensors().items()
     }
-    config = {
-        "medusa_num_heads": len(heads),
-        "medusa_num_layers": heads.layers,
-        "base_model_name_or_path": base,
-    }
+    config = {"medusa_num_heads": len(heads), "medusa_num_layers": heads.layers, "base_model_name_or_path": base}
     write(folder, config, FILES[1], lambda file: torch.save(tensors, file))
 
 

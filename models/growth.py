@@ -52,11 +52,7 @@ class Growth:
     @property
     def sizes(self) -> dict[str, int]:
         """What :func:`stretch` is asked for."""
-        return {
-            "hidden_size": self.hidden_size,
-            "layers": self.layers,
-            "intermediate_size": self.intermediate_size,
-        }
+        return {"hidden_size": self.hidden_size, "layers": self.layers, "intermediate_size": self.intermediate_size}
 
     @property
     def head_dim(self) -> int:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from engine.cache.kv_cache import CachedSequence, KVCache
 from engine.interface import Chunk
-from engine.sampling.draws import is_plain
-from engine.sampling.sampling import Draw, token_logprobs
+from engine.sampling.sampling import Draw, is_plain, token_logprobs
 from engine.shaping.grammar import GrammarConstraint, MaskBudget
 from engine.shaping.shaping import RowShaping, Shaping
 from speculation.acceptance import Chosen, Draft, Sampled

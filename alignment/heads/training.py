@@ -110,12 +110,7 @@ class HeadTraining(ABC, Generic[Options]):
     """The making of one set of heads, in its folder."""
 
     def __init__(
-        self,
-        target: Model,
-        encoder: Encoder,
-        options: Options,
-        place: Workplace,
-        report: Callable[[str], None],
+        self, target: Model, encoder: Encoder, options: Options, place: Workplace, report: Callable[[str], None]
     ) -> None:
         """``report`` hears a line before each part. Raises ModelError if the target shows no hidden states."""
         self._target, self._encoder, self._options, self._place = target, encoder, options, place

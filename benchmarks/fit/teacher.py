@@ -35,7 +35,7 @@ from engine.cache.kv_cache import CachedSequence
 from engine.cache.kv_store import PAGE
 from engine.eagle.head import EagleHead
 from engine.interface import Chunk
-from engine.loading.loader import read_config
+from engine.loading.checkpoint import read_config
 from engine.medusa import MedusaHeads, read
 from engine.sampling.sampling import Draw, candidates
 from engine.settings import EngineSettings

@@ -18,7 +18,8 @@ from cluster.doctor.models import WeightsError, read_weights
 from cluster.local.gpus import divided
 from engine.host.memory import GIB, available_bytes
 from engine.loading.cache_size import CPU_SHARE, CUDA_SHARE, bytes_a_token
-from engine.loading.loader import DTYPES, ModelError, choose_dtype, read_config
+from engine.loading.checkpoint import DTYPES, choose_dtype, read_config
+from engine.model import ModelError
 from transport.address import AddressError, check_free, join
 
 DRIVER, SHARED_MEMORY = Path("/proc/driver/nvidia/version"), Path("/dev/shm")

@@ -21,7 +21,8 @@ from cluster.config.environment import expanded, is_folder
 from cluster.config.pools import DraftConfig, TargetConfig
 from cluster.config.serving import difference
 from cluster.doctor.finding import Finding, ok, problem, warning
-from engine.loading.loader import ModelError, read_config
+from engine.loading.checkpoint import read_config
+from engine.model import ModelError
 from speculation.events import Role
 
 COPY_AGAIN = "copy the model folder again, or download it again"

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from engine.loading.loader import digest_of, read_tokenizer, tokens_of
+from engine.loading.checkpoint import digest_of, read_tokenizer, tokens_of
 from engine.model import ModelError
 from speculation.messages import Token
 

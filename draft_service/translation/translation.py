@@ -20,8 +20,8 @@ from draft_service.translation.own_text import OwnText
 from draft_service.translation.tokenizer import DraftTokenizer, SharedVocabulary
 from engine.host.upload import upload
 from engine.interface import Chunk
-from engine.loading.loader import read_config
-from engine.model import Model, ModelError
+from engine.loading.checkpoint import read_config
+from engine.model import ModelError
 from engine.sampling.sampling import Draw, drawn
 from engine.step import Engine
 from speculation.messages import Loading, Progress, Sampling, Token

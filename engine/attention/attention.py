@@ -31,12 +31,11 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from engine.attention.chain_view import ChainView, is_plain
 from engine.attention.invariance import chain_segments, position_ordered
 from engine.attention.key_batch import FEW_KEYS, FEW_QUERIES, KeyBatch, Segments, View, together
 from engine.attention.row_attention import RowAttention, RowPlan
 from engine.attention.rows import Rows
-from engine.attention.visibility import KeyView, slot_ordered
+from engine.attention.visibility import ChainView, KeyView, is_plain, slot_ordered
 from engine.cache.kv_store import KVStore
 from engine.cache.sequence_state import SequenceState
 
@@ -153,13 +152,9 @@ class Step:
         end = sequence.length + tokens
         if tokens <= FEW_QUERIES and end <= FEW_KEYS and is_plain(sequence, tokens, window):
             segments = chain_segments(end) if self.invariant else [(0, end)]
-            alone = partial(self._single_view, sequence, tokens, window)
+            alone = partial(self._key_views, sequence, tokens, window)
             return [ChainView(sequence, tokens, segments[-1][1], segments, alone)]
         return self._key_views(sequence, tokens, window)
-
-    def _single_view(self, sequence: SequenceState, tokens: int, window: int | None) -> KeyView:
-        (view,) = self._key_views(sequence, tokens, window)
-        return view
 
     def _key_views(self, sequence: SequenceState, tokens: int, window: int | None) -> Sequence[KeyView]:
         if self.invariant:

@@ -18,8 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.attention.chain_view import ChainView, laid_out
-from engine.attention.visibility import HIDDEN, KeyView
+from engine.attention.visibility import HIDDEN, ChainView, KeyView, laid_out
 from engine.host.upload import to_device, upload
 
 FEW_QUERIES = 16
@@ -131,7 +130,7 @@ def _alike(views: Sequence[View], small: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _alone(either: View, start: int, device: torch.device) -> KeyBatch:
-    view = either.alone() if isinstance(either, ChainView) else either
+    (view,) = either.alone() if isinstance(either, ChainView) else (either,)
     mask_N1TK = None if view.mask_TK is None else to_device(view.mask_TK[None, None], device)
     base = view.base if view.slots_K is None else None
     slots_K = None if view.slots_K is None else to_device(view.slots_K, device)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from engine.cache.sequence_state import SequenceState
 from engine.host.upload import upload
-from engine.sampling.draws import DRAW_FIELDS
+from engine.sampling.sampling import DRAW_FIELDS
 
 ROW_CLASSES = (16, 32, 64, 128, 256, 512)
 """Numbers of rows that steps are padded to."""
@@ -70,7 +70,7 @@ class Rows:
     wanted_R: Tensor
     """Rows whose logits are wanted."""
     draws_3R: Tensor
-    """How they are drawn; see :func:`engine.sampling.draws.draw_numbers`."""
+    """How they are drawn; see :func:`engine.sampling.sampling.draw_numbers`."""
     numbers_F: Tensor
 
     @classmethod
@@ -201,7 +201,7 @@ class HostBuffer:
     def fill(self, piece: Packed, draws: NDArray[np.int32] | None = None) -> Tensor:
         """Lay out a step as :meth:`Rows.within` finds it; what comes is that part of the memory which says anything.
 
-        Padding sees nothing. ``draws``: of the rows that are wanted, as :func:`~engine.sampling.draws.draw_numbers`
+        Padding sees nothing. ``draws``: of the rows that are wanted, as :func:`~engine.sampling.sampling.draw_numbers`
         has them, if they are drawn in the step.
         """
         count, pages, numbers = len(piece), len(piece.tables), piece.numbers

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from engine.cpu.thread_choice import COUNTS, MIN_ROWS
+from engine.model import first_line
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ def find_library() -> Library | None:
     try:
         return Library(build(level_here()))
     except (OSError, subprocess.SubprocessError, Unbuildable) as reason:
-        log.warning("decoder layers are computed without C++, which is slower: %s", _in_a_line(reason))
+        log.warning("decoder layers are computed without C++, which is slower: %s", first_line(reason))
         return None
 
 
@@ -220,17 +221,13 @@ def _ours(path: Path) -> bool:
         return False
 
 
-def _flags(level: str) -> list[str]:
-    architecture, *more = level.split("+")
-    return [f"-march={architecture}", *(f"-m{name}" for name in more)]
-
-
 def _compile(compiler: str, level: str, path: Path) -> None:
     """Whole or not at all, also where several workers start at once."""
+    architecture, *more = level.split("+")
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         result = subprocess.run(
-            [compiler, *FLAGS, *_flags(level), "-o", str(made), str(SOURCE)],
+            [compiler, *FLAGS, f"-march={architecture}", *(f"-m{name}" for name in more), "-o", str(made), str(SOURCE)],
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False,
         )  # fmt: skip
         if result.returncode:
@@ -251,14 +248,10 @@ def cpu_features() -> frozenset[str]:
     return frozenset(flags.partition(":")[2].split())
 
 
-def _in_a_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
 if __name__ == "__main__":
     # For `make setup` and images, so that no worker waits for the compiler; by default the level of this machine.
     try:
         for wanted in sys.argv[1:] or [level_here()]:
             build(wanted)
     except (OSError, subprocess.SubprocessError, Unbuildable) as refusal:
-        sys.stderr.write(f"CPU workers will compute without C++, which is slower: {_in_a_line(refusal)}\n")
+        sys.stderr.write(f"CPU workers will compute without C++, which is slower: {first_line(refusal)}\n")

@@ -28,8 +28,7 @@ from engine.attention.row_attention import RowAttention, first_line
 from engine.attention.rows import ROW_CLASSES, HostBuffer, Packed, Rows, as_wanted, empty_buffer, max_numbers, packed
 from engine.cache.kv_store import KVStore
 from engine.cache.sequence_state import SequenceState
-from engine.sampling.draws import DRAWN_ROWS, draw_numbers, drawn_in_step
-from engine.sampling.sampling import Draw
+from engine.sampling.sampling import DRAWN_ROWS, Draw, draw_numbers, drawn_in_step
 
 log = logging.getLogger(__name__)
 
@@ -76,14 +75,6 @@ class Inbox:
             self._copied.record()
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """A step of some shape: where it is read from, and what computes it."""
-
-    inbox: Inbox
-    replay: Callable[[], Tensor]
-
-
 class RowSteps:
     """Computes steps of one model over one store, row by row."""
 
@@ -103,17 +94,18 @@ class RowSteps:
 
         ``agreed``: whether what succeeded here did so on all ranks that compute the same, which ask at the same time.
         ``vocabulary``: how many of the X are logits to draw from, where recorded steps of up to
-        :data:`~engine.sampling.draws.DRAWN_ROWS` rows do so; 0: none does. ``computed``: told of each piece of a step,
-        once it is computed, how many rows it has.
+        :data:`~engine.sampling.sampling.DRAWN_ROWS` rows do so; 0: none does. ``computed``: told of each piece of a
+        step, once it is computed, how many rows it has.
         """
         self.drawn_R2: Tensor | None = None
-        """What the last step drew, as :func:`~engine.sampling.draws.drawn_in_step` has it; None: it did not."""
+        """What the last step drew, as :func:`~engine.sampling.sampling.drawn_in_step` has it; None: it did not."""
         self._compute, self.store, self.attention = compute, store, attention
         self._layers, self._context, self.record, self._agreed = layers, context, record, agreed
         self.pages = -(-context // attention.page)
         self.classes = tuple(rows for rows in ROW_CLASSES if rows <= store.spare)
         """Numbers of rows that steps are padded to."""
-        self._recordings: dict[StepShape, Recording] = {}
+        self._recordings: dict[StepShape, tuple[Inbox, Callable[[], Tensor]]] = {}
+        """Of each shape where a step is read from, and what computes it."""
         self._vocabulary, self._told = vocabulary, computed
         self._drawn_R2 = torch.zeros(DRAWN_ROWS, 2, dtype=torch.int32, device=store.device)
 
@@ -196,8 +188,9 @@ class RowSteps:
         """``[R, X]`` with padding, good until the next call."""
         recording = self._recordings.get(shape)
         if recording is not None:
-            recording.inbox.fill(piece, draws)
-            return recording.replay()
+            inbox, replay = recording
+            inbox.fill(piece, draws)
+            return replay()
         inbox = Inbox(shape.rows, self.pages, self.store)
         inbox.fill(piece, draws)
         if self.record is None:
@@ -209,19 +202,19 @@ class RowSteps:
         assert self.record is not None
         buffer = inbox.buffer
         expected_RX = self.forward(shape, buffer).clone()
-        recording, why = None, "another rank cannot record one"
+        replay, why = None, "another rank cannot record one"
         try:
-            recording = Recording(inbox, self.record(lambda: self.forward(shape, buffer)))
+            replay = self.record(lambda: self.forward(shape, buffer))
         except Exception as failure:  # whatever a model does that cannot be recorded
             why = first_line(failure)
-        if not self._agreed(recording is not None) or recording is None:
+        if not self._agreed(replay is not None) or replay is None:
             self._give_up(why)
             return expected_RX
-        error = _difference(recording.replay(), expected_RX)
+        error = _difference(replay(), expected_RX)
         if not self._agreed(error <= TOLERANCE):  # also when it is NaN
             self._give_up(f"logits of a replayed step of {shape.rows} rows are off by {error:.2g}")
         else:
-            self._recordings[shape] = recording
+            self._recordings[shape] = inbox, replay
         return expected_RX
 
     def forward(self, shape: StepShape, buffer: Tensor) -> Tensor:

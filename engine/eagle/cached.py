@@ -4,6 +4,9 @@ The cache is kept as the target's is (:mod:`engine.cache.kv_cache`), one slot a 
 and guesses are pending nodes that are dropped. Row p of a session is what the head makes of the target's state at
 position p and the token after it (:mod:`engine.eagle.head`). A session's rows need not begin at position 0.
 
+Where the head drafts on another worker, its fused states travel as bytes: decided here is how they are rounded
+(:class:`speculation.messages.FeatureFormat`), and what a receiver takes for numbers.
+
 Tensor legend: N rows of a forward, R of them, A auxiliary states times the target's hidden size, D hidden size of the
 head, Q query heads, K key/value heads, E head size, V the target's vocabulary.
 """
@@ -22,6 +25,12 @@ from engine.cache.kv_cache import CachedSequence, KVCache
 from engine.eagle.head import EagleHead
 from engine.host.upload import upload
 from engine.layers.linear import products
+from speculation.messages import FeatureFormat, Features
+
+FP8 = torch.float8_e4m3fn
+MAX_FP8 = 448.0
+MAX_FEATURE = 1e6
+"""Larger ones are none that a head makes."""
 
 
 class HeadChunk(NamedTuple):
@@ -112,3 +121,29 @@ class CachedHead:
         q_1QNE, k_1KNE, v_1KNE = (x.transpose(0, 1)[None] for x in (q_NQE, k_NKE, v_NKE))
         found_1NQE, _ = paged_attention(self._layers[layer], q_1QNE, k_1KNE, v_1KNE, None)
         return found_1NQE[0]
+
+
+def packed(states_ND: Tensor, wanted: FeatureFormat) -> tuple[bytes, bytes]:
+    """The numbers of ``[N, D]`` in that format, and its scales if it has any."""
+    if wanted is FeatureFormat.BF16:
+        return _bytes(states_ND.to(torch.bfloat16)), b""
+    states_ND = states_ND.float()
+    scales_N1 = states_ND.abs().amax(-1, keepdim=True).clamp_min(1e-12) / MAX_FP8
+    return _bytes((states_ND / scales_N1).to(FP8)), _bytes(scales_N1)
+
+
+def unpacked(features: Features, width: int, dtype: torch.dtype) -> Tensor:
+    """``[N, D]`` on the CPU. Raises ValueError if they are no features of a head of this ``width``."""
+    if features.width != width:
+        raise ValueError(f"features of {features.width} numbers a token, for a head of {width}")
+    own = torch.bfloat16 if features.format is FeatureFormat.BF16 else FP8
+    states_ND = torch.frombuffer(bytearray(features.values), dtype=own).view(-1, width).float()
+    if features.scales:
+        states_ND *= torch.frombuffer(bytearray(features.scales), dtype=torch.float32)[:, None]
+    if not bool((states_ND.abs() <= MAX_FEATURE).all()):  # NaN is not
+        raise ValueError("features that are no numbers, or beyond all bounds")
+    return states_ND.to(dtype)
+
+
+def _bytes(numbers: Tensor) -> bytes:
+    return numbers.cpu().contiguous().view(torch.uint8).numpy().tobytes()

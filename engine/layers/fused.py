@@ -39,11 +39,7 @@ FAMILIES = {
 PARTS = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
 """How they end."""
 
-ACTIVATIONS: dict[type[nn.Module], Activation] = {
-    SiLUActivation: "silu",
-    nn.SiLU: "silu",
-    GELUTanh: "gelu_tanh",
-}
+ACTIVATIONS: dict[type[nn.Module], Activation] = {SiLUActivation: "silu", nn.SiLU: "silu", GELUTanh: "gelu_tanh"}
 
 
 class LayerStep(Protocol):

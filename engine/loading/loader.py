@@ -23,7 +23,6 @@ from engine.cpu.thread_choice import leave_cores_to_steps, set_threads
 from engine.layers.fused import RowOpsStack, Unrecognised, fuse, unfuse
 from engine.layers.linear import pack_linears
 from engine.loading.checkpoint import (
-    DTYPES,
     choose_device,
     choose_dtype,
     digest_of,
@@ -42,20 +41,6 @@ from engine.parallel.shards import own_part, use_slices
 from engine.settings import NONE
 from engine.stateful import RIGHT_IN_PARTS
 from speculation.messages import Loading, Progress
-
-__all__ = [
-    "DTYPES",
-    "Model",
-    "ModelError",
-    "choose_device",
-    "choose_dtype",
-    "digest_of",
-    "from_module",
-    "load",
-    "read_config",
-    "read_tokenizer",
-    "tokens_of",
-]
 
 log = logging.getLogger(__name__)
 

@@ -14,17 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.host.upload import upload
-from speculation.noise import (
-    GOLDEN_32,
-    GOLDEN_64,
-    LOWBIAS_1,
-    LOWBIAS_2,
-    MASK32,
-    SPLITMIX_1,
-    SPLITMIX_2,
-    Stream,
-    key,
-)
+from speculation.noise import GOLDEN_32, GOLDEN_64, LOWBIAS_1, LOWBIAS_2, MASK32, SPLITMIX_1, SPLITMIX_2, Stream, key
 
 BLOCK = 1 << 15
 """Tokens hashed at once on a CPU: some twenty passes over a block that stays in the processor's own cache.

@@ -6,7 +6,10 @@ and its outcome does not depend on the other rows of the call. Knows nothing abo
 target samples as if there were none. On CUDA nothing here waits for the device but the functions that return what is no
 tensor, each once.
 
-Tensor legend: N rows, V vocabulary, M rows that need a filter, C the most likely tokens looked at, P rows of
+Plain draws need of their request a temperature and a key, which may travel with the rows of a step: then they are
+recorded with the forward, by the same operations, so that the choice is the same.
+
+Tensor legend: N or R rows, V vocabulary, M rows that need a filter, C the most likely tokens looked at, P rows of
 one part.
 """
 
@@ -16,13 +19,16 @@ from collections.abc import Sequence
 from itertools import compress
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.host.upload import upload
 from engine.sampling.noise import RecentNoise, gumbel, noise_bits
 from speculation.drafting.draft_session import Candidate
 from speculation.messages import Sampling, Token, TokenLogprobs
+from speculation.noise import GOLDEN_64, MASK64, SPLITMIX_1, SPLITMIX_2, Stream
 
 __all__ = ["Candidate", "Draw", "candidates", "drawn", "filtered_log_probs", "gumbel", "noise_bits", "sample"]
 
@@ -37,9 +43,16 @@ RIVALS = 4
 
 _recent_noise = RecentNoise()
 
-
 PART = 64
 """Rows reduced at once; a device is waited for once for each such part."""
+
+DRAWN_ROWS = 64
+"""Rows of the largest steps that draw: noise for more would take memory that few steps need."""
+
+TINY = torch.finfo(torch.float32).tiny
+
+DRAW_FIELDS = 3
+"""Numbers of a row: temperature as the bits of a float32, 0 for greedy; low and high word of the key."""
 
 
 class Draw(NamedTuple):
@@ -228,3 +241,53 @@ def _part(logits_PV: Tensor, tokens: Sequence[Token], top_logprobs: Sequence[int
         TokenLogprobs(row[0], tuple(map(int, row[1 + best :][:count])), tuple(row[1 : 1 + best][:count]))
         for row, count in zip(rows, top_logprobs, strict=True)
     ]
+
+
+def is_plain(sampling: Sampling) -> bool:
+    """Whether a draw takes no more than a temperature."""
+    return sampling.greedy or (sampling.top_k <= 0 and sampling.top_p >= 1.0 and sampling.min_p <= 0.0)
+
+
+def draw_numbers(draws: Sequence[Draw]) -> NDArray[np.int32]:
+    """What rows need to be drawn, int32 ``[3, R]``: zeros for greedy ones, if all are."""
+    numbers = np.zeros((DRAW_FIELDS, len(draws)), np.int32)
+    temperatures = [draw.sampling.temperature for draw in draws]
+    if not any(temperatures):
+        return numbers
+    # Above 0 they stay so, however small.
+    numbers[0] = np.array([t and max(t, TINY) for t in temperatures], np.float32).view(np.int32)
+    keys = _keys([draw.sampling.seed & MASK64 for draw in draws], [draw.position for draw in draws])
+    numbers[1:] = keys.view(np.int32).reshape(-1, 2).T
+    return numbers
+
+
+def drawn_in_step(logits_RV: Tensor, numbers_3R: Tensor, *, noise: bool) -> Tensor:
+    """The token drawn on each row, and whether all its logits are numbers, int32 ``[R, 2]``.
+
+    ``logits_RV`` are float32; ``noise``: whether any row may be drawn at a temperature above 0.
+    """
+    largest_R1 = logits_RV.amax(-1, keepdim=True)
+    if noise:
+        temperature_R1 = numbers_3R[0].view(torch.float32)[:, None]
+        greedy_R1 = temperature_R1 == 0.0
+        keys_R = numbers_3R[1:].t().contiguous().view(torch.int64)[:, 0]
+        scores_RV = (logits_RV - largest_R1).div_(temperature_R1.masked_fill(greedy_R1, 1.0))
+        noise_RV = gumbel(keys_R, logits_RV.shape[-1], logits_RV.dtype, logits_RV.device)
+        scores_RV += noise_RV.masked_fill_(greedy_R1, 0.0)
+    else:
+        scores_RV = logits_RV
+    return torch.cat((scores_RV.argmax(-1, keepdim=True), largest_R1.isfinite()), -1).int()
+
+
+def _keys(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.uint64]:
+    """:func:`speculation.noise.key` of the target's draws."""
+    mixed = _splitmix64(np.array(seeds, np.uint64)) ^ np.array(positions, np.uint64)
+    return _splitmix64(_splitmix64(mixed) ^ np.uint64(Stream.SAMPLE))
+
+
+def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """:func:`speculation.noise.splitmix64`; unsigned arrays wrap."""
+    x = x + np.uint64(GOLDEN_64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(SPLITMIX_1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(SPLITMIX_2)
+    return x ^ (x >> np.uint64(31))

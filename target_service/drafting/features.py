@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.eagle.features import packed
+from engine.eagle.cached import packed
 from engine.eagle.head import EagleHead
 from engine.host.upload import upload
 from engine.interface import Chunk, StepEngine

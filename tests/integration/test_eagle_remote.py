@@ -19,7 +19,7 @@ from draft_service.lookahead import LookaheadLimits
 from draft_service.service import ROLE as DRAFT
 from draft_service.service import DraftSettings, load_head
 from engine.build import build_target, welcome
-from engine.eagle.features import packed, unpacked
+from engine.eagle.cached import packed, unpacked
 from engine.eagle.loading import save
 from engine.model import ModelError
 from engine.settings import EngineSettings

@@ -6,10 +6,9 @@ from random import Random
 import pytest
 import torch
 
-from engine.attention.chain_view import ChainView, is_plain
 from engine.attention.invariance import chain_segments, position_ordered
 from engine.attention.key_batch import FEW_KEYS, FEW_QUERIES, KeyBatch, View, together
-from engine.attention.visibility import HIDDEN, KeyView, slot_ordered
+from engine.attention.visibility import HIDDEN, ChainView, KeyView, is_plain, slot_ordered
 from engine.cache.sequence_state import SequenceState
 
 SLOTS = 8192
@@ -137,12 +136,15 @@ def test_chains_laid_out_at_once_are_as_laid_out_one_by_one(invariant: bool, see
         assert is_plain(state, tokens, None)
         assert is_plain(state, tokens, length + tokens)
         assert not is_plain(state, tokens, length + tokens - 1), "a window hides the first"
-        alone = partial(placed_alone, state, tokens, invariant=invariant)
-        view = alone()
+        view = placed_alone(state, tokens, invariant=invariant)
         segments = chain_segments(length + tokens) if invariant else [(0, length + tokens)]
         assert not invariant or list(view.segments) == segments
         apart.append(view)
-        views.append(ChainView(state, tokens, segments[-1][1], segments, alone) if rng.random() < 0.8 else view)
+        views.append(
+            ChainView(state, tokens, segments[-1][1], segments, lambda view=view: [view])
+            if rng.random() < 0.8
+            else view
+        )
     packed = sum(view.queries for view in views)
     found = [
         {query: seen for batch in together(each) for query, seen in seen_together(batch, packed).items()}

@@ -15,8 +15,7 @@ from engine.build import welcome
 from engine.interface import Chunk
 from engine.medusa import MedusaHeads
 from engine.model import Model
-from engine.sampling.draws import draw_numbers, drawn_in_step, is_plain
-from engine.sampling.sampling import Draw, drawn
+from engine.sampling.sampling import Draw, draw_numbers, drawn, drawn_in_step, is_plain
 from engine.settings import EngineSettings
 from engine.step import Engine
 from speculation import noise
