@@ -221,25 +221,14 @@ class EagleTraining(HeadTraining[EagleOptions]):
 
 def _config_for(target: Any, options: EagleOptions) -> EagleConfig:
     """A head of the target's own shape. All auxiliary states are the published ones, where there are so many layers."""
-    layers, heads = target.num_hidden_layers, target.num_attention_heads
+    layers = target.num_hidden_layers
     published = (2, layers // 2, layers - 3)
     spread = (max(1, layers // 3), max(1, layers * 2 // 3), max(1, layers - 1))
-    size = options.vocabulary or target.vocab_size
-    return EagleConfig(
-        hidden_size=target.hidden_size,
-        target_hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=min(size, target.vocab_size),
+    return EagleConfig.beside(
+        target,
+        draft_vocab_size=min(options.vocabulary or target.vocab_size, target.vocab_size),
         num_hidden_layers=options.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
-        head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
-        intermediate_size=target.intermediate_size,
-        rms_norm_eps=getattr(target, "rms_norm_eps", None) or 1e-6,
-        max_position_embeddings=target.max_position_embeddings,
-        rope_parameters=dict(
-            getattr(target, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
-        ),
+        rope_parameters=dict(getattr(target, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 1e4}),
         aux_layers=published if published[0] < published[1] < published[2] else spread,
     )
 

@@ -17,22 +17,12 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def list_splits(
-    seen_ptr,  # [T]; these seven are columns of engine.attention.rows.Rows
-    home_ptr,
-    pages_ptr,
-    branch_ptr,
-    group_ptr,
-    common_ptr,
-    reach_ptr,
+    seen_ptr, home_ptr, pages_ptr, branch_ptr, group_ptr, common_ptr, reach_ptr,  # [T], of engine.attention.rows.Rows
     starts_ptr,  # [N + 1] int32: where each split begins, and where the last one ends
     count_ptr,  # [1] int32: splits listed
     work_ptr,  # [T * N, WORK] int32
-    T,
-    N,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WORK: tl.constexpr,
-):
+    T, N, ROWS: tl.constexpr, SPLITS: tl.constexpr, WORK: tl.constexpr,
+):  # fmt: skip
     """A program lists what a row reads: all it sees, but for what the first row of its group reads for it.
 
     Of each split its row, its number, its first position and the one behind its last, up to where keys are found by
@@ -87,16 +77,9 @@ def _read(at_ptr, slot_K, inside_K, column, SIZE: tl.constexpr):
 
 @triton.jit
 def _scores(
-    query_MD,
-    key_KD,
-    position_K,
-    seen_M,
-    scale,
-    cap,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    query_MD, key_KD, position_K, seen_M, scale, cap,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Scores to the base of 2. Keys that a row does not see are masked, which changes no bit of it."""
     score_MK = tl.dot(query_MD, tl.trans(key_KD), input_precision=PRECISION).to(tl.float32)
     if CAPPED:
@@ -112,34 +95,16 @@ def _scores(
 
 @triton.jit
 def attend_splits(
-    query_ptr,  # [T, Q, D]
-    keys_ptr,  # [S, H, D]
-    values_ptr,  # [S, H, E]
+    query_ptr, keys_ptr, values_ptr,  # [T, Q, D], [S, H, D], [S, H, E]
     sums_ptr,  # [T, Q, N, E] float32: weighted values of each of N splits
-    maxima_ptr,  # [T, Q, N] float32: largest score
-    totals_ptr,  # [T, Q, N] float32: sum of weights
-    seen_ptr,  # [T]
-    numbers_ptr,  # [F], of engine.attention.rows.Rows
-    count_ptr,  # of list_splits, as the next
-    work_ptr,
-    scale,
-    cap,
-    N,
-    QUERY_HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    SIZE_PADDED: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    ROWS: tl.constexpr,
-    WORK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
+    maxima_ptr, totals_ptr,  # [T, Q, N] float32: largest score, sum of weights
+    seen_ptr, numbers_ptr,  # [T], [F], of engine.attention.rows.Rows
+    count_ptr, work_ptr,  # of list_splits
+    scale, cap, N, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_PADDED: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, VALUE_PADDED: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, WORK: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """One key head of the splits on the list, as many programs as there are taking turns."""
     GROUP: tl.constexpr = QUERY_HEADS // KEY_HEADS
     h = tl.program_id(1)
@@ -183,22 +148,11 @@ def attend_splits(
 
 @triton.jit
 def add_splits(
-    sums_ptr,
-    maxima_ptr,
-    totals_ptr,
-    seen_ptr,
-    starts_ptr,
-    sinks_ptr,  # [Q]
-    out_ptr,  # [T, Q, E]
-    N,
-    SPLITS: tl.constexpr,
-    QUERY_HEADS: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-):
+    sums_ptr, maxima_ptr, totals_ptr, seen_ptr, starts_ptr,
+    sinks_ptr, out_ptr,  # [Q], [T, Q, E]
+    N, SPLITS: tl.constexpr, QUERY_HEADS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    CHUNK: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
     """The splits that a row sees, added up in order, ``CHUNK`` at a time; of one head."""
     t, q = tl.program_id(0), tl.program_id(1)
     seen = tl.load(seen_ptr + t)

@@ -88,22 +88,11 @@ def _find_best(
     largest_ptr,  # [M, A] float32, there already if NOISY
     total_ptr,  # [M, A] float32: of exponentials of the differences to it
     best_ptr,  # [M, A, D] int64
-    seed_ptr,  # fields of a session, as the next one
-    temperature_ptr,
-    end_ptr,  # [N, L]
-    level_ptr,  # [N]
-    stride,
-    V: tl.constexpr,
-    PARTS: tl.constexpr,
-    PARTS_PADDED: tl.constexpr,
-    PART: tl.constexpr,
-    KEPT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LEAVES: tl.constexpr,
-    PLACES: tl.constexpr,
-    RECORD: tl.constexpr,
-    NOISY: tl.constexpr,
-):
+    seed_ptr, temperature_ptr,  # fields of a session
+    end_ptr, level_ptr,  # [N, L], [N]
+    stride, V: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, PART: tl.constexpr, KEPT: tl.constexpr,
+    WIDTH: tl.constexpr, LEAVES: tl.constexpr, PLACES: tl.constexpr, RECORD: tl.constexpr, NOISY: tl.constexpr,
+):  # fmt: skip
     """The best scores of a part of a row."""
     m, part = tl.program_id(0), tl.program_id(1)
     n = m // WIDTH
@@ -138,24 +127,12 @@ def _find_best(
 
 @triton.jit
 def _merge(
-    largest_ptr,
-    total_ptr,
-    best_ptr,
-    temperature_ptr,
-    level_ptr,
+    largest_ptr, total_ptr, best_ptr, temperature_ptr, level_ptr,
     found_ptr,  # [K, N, W, X] float64
-    M,
-    PARTS: tl.constexpr,
-    PARTS_PADDED: tl.constexpr,
-    KEPT: tl.constexpr,
-    KEPT_PADDED: tl.constexpr,
-    BEST_PADDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHILDREN: tl.constexpr,
-    RECORD: tl.constexpr,
-    TOLD: tl.constexpr,
+    M, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, KEPT: tl.constexpr, KEPT_PADDED: tl.constexpr,
+    BEST_PADDED: tl.constexpr, WIDTH: tl.constexpr, CHILDREN: tl.constexpr, RECORD: tl.constexpr, TOLD: tl.constexpr,
     NOISY: tl.constexpr,
-):
+):  # fmt: skip
     """The best draws of a row, with their confidences."""
     m = tl.program_id(0)
     n = m // WIDTH
@@ -199,39 +176,19 @@ def find_draws(memory: LevelMemory, logits_MX: Tensor, *, noisy: bool) -> None:
     largest_MA, total_MA = torch.empty(2, count, parts, device=logits_MX.device)
     best_MAD = torch.empty(count, parts, kept, dtype=torch.int64, device=logits_MX.device)
     best = triton.next_power_of_2(parts * kept)
-    sizes = {
-        "WIDTH": memory.width,
-        "RECORD": memory.record_NS.shape[1],
-        "NOISY": noisy,
-        "PARTS": parts,
-        "PARTS_PADDED": triton.next_power_of_2(parts),
-        "KEPT": kept,
-        **EXACT,
-    }
+    sizes = {"WIDTH": memory.width, "RECORD": memory.record_NS.shape[1], "NOISY": noisy, "KEPT": kept, "PARTS": parts}
+    sizes |= {"PARTS_PADDED": triton.next_power_of_2(parts), **EXACT}
     if noisy:
         _find_largest[count, parts](
             logits_MX, largest_MA, logits_MX.stride(0), V=vocabulary, PARTS=parts, PART=PART, num_warps=4, **EXACT
         )
     _find_best[count, parts](
-        logits_MX,
-        *(largest_MA, total_MA, best_MAD),
-        *(fields["seed"], fields["temperature"], memory.end_NL, memory.level_N),
-        logits_MX.stride(0),
-        V=vocabulary,
-        PART=PART,
-        LEAVES=memory.leaves,
-        PLACES=memory.end_NL.shape[1],
-        num_warps=4,
-        **sizes,
-    )
+        logits_MX, largest_MA, total_MA, best_MAD, fields["seed"], fields["temperature"], memory.end_NL, memory.level_N,
+        logits_MX.stride(0), V=vocabulary, PART=PART, LEAVES=memory.leaves, PLACES=memory.end_NL.shape[1],
+        num_warps=4, **sizes,
+    )  # fmt: skip
     _merge[(count,)](
-        *(largest_MA, total_MA, best_MAD),
-        *(fields["temperature"], memory.level_N, memory.found_KNWX),
-        M=count,
-        KEPT_PADDED=triton.next_power_of_2(kept),
-        BEST_PADDED=best,
-        CHILDREN=memory.children,
-        TOLD=TOLD,
-        num_warps=max(1, best // 256),
-        **sizes,
-    )
+        largest_MA, total_MA, best_MAD, fields["temperature"], memory.level_N, memory.found_KNWX, M=count,
+        KEPT_PADDED=triton.next_power_of_2(kept), BEST_PADDED=best, CHILDREN=memory.children, TOLD=TOLD,
+        num_warps=max(1, best // 256), **sizes,
+    )  # fmt: skip

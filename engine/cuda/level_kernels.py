@@ -37,34 +37,15 @@ DISTANCES = tl.constexpr(len(calibration.DEPTHS) + 1)
 
 @triton.jit
 def _begin(
-    weight_field_ptr,
-    leaf_weight_ptr,
-    leaf_token_ptr,
-    table_ptr,
-    end_field_ptr,
-    home_field_ptr,
-    branch_field_ptr,
+    weight_field_ptr, leaf_weight_ptr, leaf_token_ptr, table_ptr, end_field_ptr, home_field_ptr, branch_field_ptr,
     numbers_ptr,  # [*] int32
-    level_ptr,
-    branch_ptr,  # [N, L, B]
-    home_ptr,  # [N, L]
-    end_ptr,
-    weight_ptr,  # [N, P] float64
-    token_ptr,
-    place_weight_ptr,  # [N, W] float64
-    found_ptr,
-    pages_ptr,  # [M] int32
-    WIDTH: tl.constexpr,
-    CHILDREN: tl.constexpr,
-    LEAVES: tl.constexpr,
-    PLACES: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    DRAFTS_PADDED: tl.constexpr,
-    GIVEN_PADDED: tl.constexpr,
-    BRANCH: tl.constexpr,
-    RECORD: tl.constexpr,
+    level_ptr, branch_ptr, home_ptr, end_ptr,  # [N], [N, L, B], [N, L], [N, L]
+    weight_ptr, token_ptr, place_weight_ptr,  # [N, P] float64, [N, P], [N, W] float64
+    found_ptr, pages_ptr,  # [M] int32
+    WIDTH: tl.constexpr, CHILDREN: tl.constexpr, LEAVES: tl.constexpr, PLACES: tl.constexpr, DRAFTS: tl.constexpr,
+    DRAFTS_PADDED: tl.constexpr, GIVEN_PADDED: tl.constexpr, BRANCH: tl.constexpr, RECORD: tl.constexpr,
     TOLD: tl.constexpr,
-):
+):  # fmt: skip
     n = tl.program_id(0)
     start = n * RECORD
     p, w = tl.arange(0, DRAFTS_PADDED), tl.arange(0, WIDTH)
@@ -253,18 +234,11 @@ class TritonLevelOps(LevelOps):
         fields = memory.fields
         _begin[(memory.sessions,)](
             *(fields[name] for name in ("weight", "leaf_weight", "leaf_token", "table", "end", "home", "branch")),
-            memory.rows.numbers_F,
-            *_state(memory),
-            memory.rows.pages_T,
-            **memory.constants,
-            DRAFTS_PADDED=triton.next_power_of_2(memory.constants["DRAFTS"]),
-            GIVEN_PADDED=triton.next_power_of_2(memory.leaves + memory.width),
-            BRANCH=MAX_BRANCH,
-            RECORD=memory.record_NS.shape[1],
-            TOLD=TOLD,
-            num_warps=4,
-            **EXACT,
-        )
+            memory.rows.numbers_F, *_state(memory), memory.rows.pages_T,
+            **memory.constants, DRAFTS_PADDED=triton.next_power_of_2(memory.constants["DRAFTS"]),
+            GIVEN_PADDED=triton.next_power_of_2(memory.leaves + memory.width), BRANCH=MAX_BRANCH,
+            RECORD=memory.record_NS.shape[1], TOLD=TOLD, num_warps=4, **EXACT,
+        )  # fmt: skip
 
     def expand(self, memory: LevelMemory, logits_MX: Tensor, *, noisy: bool) -> None:
         """See :meth:`engine.cuda.level_ops.LevelOps.expand`."""
@@ -273,25 +247,12 @@ class TritonLevelOps(LevelOps):
         told = ("factor", "min_weight", "width", "children", "position", "max_end", "stop", "slot")
         columns = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.keys_T, rows.home_T, rows.group_T, rows.common_T)
         _next_level[(memory.sessions,)](
-            memory.odds_F,
-            self._depths,
-            *(fields[name] for name in told),
-            *_state(memory),
-            *columns,
-            rows.numbers_F,
-            memory.spare,
-            M=memory.count,
-            **memory.constants,
-            LEVELS=MAX_LEVELS,
-            DRAFTS_PADDED=padded,
-            STOPS=MAX_STOPS,
-            BRANCH=MAX_BRANCH,
-            GROUP=memory.group,
-            RECORD=memory.record_NS.shape[1],
-            TOLD=TOLD,
-            num_warps=min(8, max(1, padded // 32)),
-            **EXACT,
-        )
+            memory.odds_F, self._depths, *(fields[name] for name in told), *_state(memory), *columns,
+            rows.numbers_F, memory.spare, M=memory.count,
+            **memory.constants, LEVELS=MAX_LEVELS, DRAFTS_PADDED=padded, STOPS=MAX_STOPS, BRANCH=MAX_BRANCH,
+            GROUP=memory.group, RECORD=memory.record_NS.shape[1], TOLD=TOLD,
+            num_warps=min(8, max(1, padded // 32)), **EXACT,
+        )  # fmt: skip
 
 
 def _state(memory: LevelMemory) -> tuple[Tensor, ...]:

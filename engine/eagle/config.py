@@ -93,6 +93,24 @@ class EagleConfig:
             rope_parameters=dict(self.rope_parameters),
         )
 
+    @classmethod
+    def beside(cls, target: Any, **others: Any) -> EagleConfig:
+        """Of a head shaped as the layers of ``target``, a text configuration, but for what ``others`` say."""
+        heads = target.num_attention_heads
+        shape = {
+            "hidden_size": target.hidden_size,
+            "target_hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "draft_vocab_size": target.vocab_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(target, "head_dim", None) or target.hidden_size // heads,
+            "intermediate_size": target.intermediate_size,
+            "rms_norm_eps": getattr(target, "rms_norm_eps", None) or 1e-6,
+            "max_position_embeddings": target.max_position_embeddings,
+        }
+        return cls(**(shape | others))
+
     def plain(self) -> dict[str, Any]:
         """What config.json holds, in the authors' layout."""
         said = {"architectures": [ARCHITECTURES[0]], "model_type": "llama", **asdict(self)}

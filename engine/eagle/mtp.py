@@ -44,22 +44,12 @@ class MtpHead(EagleHead):
         """``layer``: a decoder layer; ``tensors``: :data:`OWN`; ``norm``: the one before the output layer."""
         nn.Module.__init__(self)
         text = model.config.get_text_config(decoder=True)
-        heads, size = text.num_attention_heads, text.hidden_size
-        self.config = EagleConfig(
-            hidden_size=size,
-            target_hidden_size=size,
-            vocab_size=text.vocab_size,
-            draft_vocab_size=text.vocab_size,
-            num_hidden_layers=1,
-            num_attention_heads=heads,
-            num_key_value_heads=heads if getattr(text, "kv_lora_rank", None) else text.num_key_value_heads,
-            head_dim=_key_size(text),
-            intermediate_size=text.intermediate_size,
-            rms_norm_eps=text.rms_norm_eps,
-            max_position_embeddings=text.max_position_embeddings,
-            rope_parameters={},
-            aux_layers=(model.layers,),
-        )
+        size, latent = text.hidden_size, bool(getattr(text, "kv_lora_rank", None))
+        others: dict[str, Any] = {"num_hidden_layers": 1, "rope_parameters": {}, "aux_layers": (model.layers,)}
+        if latent:  # spread out to all heads; a key's numbers are the mean of key and value, where they differ
+            others["num_key_value_heads"] = text.num_attention_heads
+            others["head_dim"] = -(-(text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim) // 2)
+        self.config = EagleConfig.beside(text, **others)
         base: Any = model.module.base_model
         # Not parts of this one: a tuple hides them.
         self._target: tuple[Any, Any, Any, Callable[..., Any]] = (
@@ -101,13 +91,6 @@ class MtpHead(EagleHead):
         """By the target's output layer, ``[N, V]``."""
         logits_NV: Tensor = self._target[2](normed_ND)
         return logits_NV
-
-
-def _key_size(text: Any) -> int:
-    """Numbers of a key, or the mean of key and value where they differ."""
-    if getattr(text, "kv_lora_rank", None):
-        return -int(-(text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim) // 2)
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def load_mtp(model: Model) -> MtpHead:

@@ -16,6 +16,8 @@ Tensor legend: N tokens, I inputs, O outputs, P planes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -96,13 +98,7 @@ class Int8Linear(nn.Module):
         """Whole numbers times the weight, in float32."""
         # oneDNN has fast kernels for unsigned activations only: 128 more, which it takes off again.
         unsigned_NI = steps_NI.to(torch.int8).view(torch.uint8).bitwise_xor_(128)
-        product_NO: Tensor = self._multiply(
-            unsigned_NI,
-            1.0,
-            128,
-            self._packed,
-            self._scale_O,
-            self._zeros_O,
+        then: tuple[Any, ...] = (
             None,
             1.0,
             0,
@@ -111,6 +107,7 @@ class Int8Linear(nn.Module):
             [],
             "",
         )
+        product_NO: Tensor = self._multiply(unsigned_NI, 1.0, 128, self._packed, self._scale_O, self._zeros_O, *then)
         return product_NO
 
     def extra_repr(self) -> str:

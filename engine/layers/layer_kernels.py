@@ -51,23 +51,9 @@ def _add_norm(
 
 @triton.jit
 def _rotate_and_store(
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    slot_ptr,
-    query_ptr,
-    keys_ptr,
-    values_ptr,
-    query_weight_ptr,
-    key_weight_ptr,
-    query_eps,
-    key_eps,
-    Q: tl.constexpr,
-    H: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
-):
+    qkv_ptr, cos_ptr, sin_ptr, slot_ptr, query_ptr, keys_ptr, values_ptr, query_weight_ptr, key_weight_ptr,
+    query_eps, key_eps, Q: tl.constexpr, H: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
     """A program is a head of a token, which it reads as two halves."""
     half: tl.constexpr = E // 2
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -124,18 +110,9 @@ class TritonOps(LayerOps):
         sum_TD = residual_TD if delta_TD is None else torch.empty_like(residual_TD)
         block = triton.next_power_of_2(size)
         _add_norm[(tokens,)](
-            residual_TD,
-            residual_TD if delta_TD is None else delta_TD,
-            norm.weight,
-            sum_TD,
-            normed_TD,
-            norm.eps,
-            size,
-            block,
-            delta_TD is not None,
-            num_warps=min(16, max(1, block // 512)),
-            **EXACT,
-        )
+            residual_TD, residual_TD if delta_TD is None else delta_TD, norm.weight, sum_TD, normed_TD, norm.eps,
+            size, block, delta_TD is not None, num_warps=min(16, max(1, block // 512)), **EXACT,
+        )  # fmt: skip
         return sum_TD, normed_TD
 
     def rotate_and_store(
@@ -154,26 +131,13 @@ class TritonOps(LayerOps):
         tokens, all_heads = len(qkv_TF), qkv_TF.shape[1] // size
         queries = all_heads - 2 * heads
         query_TQE = qkv_TF.new_empty(tokens, queries, size)
+        query_weight, query_eps = (qkv_TF, 0.0) if query_norm is None else (query_norm.weight, query_norm.eps)
+        key_weight, key_eps = (qkv_TF, 0.0) if key_norm is None else (key_norm.weight, key_norm.eps)
         _rotate_and_store[(tokens, all_heads)](
-            qkv_TF,
-            cos_TE,
-            sin_TE,
-            slots_T,
-            query_TQE,
-            keys_SHE,
-            values_SHE,
-            qkv_TF if query_norm is None else query_norm.weight,
-            qkv_TF if key_norm is None else key_norm.weight,
-            0.0 if query_norm is None else query_norm.eps,
-            0.0 if key_norm is None else key_norm.eps,
-            queries,
-            heads,
-            size,
-            triton.next_power_of_2(size // 2),
-            query_norm is not None,
-            num_warps=1,
-            **EXACT,
-        )
+            qkv_TF, cos_TE, sin_TE, slots_T, query_TQE, keys_SHE, values_SHE, query_weight, key_weight,
+            query_eps, key_eps, queries, heads, size, triton.next_power_of_2(size // 2), query_norm is not None,
+            num_warps=1, **EXACT,
+        )  # fmt: skip
         return query_TQE
 
     def gate(self, gate_up_T2I: Tensor, activation: Activation) -> Tensor:

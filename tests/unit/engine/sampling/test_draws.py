@@ -111,7 +111,7 @@ def test_random_steps_draw_what_is_drawn_behind_them(llama: Model, seed: int, mo
     run, drew = Engine.run, []
 
     def drawing(engine: Engine, chunks: list[Chunk]) -> Tensor:
-        if not engine._wants_exact:
+        if not engine.wants_exact:
             return run(engine, chunks)
         draws = random_draws(twins.rng, sum(len(chunk.rows) for chunk in chunks), twins.rng.choice([0.0, 2.0]))
         rest = iter(draws)
