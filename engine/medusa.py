@@ -72,15 +72,8 @@ class MedusaHeads(nn.Module):
 
     def tensors(self) -> Tensors:
         """All weights by their published names; a shared output layer is one tensor under several."""
-        named: Tensors = {}
-        for head in range(len(self)):
-            for layer in range(self.layers):
-                linear: Any = self.blocks.get_submodule(f"{head}.{layer}")
-                named[f"{head}.{layer}.linear.weight"] = linear.weight.detach()
-                named[f"{head}.{layer}.linear.bias"] = linear.bias.detach()
-            output: Any = self._output(head)
-            named[f"{head}.{self.layers}.weight"] = output.weight.detach()
-        return named
+        state = self.state_dict()
+        return {name: state[own] for name, own in _names(len(self), self.layers, shared=len(self.outputs) == 1).items()}
 
     def _through_blocks(self, number: int, x_ND: Tensor) -> Tensor:
         blocks: Any = self.blocks[number]
@@ -130,16 +123,8 @@ def read(folder: Path) -> MedusaHeads:
     if file is None:
         raise ModelError(f"{folder}: has no weights; they must be in {' or '.join(FILES)}")
     tensors = {PREFIX.sub("", name): tensor for name, tensor in read_tensors(file, "Medusa heads").items()}
-    # What each tensor is called by the authors, and by torch.
-    blocks = {
-        f"{head}.{layer}.linear.{part}": f"blocks.{head}.{layer}.{part}"
-        for head in range(count)
-        for layer in range(layers)
-        for part in ("weight", "bias")
-    }
-    last = [f"{head}.{layers}.weight" for head in range(count)]
-    check_names(file, tensors, [*blocks, *last], f"{CONFIG} tells of {count} heads of {layers} blocks")
-    outputs = [tensors[name] for name in last]
+    check_names(file, tensors, _names(count, layers), f"{CONFIG} tells of {count} heads of {layers} blocks")
+    outputs = [tensors[f"{head}.{layers}.weight"] for head in range(count)]
     if outputs[0].dim() != 2:
         raise ModelError(f"{file}: tensor '0.{layers}.weight' has the shape {list(outputs[0].shape)}; it must have two")
     vocabulary, hidden = outputs[0].shape
@@ -147,10 +132,20 @@ def read(folder: Path) -> MedusaHeads:
     with torch.device("meta"):
         heads = MedusaHeads(hidden, vocabulary, count, layers, shared=shared)
     check_numbers(file, tensors, heads.tensors(), "beside the output layer of head 0")
-    state = {ours: tensors[name] for name, ours in blocks.items()}
-    state |= {f"outputs.{head}.weight": output for head, output in enumerate(outputs[:1] if shared else outputs)}
-    heads.load_state_dict(state, assign=True)
+    own_names = _names(count, layers, shared=shared)
+    heads.load_state_dict({own: tensors[name] for name, own in own_names.items()}, assign=True)
     return heads
+
+
+def _names(heads: int, layers: int, *, shared: bool = False) -> dict[str, str]:
+    """What each tensor is called by the authors, and here."""
+    blocks = {
+        f"{head}.{layer}.linear.{part}": f"blocks.{head}.{layer}.{part}"
+        for head in range(heads)
+        for layer in range(layers)
+        for part in ("weight", "bias")
+    }
+    return blocks | {f"{head}.{layers}.weight": f"outputs.{0 if shared else head}.weight" for head in range(heads)}
 
 
 def _counts(folder: Path) -> tuple[int, int]:

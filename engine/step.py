@@ -10,6 +10,7 @@ Tensor legend: R rows asked for, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -88,10 +89,9 @@ class Engine(ForwardPass):
                 states.append((chunk.sequence, len(chunk.tokens)))
             self._check_context(states)
             moves = self.cache.take_moves()
-            return self._on_all_ranks(
-                StepInput(tokens, rows, states, moves, self.invariant, self.row_classes),
-                draws if len(draws) == len(rows) else (),
-            )
+            inputs = StepInput(tokens, rows, states, moves, self.invariant, self.row_classes)
+            with nullcontext() if self._leader is None else self._leader.step(inputs):
+                return self.compute(inputs, draws if len(draws) == len(rows) else ())
         except BaseException:
             if not self._moved:
                 self.cache.moves.note(moves)
@@ -103,12 +103,6 @@ class Engine(ForwardPass):
         """End the other ranks, if there are any. The last call; not while a step is computed."""
         if self._leader is not None:
             self._leader.stop()
-
-    def _on_all_ranks(self, inputs: StepInput, draws: Sequence[Draw]) -> Tensor:
-        if self._leader is None:
-            return self.compute(inputs, draws)
-        with self._leader.step(inputs):
-            return self.compute(inputs, draws)
 
     def _checked(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int], list[Draw]]:
         """All tokens, the wanted rows as indices into them, and how these are drawn."""

@@ -79,9 +79,9 @@ def greedy_acceptance(target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts
     return measure(target, draft, rows, None, seed=0)["greedy"]
 
 
-def calibration_prompts(tokenizer: PreTrainedTokenizerFast, count: int, path: Path = PROMPTS) -> Tensor:
+def calibration_prompts(tokenizer: PreTrainedTokenizerFast, count: int) -> Tensor:
     """prompts_BT: the first tokens of up to `count` bundled held-out prompts, cut to one length."""
-    rows: list[list[int]] = [tokenizer(prompt)["input_ids"] for prompt in read_prompts(path)]
+    rows: list[list[int]] = [tokenizer(prompt)["input_ids"] for prompt in read_prompts(PROMPTS)]
     return torch.tensor([row[:PROMPT_TOKENS] for row in rows if len(row) >= PROMPT_TOKENS][:count])
 
 

@@ -25,6 +25,7 @@ from engine.cpu.thread_choice import ThreadChoice
 from engine.host.memory import collapse
 from engine.layers.fused import FAMILIES, FusedLayer, FusedStack, Unrecognised, fuse, unfuse
 from engine.layers.linear import has_tiles, pack_linears, packs_bfloat16
+from engine.parallel.shards import plain_linear
 
 READ_TOGETHER = 64
 """Queries that read keys together at most, all heads that share a key head counted."""
@@ -46,11 +47,8 @@ class CpuRows(RowAttention):
         return False
 
     def arithmetic(self, dtype: torch.dtype) -> str:
-        """What decides how sums are rounded, where workers that differ in it may differ in a token.
-
-        In float32 that is 1e-6 of a logit, and no text was seen to change.
-        """
-        if dtype == torch.float32:
+        """See :meth:`.RowAttention.arithmetic`."""
+        if dtype == torch.float32:  # 1e-6 of a logit, and no text was seen to change
             return ""
         return f"rows of {self._library.width}" + (", pairs" if self._library.pairs else "")
 
@@ -69,12 +67,8 @@ class RowLinear(nn.Module):
 
     def restored(self) -> nn.Linear:
         """What it was made of."""
-        linear = nn.Linear(self.in_features, self.out_features, bias=self._bias_O is not None, device="meta")
         weight_OI = self._library.unpack(self._packed_PIW, self.out_features)
-        linear.weight = nn.Parameter(weight_OI, requires_grad=False)
-        if self._bias_O is not None:
-            linear.bias = nn.Parameter(self._bias_O.to(weight_OI.dtype), requires_grad=False)
-        return linear
+        return plain_linear(weight_OI, None if self._bias_O is None else self._bias_O.to(weight_OI.dtype))
 
     def forward(self, x_NI: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``, in the dtype of ``x_NI``."""

@@ -23,7 +23,7 @@ from transformers.distributed.utils import is_dtensor
 
 from engine.cache.kv_store import KVStore
 from engine.layers.layer_ops import Activation, LayerOps, Norm
-from engine.parallel.shards import SummedLinear
+from engine.parallel.shards import SummedLinear, plain_linear
 
 FAMILIES = {
     "cwm": "Cwm",
@@ -257,11 +257,10 @@ def _joined(parts: Sequence[nn.Linear]) -> nn.Module:
     if any(type(tensor.data) is not Tensor for tensor in tensors) or any((p.bias is not None) != biased for p in parts):
         return _SideBySide(parts)
     sizes = [part.out_features for part in parts]
-    linear = nn.Linear(parts[0].in_features, sum(sizes), bias=biased, device="meta")
+    joined: dict[str, Tensor] = {}
     for name in ("weight", "bias") if biased else ("weight",):
         own = [getattr(part, name) for part in parts]
-        joined = torch.cat([tensor.detach() for tensor in own])
-        setattr(linear, name, nn.Parameter(joined, requires_grad=False))
-        for tensor, view in zip(own, torch.split_with_sizes(joined, sizes), strict=True):
+        joined[name] = torch.cat([tensor.detach() for tensor in own])
+        for tensor, view in zip(own, torch.split_with_sizes(joined[name], sizes), strict=True):
             tensor.data = view
-    return linear
+    return plain_linear(joined["weight"], joined.get("bias"))

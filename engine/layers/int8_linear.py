@@ -109,8 +109,3 @@ class Int8Linear(nn.Module):
         )
         product_NO: Tensor = self._multiply(unsigned_NI, 1.0, 128, self._packed, self._scale_O, self._zeros_O, *then)
         return product_NO
-
-    def extra_repr(self) -> str:
-        """As torch.nn.Linear prints itself."""
-        bias = self._bias_O is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, planes={self.planes}"

@@ -127,10 +127,6 @@ class PackedLinear(nn.Module):
         product: Tensor = self._multiply(x_NI, self._packed, self._bias_O, "none", [], "")
         return product
 
-    def extra_repr(self) -> str:
-        """As torch.nn.Linear prints itself."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._bias_O is not None}"
-
 
 class SharedProduct:
     """Several linear layers as one: computed when the first is called, handed out to the others.

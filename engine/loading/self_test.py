@@ -56,9 +56,9 @@ class SelfTest:
     :meth:`check` is left with the attention. :meth:`check_stateful` is the second chance of a model that fails.
     """
 
-    def __init__(self, model: Model, seed: int = 7) -> None:
+    def __init__(self, model: Model) -> None:
         self.model = model
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(7)
         count = TRUNK + OTHER + len(TREE_PARENTS) + len(SECOND_PARENTS)
         tokens: list[int] = torch.randint(model.vocabulary, (count,), generator=generator).tolist()
         self.trunk, tokens = tokens[:TRUNK], tokens[TRUNK:]

@@ -28,7 +28,7 @@ class SummedLinear(nn.Module):
         super().__init__()
         self._group = group
         self._bias_O = bias_O
-        self.part = _linear(weight_Oi, None)
+        self.part = plain_linear(weight_Oi, None)
 
     def forward(self, x_Ni: Tensor) -> Tensor:
         """``[..., i] -> [..., O]``, the same on every rank."""
@@ -47,7 +47,7 @@ class GatheredLinear(nn.Module):
         if missing:  # gathering takes tensors of one size
             weight_oI = pad(weight_oI, (0, 0, 0, missing))
             bias_o = None if bias_o is None else pad(bias_o, (0, missing))
-        self.part = _linear(weight_oI, bias_o)
+        self.part = plain_linear(weight_oI, bias_o)
 
     def forward(self, x_NI: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``, the same on every rank."""
@@ -96,7 +96,7 @@ def _sliced(layer: nn.Module, style: str, group: Group) -> nn.Module | None:
     bias = None if layer.bias is None else own_part(layer.bias)
     match style:
         case "colwise":
-            return _linear(own_part(layer.weight), bias)
+            return plain_linear(own_part(layer.weight), bias)
         case "rowwise":
             return SummedLinear(group, own_part(layer.weight), bias)
         case "colwise_gather_output":
@@ -115,7 +115,8 @@ def own_part(parameter: Tensor) -> Tensor:
     return parameter.to_local().detach() if is_dtensor(parameter) else parameter
 
 
-def _linear(weight_OI: Tensor, bias_O: Tensor | None) -> nn.Linear:
+def plain_linear(weight_OI: Tensor, bias_O: Tensor | None) -> nn.Linear:
+    """An ordinary linear layer with these numbers, which are not copied."""
     outputs, inputs = weight_OI.shape
     linear = nn.Linear(inputs, outputs, bias=bias_O is not None, device="meta")
     linear.weight = nn.Parameter(weight_OI, requires_grad=False)

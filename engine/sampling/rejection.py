@@ -45,7 +45,7 @@ def draw_sparse(logits_NV: Tensor, draws: Sequence[Draw], size: int = SUPPORT_SI
     # Fetched together: a device is waited for once.
     all_tokens, all_weights = torch.stack((tokens_NC, _whole_weights(best_NC))).tolist()
     rows = zip(draws, all_tokens, all_weights, strict=True)
-    return [_draw_from(_support(tokens, weights), draw) for draw, tokens, weights in rows]
+    return [_draw_from(tokens, weights, draw) for draw, tokens, weights in rows]
 
 
 def verify_chains(
@@ -76,7 +76,8 @@ def verify_chains(
         else:
             bonuses.append(end)
     decided = [row for row, _ in refusals] + bonuses
-    tokens_M = torch.cat((_replacements(p_RV, draws, refusals), _samples(logits_RV, draws, bonuses)))
+    samples = drawn(logits_RV[upload(bonuses, logits_RV.device)], [draws[row] for row in bonuses])
+    tokens_M = torch.cat((_replacements(p_RV, draws, refusals), samples))
     own: dict[int, Token] = dict(zip(decided, tokens_M.tolist(), strict=True))
     return [
         AcceptanceResult(tuple(range(count)), own[start + count]) for start, count in zip(starts, kept, strict=True)
@@ -108,14 +109,10 @@ def _whole_weights(q_NC: Tensor) -> Tensor:
     return (weights_NC + (rank_NC < missing_N1)).long()
 
 
-def _support(tokens: Sequence[Token], weights: Sequence[int]) -> Support:
-    """Without the tokens that were rounded away; ``weights`` need not be sorted."""
+def _draw_from(tokens: Sequence[Token], weights: Sequence[int], draw: Draw) -> Sampled:
+    """A token with probability ``weight / SUPPORT_TOTAL``, to the last bit; those rounded away are left out of q."""
     kept = [(token, weight) for token, weight in zip(tokens, weights, strict=True) if weight]
-    return Support(tuple(token for token, _ in kept), tuple(weight for _, weight in kept))
-
-
-def _draw_from(q: Support, draw: Draw) -> Sampled:
-    """A token with probability ``weight / SUPPORT_TOTAL``, to the last bit."""
+    q = Support(tuple(token for token, _ in kept), tuple(weight for _, weight in kept))
     point = bits(key(draw.sampling.seed ^ draw.text, draw.position, Stream.DRAFT), 0) * SUPPORT_TOTAL >> 32
     return Sampled(next(token for token, end in zip(q.tokens, accumulate(q.weights), strict=True) if point < end), q)
 
@@ -126,11 +123,6 @@ def _coin(draw: Draw) -> float:
 
 def _key(draw: Draw, stream: Stream) -> Key:
     return key(draw.sampling.seed, draw.position, stream)
-
-
-def _samples(logits_RV: Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> Tensor:
-    """The draw of plain decoding on each of ``rows``, int64 ``[M]``."""
-    return drawn(logits_RV[upload(rows, logits_RV.device)], [draws[row] for row in rows])
 
 
 def _replacements(p_RV: Tensor, draws: Sequence[Draw], refusals: Sequence[tuple[int, Draft]]) -> Tensor:

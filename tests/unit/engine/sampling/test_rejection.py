@@ -108,7 +108,7 @@ def test_the_draw_has_exactly_the_weights(monkeypatch: pytest.MonkeyPatch) -> No
     q = Support((5, 2, 9), (SUPPORT_TOTAL - 4, 3, 1))
     words = iter(range(0, 2**32, 2**16))
     monkeypatch.setattr(rejection, "bits", lambda *_: next(words))
-    counts = Counter(rejection._draw_from(q, draws(1)[0]).token for _ in range(SUPPORT_TOTAL))
+    counts = Counter(rejection._draw_from(q.tokens, q.weights, draws(1)[0]).token for _ in range(SUPPORT_TOTAL))
     assert counts == dict(zip(q.tokens, q.weights, strict=True))
 
 
