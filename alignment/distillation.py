@@ -19,12 +19,10 @@ from safetensors.torch import save as tensors_bytes
 from torch import nn
 from transformers import PreTrainedModel
 
-from alignment.acceptance import measure
-from alignment.batches import Batches, BatchesInTurn, joined
 from alignment.data import Data
-from alignment.encoding import EncodedText, Encoder, Gathered, gather, tokenizer_of
+from alignment.encoding import Batches, BatchesInTurn, EncodedText, Encoder, Gathered, gather, joined, tokenizer_of
 from alignment.errors import Interrupted
-from alignment.losses import OBJECTIVES, distillation_loss
+from alignment.losses import OBJECTIVES, distillation_loss, measure
 from alignment.pair import ModelPair
 from alignment.training import Trainer, TrainingPlan
 from alignment.workplace import Workplace, write_whole

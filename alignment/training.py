@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from alignment.batches import BatchSource
+from alignment.encoding import BatchSource
 from alignment.losses import Loss
 from alignment.workplace import read_checkpoint, write_checkpoint
 from engine.head_files import placed

@@ -17,9 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
-from alignment.acceptance import Acceptance, Mean, measure
-from alignment.batches import TokenIds
-from alignment.losses import logits_of
+from alignment.encoding import TokenIds
+from alignment.losses import Acceptance, Mean, logits_of, measure
 from alignment.writing import Writer
 
 TEMPERATURE = 0.8

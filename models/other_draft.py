@@ -21,7 +21,7 @@ import torch
 from tokenizers import Regex, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from alignment.batches import Batches, TokenIds
+from alignment.encoding import Batches, TokenIds
 from alignment.losses import next_token_loss
 from alignment.training import Trainer, TrainingPlan
 from engine.head_files import placed

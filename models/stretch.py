@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from alignment.acceptance import measure
+from alignment.losses import measure
 from alignment.writing import Writer
 from engine.medusa import read, save
 from models.corpus import read_prompts

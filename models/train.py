@@ -22,8 +22,7 @@ import torch
 from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from alignment.batches import Batches, BatchesInTurn, TokenIds, joined
-from alignment.encoding import Encoder
+from alignment.encoding import Batches, BatchesInTurn, Encoder, TokenIds, joined
 from alignment.heads.eagle import EagleOptions, EagleTraining
 from alignment.heads.medusa import MedusaOptions, MedusaTraining
 from alignment.heads.training import HELD_OUT

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from alignment.batches import BatchSource
+from alignment.encoding import BatchSource
 from alignment.heads.training import FARTHER, Accuracy, HeadOptions, HeadTraining, run_of
 from alignment.training import Optimizers, muon_and_adamw
 from alignment.writing import Writer

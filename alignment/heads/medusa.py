@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alignment.batches import BatchSource
+from alignment.encoding import BatchSource
 from alignment.heads.training import FARTHER, Accuracy, HeadOptions, HeadTraining, run_of
 from alignment.training import Optimizers
 from engine.medusa import MedusaHeads, save

@@ -20,9 +20,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from alignment.batches import Batches, BatchSource, joined
 from alignment.data import Data
-from alignment.encoding import Encoder, gather
+from alignment.encoding import Batches, BatchSource, Encoder, gather, joined
 from alignment.errors import DataError, Interrupted
 from alignment.training import Optimizers, rate_share, set_rates, train_in_steps
 from alignment.workplace import Workplace, read_checkpoint, write_checkpoint

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from alignment import distillation, report, workplace
-from alignment.batches import Batches
 from alignment.distillation import DistillationOutcome, score
+from alignment.encoding import Batches
 from alignment.errors import DiskError, SettingsError
 from alignment.pair import load_stock
 from alignment.training import Trainer

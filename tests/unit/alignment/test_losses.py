@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from alignment.acceptance import Acceptance
-from alignment.batches import BatchesInTurn
-from alignment.losses import OBJECTIVES, distillation_loss, log_probabilities, next_token_loss
+from alignment.encoding import BatchesInTurn
+from alignment.losses import OBJECTIVES, Acceptance, distillation_loss, log_probabilities, next_token_loss
 
 FORMULAS = {
     "forward-kl": lambda p, q: p * math.log(p / q),

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import models
-from alignment.batches import Batches
+from alignment.encoding import Batches
 from alignment.losses import next_token_loss
 from alignment.training import Trainer, TrainingPlan
 from models.card import write_card
