@@ -149,7 +149,6 @@ class Distillation:
         return not self._enough(trainer)
 
     def _enough(self, trainer: Trainer[PreTrainedModel]) -> bool:
-        """Whether nothing better has come for long."""
         later = [step for step, _ in trainer.notes["history"] if step > trainer.notes["best"]]
         return len(later) >= PATIENCE
 

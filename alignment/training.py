@@ -166,7 +166,6 @@ class Trainer(Generic[Kind]):
 
     @torch.no_grad()
     def _round_masters(self) -> None:
-        """Into the model."""
         for master, working in zip(self._masters, self._working, strict=True):
             working.copy_(master)
 

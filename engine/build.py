@@ -183,7 +183,6 @@ def recorder_for(model: Model) -> Record | None:
 
 
 def _warmed(engine: Engine, progress: Progress | None) -> Engine:
-    """Ready to be asked, without surprises left for the first request."""
     if progress is not None:
         on_gpu = engine.model.device.type == "cuda"
         progress(Loading("warming up, recording CUDA graphs" if on_gpu else "warming up"))

@@ -120,7 +120,6 @@ class Pipeline:
         self._trained("draft", DRAFT_SHAPE, plan, text, distillation_loss(teacher, self._arguments.data_weight))
 
     def _trained(self, name: str, shape: ModelShape, plan: TrainingPlan, text: TokenIds, loss: Loss) -> None:
-        """Train a model on text, put it in place, and note what that took."""
         tokenizer, seed = self._tokenizer(), self._arguments.seed
         assert isinstance(tokenizer.eos_token_id, int)
         model = build(shape, self._arguments.context, tokenizer.eos_token_id, seed)

@@ -106,5 +106,4 @@ class KnownBlocks:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many leading tokens both share."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +47,8 @@ from speculation.noise import MASK64, splitmix64
 from speculation.verifying.calibration import CELLS, RANKS, OddsTable
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_ROWS = 64
 """Of a level. So many sessions are computed together that the host has time for one level after the other."""
@@ -158,8 +161,8 @@ class Levels:
         sources = [0] * memory.count
         for number, growth in enumerate(growths):
             sampling, leaves = growth.sampling, growth.leaves[:max_leaves]
-            no_leaves, no_places = max_leaves - len(leaves), width - len(growth.places)
-            places = [*(leaf.above for leaf in leaves), *[NOWHERE] * no_leaves, *growth.places, *[NOWHERE] * no_places]
+            above = _padded([leaf.above for leaf in leaves], max_leaves, NOWHERE)
+            places = [*above, *_padded(growth.places, width, NOWHERE)]
             homes = [place.home for place in places]
             table = memory.tail_start + len(tail)
             tail += growth.blocks[: -(-max(homes) // self._steps.attention.page)]
@@ -169,36 +172,14 @@ class Levels:
                 tail += place.branch
             sources[number * width : number * width + len(growth.rows)] = growth.rows
             # In the order of the fields.
-            reals.append(
-                [
-                    *growth.factors,
-                    0.0 if sampling.greedy else max(sampling.temperature, tiny),
-                    growth.min_weight,
-                    *growth.weights,
-                    *[0.0] * no_places,
-                    *(leaf.weight for leaf in leaves),
-                    *[0.0] * no_leaves,
-                ]
-            )
-            wholes.append(
-                [
-                    _signed(splitmix64(sampling.seed & MASK64)),
-                    growth.width,
-                    growth.children,
-                    growth.position,
-                    growth.max_end,
-                    table,
-                    *growth.stops,
-                    *[-1] * (MAX_STOPS - len(growth.stops)),
-                    *(leaf.token for leaf in leaves),
-                    *[0] * no_leaves,
-                    *growth.slots,
-                    *[0] * ((MAX_LEVELS - 1) * width - len(growth.slots)),
-                    *(place.end for place in places),
-                    *homes,
-                    *branches,
-                ]
-            )
+            temperature = 0.0 if sampling.greedy else max(sampling.temperature, tiny)
+            real = [*growth.factors, temperature, growth.min_weight, *_padded(growth.weights, width, 0.0)]
+            reals.append([*real, *_padded([leaf.weight for leaf in leaves], max_leaves, 0.0)])
+            seed = _signed(splitmix64(sampling.seed & MASK64))
+            whole = [seed, growth.width, growth.children, growth.position, growth.max_end, table]
+            whole += [*_padded(growth.stops, MAX_STOPS, -1), *_padded([leaf.token for leaf in leaves], max_leaves, 0)]
+            whole += _padded(growth.slots, (MAX_LEVELS - 1) * width, 0)
+            wholes.append([*whole, *(place.end for place in places), *homes, *branches])
         self._upload(memory, odds, sources, reals, wholes, tail)
         torch.index_select(logits_RV, 0, memory.source_M, out=memory.logits_MV)
 
@@ -339,6 +320,10 @@ def _ops_of(device: torch.device) -> LevelOps:
     from engine.cuda.level_kernels import TritonLevelOps
 
     return TritonLevelOps(device)
+
+
+def _padded(values: Sequence[T], size: int, fill: T) -> list[T]:
+    return [*values, *[fill] * (size - len(values))]
 
 
 def _signed(word: int) -> int:

@@ -130,7 +130,6 @@ class EagleConfig:
 
 
 def _check_kind(folder: Path, said: Plain) -> None:
-    """Raise for what is no EAGLE-3 head, with its kind."""
     named = said.get("architectures") or []
     names = [str(name) for name in named] if isinstance(named, list) else [str(named)]
     lower = " ".join([*names, str(said.get("model_type")), str(said.get("speculators_model_type"))]).lower()
@@ -153,8 +152,6 @@ def _check_kind(folder: Path, said: Plain) -> None:
 
 
 class _Reader:
-    """Takes values from one config.json, each checked."""
-
     def __init__(self, file: Path, said: Plain) -> None:
         self._file = file
         nested = said.get(SPECULATORS)

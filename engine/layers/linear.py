@@ -63,8 +63,6 @@ def has_tiles() -> bool:
 
 
 class _Wanted(threading.local):
-    """What this thread wants of products."""
-
     invariant = True
 
 

@@ -344,7 +344,6 @@ def _token_ids(value: int | list[int] | None) -> set[int]:
 
 
 def _quantised(model: Model, quantization: str) -> Model:
-    """The same model, its weights quantised in place."""
     module: Any = model.module
     if model.weights:
         raise ModelError(f"{model.name}: its weights are quantised already; quantization must be {NONE}")

@@ -174,7 +174,6 @@ class Group:
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:
-    """Their sum, one after the other."""
     first, *others = parts
     total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
     for other in others:

@@ -339,7 +339,6 @@ def first_line(message: str) -> str:
 
 
 def _tokenizer(model: Model) -> LLTokenizer:
-    """The model's tokenizer as llguidance reads it."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.name)
     except Exception as error:

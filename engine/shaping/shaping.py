@@ -241,7 +241,6 @@ def _mask(scores_MV: Tensor, shapes: Sequence[RowShaping]) -> None:
 
 
 def _count(counts_V: Tensor, tokens: Sequence[Token]) -> None:
-    """Add up how often each of ``tokens`` is there."""
     tokens_T = upload(tokens, counts_V.device)
     counts_V.index_put_((tokens_T,), counts_V.new_ones(1), accumulate=True)
 
