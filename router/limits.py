@@ -87,7 +87,6 @@ class Durations:
     """How long requests take, the recent ones counting most: when a place will be free."""
 
     def __init__(self) -> None:
-        """Nothing has ended yet."""
         self.mean: float | None = None
 
     def add(self, seconds: float) -> None:
@@ -108,7 +107,6 @@ class RetryTurns:
     """
 
     def __init__(self) -> None:
-        """Nobody has come yet."""
         self._durations = Durations()
         self._next = 0.0
 

@@ -129,7 +129,6 @@ class Router:
     """A running router."""
 
     def __init__(self, settings: RouterSettings) -> None:
-        """Nothing happens before ``start``."""
         self.settings = settings
         self.tracing = Tracing.to(settings.trace, "router") if settings.trace else None
         self.dispatcher = dispatcher(settings.limits, settings.identity, self.tracing)

@@ -91,7 +91,6 @@ class ChoiceReader:
     """Reads one choice."""
 
     def __init__(self, request: ApiRequest, index: int, tokenizer: Tokenizer) -> None:
-        """Nothing is committed yet."""
         generation = request.generations[index]
         self._index, self._generation, self._tokenizer = index, generation, tokenizer
         self._form, self._tools = request.form, request.tools

@@ -69,7 +69,6 @@ class QuotaLease:
     """One request, from the door until it leaves."""
 
     def __init__(self, account: Account, arrived: float, clock: Callable[[], float]) -> None:
-        """Has entered."""
         self._account, self._arrived, self._clock = account, arrived, clock
         self._sessions = self._tokens = 0
 
@@ -111,7 +110,6 @@ class Admission:
     def __init__(
         self, settings: AdmissionSettings = AdmissionSettings(), clock: Callable[[], float] = monotonic
     ) -> None:
-        """Nobody has come yet. ``clock`` in seconds."""
         self._settings, self._clock = settings, clock
         self.accounts: dict[str, Account] = {}
         """By the name of the API key, empty where there are none. As many as keys were ever used."""
@@ -133,7 +131,6 @@ class Admit:
     """Middleware: what is posted to the API is counted, and refused beyond the caller's limits."""
 
     def __init__(self, app: ASGIApp, admission: Admission, refused: Callable[[ErrorCode], None]) -> None:
-        """Wraps ``app``. ``refused`` hears of every answer given here."""
         self._app, self._admission, self._refused = app, admission, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

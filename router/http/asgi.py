@@ -270,7 +270,6 @@ class RequestIds:
     """Middleware: every request has an id, the client's own if it is sane, and every response names it."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """Wraps ``app``."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -294,11 +293,10 @@ class DrainRefused:
     """Middleware: what is refused before its body has come is answered at once, and ends with the body."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """Wraps ``app``."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass it on; see :data:`MAX_DRAINED_BYTES`."""
+        """See :data:`MAX_DRAINED_BYTES`."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -339,7 +337,6 @@ class BodyBudget:
     """Room for the bodies that are being read or parsed, of all requests together."""
 
     def __init__(self, max_bytes: int) -> None:
-        """All of it is free."""
         self._max_bytes, self.held = max_bytes, 0
 
     @contextmanager

@@ -122,7 +122,6 @@ class RequireKey:
     """Middleware: no request passes without a known key, except to :data:`OPEN_PATHS`."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, refused: Callable[[ErrorCode], None]) -> None:
-        """Wraps ``app``. ``refused`` hears of every answer given here."""
         self._app, self._keys, self._refused = app, keys, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -42,7 +42,6 @@ class ExhaustionLog:
     """A line for the first time, then one in a while with how often it happened since. Used from one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock`` in seconds."""
         self._clock = clock
         self._logged: float | None = None
         self._unlogged = 0

@@ -66,7 +66,6 @@ class GrammarQueue:
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
-        """How many requests are parsed, or wait for it."""
         return sum(caller.requests for caller in self._callers.values())
 
     async def run(self, name: str, work: Callable[[], T]) -> T:

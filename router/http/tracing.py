@@ -38,7 +38,6 @@ class TraceRequests:
     """Middleware: a span for every request that generates, and the context for all below it."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
-        """Wraps ``app``."""
         self._app, self._tracing = app, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,7 +112,6 @@ class SessionSpans(NullTracer):
     """The spans of one session, below the request's, which is the context where this is made."""
 
     def __init__(self, tracing: Tracing, session: SessionId) -> None:
-        """Waits for a target."""
         self._tracer = tracing.tracer
         self._span = self._tracer.start_span("session", attributes={"paceline.session": session})
         self._within = set_span_in_context(self._span)

@@ -57,7 +57,6 @@ class AcceptanceWatch:
     """Notices a collapse, of all pairs of one router."""
 
     def __init__(self, limits: WatchLimits = WatchLimits()) -> None:
-        """Nothing was offered yet."""
         self._limits = limits
         self._pairs: OrderedDict[tuple[PeerId, PeerId], WatchedPair] = OrderedDict()
         self.collapses = 0
@@ -131,7 +130,6 @@ class AcceptanceRecord:
     """The share of drafts that targets kept, by pair of models and by drafter, the recent counting most."""
 
     def __init__(self, watch: AcceptanceWatch | None = None) -> None:
-        """Nothing was drafted yet."""
         self.watch = watch or AcceptanceWatch()
         self._pairs: defaultdict[tuple[str, str], _Share] = defaultdict(_Share)
         self._drafters: defaultdict[tuple[str, PeerId], _Share] = defaultdict(_Share)

@@ -40,7 +40,6 @@ class Prefixes:
     """
 
     def __init__(self) -> None:
-        """Nothing was sent yet."""
         self._known: OrderedDict[int, None] = OrderedDict()
 
     def note(self, blocks: Sequence[int]) -> None:

@@ -57,7 +57,6 @@ class EventLog:
     """Of one router."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        """``clock`` gives seconds since 1970."""
         self._clock = clock
         self._lines: deque[LoggedEvent] = deque(maxlen=MAX_EVENTS)
         self._number = 0

@@ -62,7 +62,6 @@ class ServedModels:
     """All models that have, or lately had, a target."""
 
     def __init__(self) -> None:
-        """None is known."""
         self._newest: dict[str, tuple[Welcome, float]] = {}
         """By name: what its newest target said, and when a target of it was last on the list."""
 

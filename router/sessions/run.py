@@ -39,13 +39,11 @@ class OpenSessions:
     """The sessions that this router has open at one worker: under which epoch, and what of them is still unanswered."""
 
     def __init__(self) -> None:
-        """None."""
         self.unanswered = 0
         """Tokens that the worker was sent and has not answered yet, of all sessions together."""
         self._open: dict[SessionId, _There] = {}
 
     def __len__(self) -> int:
-        """How many."""
         return len(self._open)
 
     def epoch(self, session: SessionId) -> int | None:
@@ -116,7 +114,6 @@ class SpeculationTrace:
     """
 
     def __init__(self, began: float) -> None:
-        """Nothing has passed."""
         self._began = began
         self._passed: list[Passed] = []
         self._tokens = 0

@@ -39,7 +39,6 @@ class Recent:
     __slots__ = ("_due", "_samples", "_since", "totals")
 
     def __init__(self, now: float, *totals: int) -> None:
-        """What they are at the start."""
         self.totals, self._since = totals, now
         self._samples = deque([(now, totals)])
         self._due = now + SAMPLE_SECONDS
@@ -98,7 +97,6 @@ class Buckets:
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """``bounds`` rise."""
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
@@ -164,7 +162,6 @@ class SessionTally:
     __slots__ = ("_counts", "_last", "_recent")
 
     def __init__(self, counts: ModelCounts, recent: Recent) -> None:
-        """Nothing is committed yet."""
         self._counts, self._recent = counts, recent
         self._last: float | None = None
 
@@ -194,7 +191,6 @@ class RouterCounters:
     """All counts of one router."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        """``clock`` is for latencies, in seconds."""
         self.clock = clock
         self.models: dict[str, ModelCounts] = {}
         self.refused = Counter({row.name: 0 for row in CODES.values() if row.status < FAILURE})

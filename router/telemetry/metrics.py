@@ -41,7 +41,6 @@ class RouterMetrics:
     """What one router tells of itself. A collector in the sense of ``prometheus_client``, in a registry of its own."""
 
     def __init__(self, tally: RouterCounters, snapshot: Callable[[], Snapshot]) -> None:
-        """Nothing is computed before somebody asks."""
         self.tally, self.snapshot = tally, snapshot
         self.certificates: Sequence[Path] = ()
         """Files of the TLS certificates in use, whose end is told."""

@@ -42,7 +42,6 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, after: Sequence[Token] = (), hidden: frozenset[Token] | None = None
     ) -> None:
-        """Starts with nothing held back."""
         self._tokenizer = tokenizer
         self._hidden = hidden
         self._without = tokenizer.hidden if hidden is None else hidden

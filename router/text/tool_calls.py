@@ -100,7 +100,6 @@ class HermesParser:
     """
 
     def __init__(self) -> None:
-        """Outside of any call."""
         self._held = ""
         self._inside = False
         self._gap = ""
