@@ -16,46 +16,16 @@ from typing import assert_never
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
 from router.limits import RetryTurns
 from router.sessions.choice import StandbyTargets, blocks_of
+from router.sessions.event_log import EventKind
 from router.sessions.models import why_unavailable
 from router.sessions.pool import PoolEvents, WorkerPool
-from router.sessions.run import (
-    NullTracer,
-    RunningSession,
-    SessionObserver,
-    SpeculationTrace,
-    outside_vocabulary,
-    session_of,
-)
+from router.sessions.run import NullTracer, RunningSession, SpeculationTrace, outside_vocabulary, session_of
 from router.sessions.snapshot import Snapshot, Totals
 from router.sessions.tally import RouterCounters
 from router.telemetry.metrics import RouterMetrics
+from speculation import events
 from speculation.demand import RouterDemand
-from speculation.events import (
-    Available,
-    Draining,
-    Effect,
-    Emit,
-    Event,
-    Fail,
-    FailureCode,
-    Faulted,
-    Finish,
-    Lost,
-    PeerId,
-    Place,
-    Placed,
-    PoisonRequest,
-    Received,
-    Relay,
-    Role,
-    Send,
-    Start,
-    Stays,
-    Stop,
-    Tick,
-    Wake,
-    from_draft_models,
-)
+from speculation.events import Event, FailureCode, PeerId, Role, from_draft_models
 from speculation.messages import (
     Close,
     FinishReason,
@@ -112,8 +82,8 @@ class Dispatcher:
         self._poison_detector = PoisonDetector(limits.poison)
         self._asked_again = False
         self._turns = RetryTurns()
-        events = PoolEvents(self._available, self._lost, self._draining, self._stays, self._received, self._malformed)
-        self.pool = WorkerPool(events, identity=identity, standby=limits.standby)
+        told = PoolEvents(self._changed, self._lost, self._received, self._malformed)
+        self.pool = WorkerPool(told, identity=identity, standby=limits.standby)
         self.totals = Totals()
         self.metrics = RouterMetrics(RouterCounters(), self.snapshot)
         if identity is not None:
@@ -149,37 +119,34 @@ class Dispatcher:
             raise GenerationError("overloaded", text, self._until_free())
         number = SessionId(next(self._ids))
         trace = self._traced(number)
-        session = session_of(number, generation, self._limits.session, trace.traceparent)
         model = generation.model or next(iter(self.models.values()), None)
         began = asyncio.get_running_loop().time()
-        observer = SessionObserver(
-            session,
+        run = self._runs[number] = RunningSession(
+            session_of(number, generation, self._limits.session, trace.traceparent),
+            generation,
+            model,
+            blocks_of(generation.prompt, generation.request_options.cache_scope),
+            began,
             SessionLog(log, number, generation.request_id),
             self.metrics.tally.session(model.name if model else "", len(generation.prompt)),
             trace,
             self.pool.event_log,
-            generation.request_id,
             SpeculationTrace(began) if generation.details else None,
         )
-        blocks = blocks_of(generation.prompt, generation.request_options.cache_scope)
-        run = self._runs[number] = RunningSession(session, observer, model, blocks, began)
         self.totals.sessions += 1
         self.reading += 1
         try:
-            self._handle(run, Start())
+            self._handle(run, events.Start())
             while True:
-                item = await run.items.get()
+                item = await run.get()
                 if isinstance(item, GenerationError):
                     raise item
-                if isinstance(item, Committed):
-                    run.unread -= item.weight
-                    item = replace(item, more=True) if run.items.qsize() else item
-                yield item
+                yield replace(item, more=True) if run.waiting and isinstance(item, Committed) else item
                 if isinstance(item, Ended):
                     return
         finally:
             self.reading -= 1
-            self._handle(run, Stop())
+            self._handle(run, events.Stop())
 
     def give_up(self, why: str) -> None:
         """Fail what is under way: this router ends."""
@@ -190,7 +157,7 @@ class Dispatcher:
         """Fail a session, unless it has ended."""
         if run.session.session in self._runs:
             self._fail(run, GenerationError(code, why))
-            self._handle(run, Stop())
+            self._handle(run, events.Stop())
 
     def _until_free(self) -> float:
         """Seconds until one more session can be expected to find a place."""
@@ -206,7 +173,7 @@ class Dispatcher:
         if run.timer is not None:
             run.timer.cancel()
         self.pool.end_session(session.session)
-        run.observer.ended(run.ended)
+        run.over()
         self.totals.take(session)
         self._turns.ended(asyncio.get_running_loop().time() - run.began)
         self._poison_detector.ended(session.session, finished=isinstance(run.ended, FinishReason))
@@ -219,29 +186,25 @@ class Dispatcher:
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def _available(self, role: Role) -> None:
-        if role is Role.TARGET:
-            self.ready.set()
-        for run in list(self._runs.values()):
-            self._handle(run, Available(role))
+    def _changed(self, event: events.Available | events.Draining | events.Stays) -> None:
+        match event:
+            case events.Available(role=Role.TARGET):
+                self.ready.set()
+            case events.Draining(peer=peer):
+                self._poison_detector.draining(peer)
+        self._handle_all(event)
 
     def _lost(self, role: Role, peer: PeerId, expected: bool) -> None:
         if role is Role.TARGET:
             self._poison_detector.lost(asyncio.get_running_loop().time(), peer, expected=expected)
-        for run in list(self._runs.values()):
-            run.observer.closed(peer, "lost")
-            self._handle(run, Lost(peer))
-        self._ask_again_soon()
+        for run in self._runs.values():
+            run.trace.closed(peer, "lost")
+        self._handle_all(events.Lost(peer))
 
-    def _draining(self, peer: PeerId) -> None:
-        self._poison_detector.draining(peer)
+    def _handle_all(self, event: Event) -> None:
         for run in list(self._runs.values()):
-            self._handle(run, Draining(peer))
+            self._handle(run, event)
         self._ask_again_soon()
-
-    def _stays(self, peer: PeerId) -> None:
-        for run in list(self._runs.values()):
-            self._handle(run, Stays(peer))
 
     def _received(self, peer: PeerId, message: FromWorker) -> None:
         if isinstance(message, Load | Welcome):
@@ -254,7 +217,7 @@ class Dispatcher:
         else:
             if isinstance(message, Verification):
                 self._verified(run, peer, message)
-            self._handle(run, Received(peer, message))
+            self._handle(run, events.Received(peer, message))
 
     def _verified(self, run: RunningSession, peer: PeerId, verification: Verification) -> None:
         """Note what is to be known of a step whatever the session makes of it."""
@@ -262,14 +225,14 @@ class Dispatcher:
         if known is not None and known.role is Role.TARGET:
             self._poison_detector.heard(peer, verification)
             if verification.lead is not None:
-                run.observer.leads(verification.lead)
+                run.tally.leads(verification.lead)
             self._ask_again_soon()
 
     def _malformed(self, peer: PeerId, error: MalformedMessage) -> None:
         self.totals.malformed += 1
         run = None if error.session is None else self._runs.get(error.session)
         if run is not None:
-            self._handle(run, Faulted(peer, error.epoch or 0, str(error)))
+            self._handle(run, events.Faulted(peer, error.epoch or 0, str(error)))
 
     def _handle(self, run: RunningSession, event: Event, at: float = 0.0) -> None:
         """Let a session take an event; ``at``: the time is no earlier, whatever the clock says."""
@@ -283,9 +246,9 @@ class Dispatcher:
         try:
             effects = run.session.handle(now, event)
         except AssertionError:  # a fault of ours, that is to end nobody else's session
-            run.observer.contradicted()
+            run.log.exception("its session contradicts itself")
             self._fail(run, GenerationError("internal", "the router lost track of this request, by a fault of its own"))
-            effects = run.session.handle(now, Stop())
+            effects = run.session.handle(now, events.Stop())
         for effect in effects:
             self._perform(run, effect, workers, now)
 
@@ -299,38 +262,36 @@ class Dispatcher:
         self._asked_again = False
         for number in self._poison_detector.due():
             if number in self._runs:
-                self._handle(self._runs[number], Available(Role.TARGET))
+                self._handle(self._runs[number], events.Available(Role.TARGET))
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
-    def _perform(self, run: RunningSession, effect: Effect, workers: Workers, now: float) -> None:
+    def _perform(self, run: RunningSession, effect: events.Effect, workers: Workers, now: float) -> None:
         """``workers``: where the session was when what has this effect happened, at ``now``."""
         match effect:
-            case Place(role=role, avoid=avoid):
+            case events.Place(role=role, avoid=avoid):
                 self._take(run, self._placed(run, role, avoid))
-            case Send(peer=peer, message=message):
+            case events.Send(peer=peer, message=message):
                 self._note(run, peer, message)
                 self.pool.send(peer, message)
-            case Relay(peer=peer, message=message, epoch=epoch):
+            case events.Relay(peer=peer, message=message, epoch=epoch):
                 self.pool.relay(peer, message, epoch)
-                if isinstance(message, Proposal):
-                    run.observer.proposed(now, message)
-            case Emit():
+                if run.details is not None and isinstance(message, Proposal):
+                    run.details.proposed(now, message)
+            case events.Emit():
                 assert workers.target is not None
                 self._learn(run, workers.target, workers.draft, effect)
-                committed = run.observer.committed(now, effect, workers)
-                run.items.put_nowait(committed)
-                run.unread += committed.weight
+                run.committed(now, effect, workers)
                 if run.unread >= self._limits.unread:
-                    why = f"the client is {run.items.qsize()} commits behind; read faster, or ask for less"
+                    why = f"the client is {run.waiting} commits behind; read faster, or ask for less"
                     asyncio.get_running_loop().call_soon(self._give_up, run, "slow_reader", why)
-            case Wake(at=at):
+            case events.Wake(at=at):
                 self._set_timer(run, at)
-            case Finish(reason=reason):
+            case events.Finish(reason=reason):
                 if reason is not None:
                     run.ended = reason
-                    run.items.put_nowait(Ended(reason, run.session.reopened))
-            case Fail(code=code, message=message):
+                    run.put(Ended(reason, run.session.reopened))
+            case events.Fail(code=code, message=message):
                 retry_after = self._until_free() if code is FailureCode.OVERLOADED else None
                 self._fail(run, GenerationError(code.value, self._why(run, code, message), retry_after))
             case _:
@@ -338,24 +299,23 @@ class Dispatcher:
 
     def _fail(self, run: RunningSession, error: GenerationError) -> None:
         self.totals.failed += 1
-        run.ended = error
-        run.observer.failed(error)
-        run.items.put_nowait(error)
+        run.failed(error)
 
-    def _placed(self, run: RunningSession, role: Role, avoid: frozenset[PeerId]) -> Placed | PoisonRequest:
+    def _placed(self, run: RunningSession, role: Role, avoid: frozenset[PeerId]) -> Event:
         """The choice of a worker, but for targets where it is not this session's turn."""
 
         def choose(avoid: frozenset[PeerId]) -> PeerId | None:
             return self.pool.choose(role, avoid, run.wanted, run.session.workers.target)
 
         if role is not Role.TARGET:
-            return Placed(role, choose(avoid))
+            return events.Placed(role, choose(avoid))
         answer = self._poison_detector.place(asyncio.get_running_loop().time(), run.session.session, avoid, choose)
         # else it goes on for the time being
-        if isinstance(answer, PoisonRequest) and run.session.phase is Phase.PLACING:
+        if isinstance(answer, events.PoisonRequest) and run.session.phase is Phase.PLACING:
             self.totals.condemned += 1
             assert run.opened_at is not None
-            run.observer.condemned(run.opened_at, answer.deaths)
+            why = f"was given up: {answer.deaths} targets in a row died of it"
+            run.note(EventKind.SESSION_CONDEMNED, why, run.opened_at)
         return answer
 
     def _note(self, run: RunningSession, peer: PeerId, message: ToWorker) -> None:
@@ -363,17 +323,17 @@ class Dispatcher:
         if isinstance(message, Open):
             self.pool.opened(peer, message, run.blocks)
             known = self.pool.peers.get(peer)
-            run.observer.opened(peer, known.role if known is not None else None, message)
+            run.opened(peer, known.role if known is not None else None, message)
             if known is not None and known.role is Role.TARGET:
                 run.opened_at = peer
                 self._poison_detector.opened(message.session, peer, message.epoch)
         elif isinstance(message, Close):
-            run.observer.closed(peer, "closed")
+            run.trace.closed(peer, "closed")
             self._poison_detector.closed(message.session, peer)
             self.pool.closed(peer, message.session)
         self.pool.join(run.session.session, *run.session.openings)
 
-    def _learn(self, run: RunningSession, target: PeerId, draft: PeerId | None, emit: Emit) -> None:
+    def _learn(self, run: RunningSession, target: PeerId, draft: PeerId | None, emit: events.Emit) -> None:
         """What a step of a session says about its workers."""
         known = self.pool.peers.get(target)
         if run.revision is None and known is not None and known.welcome is not None:
@@ -391,7 +351,7 @@ class Dispatcher:
     def _set_timer(self, run: RunningSession, at: float) -> None:
         def fire() -> None:
             run.timer = None
-            self._handle(run, Tick(), at)  # an event loop may be early: uvloop's clock has steps of 1 ms
+            self._handle(run, events.Tick(), at)  # an event loop may be early: uvloop's clock has steps of 1 ms
 
         if run.timer is not None:
             run.timer.cancel()

@@ -30,7 +30,7 @@ from router.sessions.event_log import EventKind, EventLog
 from router.sessions.models import ServedModels, revisions_of, why_useless
 from router.sessions.run import JoinedEnd, JoinedWorkers, OpenSessions
 from router.sessions.tally import Recent
-from speculation.events import PeerId, Role
+from speculation.events import Available, Draining, PeerId, Role, Stays
 from speculation.messages import (
     Close,
     FromWorker,
@@ -60,13 +60,9 @@ WORK = {Role.TARGET: ("steps", "committed"), Role.DRAFT: ("steps", "proposed")}
 class PoolEvents:
     """What the pool tells its owner. Called from the event loop; must not block."""
 
-    available: Callable[[Role], None]
+    changed: Callable[[Available | Draining | Stays], None]
     lost: Callable[[Role, PeerId, bool], None]
     """A worker is gone; whether it was expected to go."""
-    draining: Callable[[PeerId], None]
-    """A worker will go soon."""
-    stays: Callable[[PeerId], None]
-    """It will not go after all."""
     received: Callable[[PeerId, FromWorker], None]
     malformed: Callable[[PeerId, MalformedMessage], None]
 
@@ -329,7 +325,7 @@ class WorkerPool:
             log.warning("targets of %s are of different revisions: no text moves from one to another", welcome.model)
         peer.opened, peer.load, peer.work = OpenSessions(), Load(), None
         self._warn_if_useless(peer, welcome)
-        self.events.available(peer.role)
+        self.events.changed(Available(peer.role))
 
     def worker_down(self, peer: Peer, why: str) -> None:
         """A worker was lost."""
@@ -352,14 +348,14 @@ class WorkerPool:
         if peer.leaving and not leaving:
             log.info("worker %s drains", peer.peer)
             self._note(peer, EventKind.WORKER_DRAINING, "drains")
-            self.events.draining(peer.peer)
+            self.events.changed(Draining(peer.peer))
 
     def _retire(self, peer: Peer) -> None:
         """Let go of a worker that is no longer listed, but not of its sessions."""
         leaving, peer.listed = peer.leaving, False
         if peer.opened and not leaving:
             self._note(peer, EventKind.WORKER_DRAINING, "left the list of workers; its sessions leave it")
-            self.events.draining(peer.peer)
+            self.events.changed(Draining(peer.peer))
         self._let_go(peer)
 
     def _relist(self, peer: Peer) -> None:
@@ -367,7 +363,7 @@ class WorkerPool:
         leaving, peer.listed = peer.leaving, True
         if leaving and not peer.leaving:
             self._note(peer, EventKind.WORKER_UP, "is on the list of workers again")
-            self.events.stays(peer.peer)
+            self.events.changed(Stays(peer.peer))
 
     def _note(self, peer: Peer, kind: EventKind, what: str) -> None:
         peer.since = self.clock()

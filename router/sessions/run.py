@@ -1,6 +1,6 @@
 """A session under way: its state machine, where it is open, what there is to hand to its client, and who is told of it.
 
-Dispatch says what happens; :class:`SessionObserver` tells all who count, trace, log, or show it. None of them has a say
+Dispatch says what happens; :class:`RunningSession` tells all who count, trace, log, or show it. None of them has a say
 in it.
 """
 
@@ -149,20 +149,59 @@ class SpeculationTrace:
 
 
 @dataclass(eq=False, slots=True)
-class SessionObserver:
-    """Of one session."""
+class RunningSession:
+    """A session under way, what it has for its client, and who hears of it."""
 
     session: Session
+    generation: Generation
+    model: ServedModel | None
+    blocks: tuple[int, ...]
+    """Of the prompt; see :mod:`router.sessions.choice`."""
+    began: float
+    """On the event loop's clock, in seconds."""
     log: SessionLog
     tally: SessionTally
     trace: NullTracer
     event_log: EventLog
-    request: str
-    """Its id."""
     details: SpeculationTrace | None = None
     """For a request that wants them."""
+    unread: int = 0
+    """What the commits weigh that wait for the client."""
+    timer: asyncio.TimerHandle | None = None
+    """The one wake-up that its session has asked for."""
+    opened_at: PeerId | None = None
+    """The target it was last opened at."""
+    revision: int | None = None
+    """That the text began with. Another would go on with another text."""
+    ended: FinishReason | GenerationError | None = None
+    """Why, once it is over; None if it was stopped."""
+    _items: asyncio.Queue[tuple[Committed | Ended | GenerationError, int]] = field(default_factory=asyncio.Queue)
+    """With what each weighs."""
     _told: tuple[int, int] = (0, 0)
     """How often it was opened again and moved, as far as the event log says so."""
+
+    @property
+    def wanted(self) -> WantedWorker:
+        """What it needs of a worker now."""
+        name, tokenizer = (self.model.name, self.model.tokenizer) if self.model else ("", 0)
+        return WantedWorker(name, tokenizer, self.revision, self.session.position, self.session.end, self.blocks)
+
+    @property
+    def waiting(self) -> int:
+        """How many items wait for the client."""
+        return self._items.qsize()
+
+    def put(self, item: Committed | Ended | GenerationError) -> None:
+        """Hand it to the client."""
+        weight = item.weight if isinstance(item, Committed) else 0
+        self.unread += weight
+        self._items.put_nowait((item, weight))
+
+    async def get(self) -> Committed | Ended | GenerationError:
+        """The next one for the client."""
+        item, weight = await self._items.get()
+        self.unread -= weight
+        return item
 
     def opened(self, peer: PeerId, role: Role | None, opening: Open) -> None:
         """It was opened at a worker, perhaps the one it will move to; None: one that is gone already."""
@@ -176,25 +215,12 @@ class SessionObserver:
         self._told = session.reopened, session.moved
         after = f"after {len(session.output)} tokens"
         if session.reopened > reopened:
-            self._note(EventKind.SESSION_REOPENED, f"was opened again at {peer} {after}", peer)
+            self.note(EventKind.SESSION_REOPENED, f"was opened again at {peer} {after}", peer)
         elif session.moved > moved:
-            self._note(EventKind.SESSION_MOVED, f"moved to {peer} {after}", peer)
+            self.note(EventKind.SESSION_MOVED, f"moved to {peer} {after}", peer)
 
-    def closed(self, peer: PeerId, why: str) -> None:
-        """It is open there no more; harmless if it was not."""
-        self.trace.closed(peer, why)
-
-    def leads(self, tokens: int) -> None:
-        """The target said how far ahead drafting is worth its while."""
-        self.tally.leads(tokens)
-
-    def proposed(self, now: float, proposal: Proposal) -> None:
-        """A proposal was passed on to the target."""
-        if self.details is not None:
-            self.details.proposed(now, proposal)
-
-    def committed(self, now: float, emit: Emit, workers: Workers) -> Committed:
-        """What its client is told of a commit at ``now``. ``workers``: where the session was."""
+    def committed(self, now: float, emit: Emit, workers: Workers) -> None:
+        """Tokens were committed at ``now``. ``workers``: where the session was."""
         tokens, accepted, offered = emit.tokens, emit.accepted, emit.offered
         self.tally.committed(now, len(tokens), accepted, offered, emit.cached)
         self.trace.committed(len(tokens), accepted, offered)
@@ -202,61 +228,26 @@ class SessionObserver:
         if self.details is not None:
             assert workers.target is not None
             details = self.details.committed(now, workers.target, workers.draft, self.session.reopened)
-        return Committed(tokens, accepted, offered, emit.cached, emit.metadata, details)
-
-    def condemned(self, target: PeerId, deaths: int) -> None:
-        """Too many targets died of it; ``target`` was the last."""
-        self._note(EventKind.SESSION_CONDEMNED, f"was given up: {deaths} targets in a row died of it", target)
-
-    def contradicted(self) -> None:
-        """It broke one of its own rules, which is being raised."""
-        self.log.exception("its session contradicts itself")
+        self.put(Committed(tokens, accepted, offered, emit.cached, emit.metadata, details))
 
     def failed(self, error: GenerationError) -> None:
         """It has no whole text."""
+        self.ended = error
         self.log.warning("failed (%s): %s", error.code, error.message)
+        self.put(error)
 
-    def ended(self, why: FinishReason | GenerationError | None) -> None:
-        """It is over; None: it was given up."""
-        self.trace.ended(why)
+    def over(self) -> None:
+        """Nothing more happens to it."""
+        self.trace.ended(self.ended)
         for peer in self.session.quarantined:
             reason = self.session.strikes[peer][-1]
             self.log.warning("done with drafter %s: %s", peer, reason)
-            self._note(EventKind.DRAFTER_QUARANTINED, f"is done with {peer}: {reason}", peer)
+            self.note(EventKind.DRAFTER_QUARANTINED, f"is done with {peer}: {reason}", peer)
 
-    def _note(self, kind: EventKind, text: str, worker: PeerId) -> None:
+    def note(self, kind: EventKind, text: str, worker: PeerId) -> None:
+        """It is worth an entry in the event log."""
         number = self.session.session
-        self.event_log.note(kind, f"session {number} {text}", worker, number, self.request)
-
-
-@dataclass(eq=False, slots=True)
-class RunningSession:
-    """A session under way and what it has for its client."""
-
-    session: Session
-    observer: SessionObserver
-    model: ServedModel | None
-    blocks: tuple[int, ...]
-    """Of the prompt; see :mod:`router.sessions.choice`."""
-    began: float
-    """On the event loop's clock, in seconds."""
-    items: asyncio.Queue[Committed | Ended | GenerationError] = field(default_factory=asyncio.Queue)
-    unread: int = 0
-    """What the commits in it weigh."""
-    timer: asyncio.TimerHandle | None = None
-    """The one wake-up that its session has asked for."""
-    opened_at: PeerId | None = None
-    """The target it was last opened at."""
-    revision: int | None = None
-    """That the text began with. Another would go on with another text."""
-    ended: FinishReason | GenerationError | None = None
-    """Why, once it is over; None if it was stopped."""
-
-    @property
-    def wanted(self) -> WantedWorker:
-        """What it needs of a worker now."""
-        name, tokenizer = (self.model.name, self.model.tokenizer) if self.model else ("", 0)
-        return WantedWorker(name, tokenizer, self.revision, self.session.position, self.session.end, self.blocks)
+        self.event_log.note(kind, f"session {number} {text}", worker, number, self.generation.request_id)
 
 
 def session_of(number: SessionId, generation: Generation, limits: SessionLimits, traceparent: str) -> Session:

@@ -19,7 +19,7 @@ from router.dispatch import Dispatcher
 from router.generation import Generation
 from router.sessions.pool import PoolEvents, WorkerPool
 from speculation import digest as digests
-from speculation.events import PeerId, Role
+from speculation.events import Available, PeerId, Role
 from speculation.messages import (
     ANCHOR,
     SUPPORT_TOTAL,
@@ -530,7 +530,7 @@ async def pooled():
     def note(*event: object) -> None:
         heard.put_nowait(event)
 
-    pool = WorkerPool(PoolEvents(available=note, lost=note, draining=note, stays=note, received=note, malformed=note))
+    pool = WorkerPool(PoolEvents(changed=note, lost=note, received=note, malformed=note))
     try:
         yield pool, lambda: asyncio.wait_for(heard.get(), 30)
     finally:
@@ -540,7 +540,7 @@ async def pooled():
 async def test_a_pool_delays_and_counts_what_goes_to_a_role():
     async with echo_worker(Echo()) as worker, pooled() as (pool, heard):
         pool.set_workers(Role.TARGET, [worker.address])
-        assert await heard() == (Role.TARGET,)
+        assert await heard() == (Available(Role.TARGET),)
         name = PeerId(f"target@{worker.address}")
         clock = asyncio.get_running_loop().time
         pool.delays[Role.TARGET] = 0.1

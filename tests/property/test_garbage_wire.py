@@ -19,8 +19,6 @@ from router.sessions.pool import Peer, PoolEvents, WorkerPool
 from router.sessions.run import outside_vocabulary
 from speculation import digest as digests
 from speculation.events import (
-    Available,
-    Draining,
     Effect,
     Emit,
     Event,
@@ -33,7 +31,6 @@ from speculation.events import (
     Role,
     Send,
     Start,
-    Stays,
 )
 from speculation.messages import (
     ANCHOR,
@@ -78,7 +75,7 @@ class Router:
         self.sessions = {
             number: Session(number, PROMPT, Sampling(), Limits(99), self.speculation) for number in self.effects
         }
-        events = PoolEvents(self.available, self.lost, self.draining, self.stays, self.received, self.note_malformed)
+        events = PoolEvents(self.changed, self.lost, self.received, self.note_malformed)
         self.pool = WorkerPool(events, Random(0))
         self.streams: dict[PeerId, Incoming] = {}
         for name, role in ((T0, Role.TARGET), (D0, Role.DRAFT)):
@@ -101,21 +98,12 @@ class Router:
         entries = [entry if isinstance(entry, bytes) else encode_from_worker(entry) for entry in messages]
         self.streams[name].take(pb.Frame(messages=entries))
 
-    def available(self, role: Role) -> None:
+    def changed(self, event: Event) -> None:
         for number in self.sessions:
-            self.handle(number, Available(role))
+            self.handle(number, event)
 
-    def lost(self, peer: PeerId, why: str, expected: bool) -> None:
-        for number in self.sessions:
-            self.handle(number, Lost(peer))
-
-    def draining(self, peer: PeerId) -> None:
-        for number in self.sessions:
-            self.handle(number, Draining(peer))
-
-    def stays(self, peer: PeerId) -> None:
-        for number in self.sessions:
-            self.handle(number, Stays(peer))
+    def lost(self, role: Role, peer: PeerId, expected: bool) -> None:
+        self.changed(Lost(peer))
 
     def received(self, peer: PeerId, message: FromWorker) -> None:
         assert not isinstance(message, Load | Welcome)

@@ -11,10 +11,10 @@ from random import Random
 import pytest
 
 from router.answers.responses import encode
-from router.generation import ServedModel
+from router.generation import Generation, ServedModel
 from router.sessions.event_log import LOOK_BACK, MAX_EVENTS, EventKind, EventLog, LoggedEvent
 from router.sessions.pool import Peer, PoolEvents, WorkerPool
-from router.sessions.run import NullTracer, SessionObserver
+from router.sessions.run import NullTracer, RunningSession
 from router.sessions.snapshot import Snapshot, Totals, WorkerState, WorkerView
 from router.sessions.tally import WINDOW_SECONDS, Buckets, Recent, RouterCounters
 from router.telemetry.cluster_view import ClusterView
@@ -100,12 +100,13 @@ def test_a_session_that_goes_elsewhere_is_told_by_why() -> None:
     event_log = EventLog()
     session = Session(SessionId(3), (5, 6), Sampling(), Limits(20, frozenset()))
     heard = SessionLog(logging.getLogger(__name__), session.session, "req-1"), RouterCounters().session("m", 2)
-    observer = SessionObserver(session, *heard, NullTracer(session.session), event_log, "req-1")
+    generation = Generation((5, 6), Sampling(), 18, request_id="req-1")
+    run = RunningSession(session, generation, None, (), 0.0, *heard, NullTracer(session.session), event_log)
     other = PeerId("target@10.0.0.9:1")
 
     def placed(peer: PeerId) -> None:
         session.handle(0.0, Placed(Role.TARGET, peer))
-        observer.opened(peer, Role.TARGET, Open(SessionId(3), 1, (5, 6), Sampling(), Limits(20, frozenset())))
+        run.opened(peer, Role.TARGET, Open(SessionId(3), 1, (5, 6), Sampling(), Limits(20, frozenset())))
 
     session.handle(0.0, Start())
     placed(TARGET)
@@ -114,17 +115,15 @@ def test_a_session_that_goes_elsewhere_is_told_by_why() -> None:
     placed(other)
     (line,) = event_log.lines
     assert (line.kind, line.worker, line.session, line.request) == (EventKind.SESSION_REOPENED, other, 3, "req-1")
-    observer.condemned(other, 3)
+    run.note(EventKind.SESSION_CONDEMNED, "was given up", other)
     session._drafting.strikes[DRAFT] = ["no q"] * 3
-    observer.ended(None)
+    run.over()
     assert [line.kind for line in event_log.lines[1:]] == [EventKind.SESSION_CONDEMNED, EventKind.DRAFTER_QUARANTINED]
 
 
 def test_workers_that_come_and_go_are_told_of_once_each() -> None:
     clock = Clock()
-    ignore = PoolEvents(
-        lambda _: None, lambda *_: None, lambda _: None, lambda _: None, lambda *_: None, lambda *_: None
-    )
+    ignore = PoolEvents(lambda _: None, lambda *_: None, lambda *_: None, lambda *_: None)
     pool = WorkerPool(ignore, clock=clock, event_log=EventLog(clock))
     peer = pool.peers[TARGET] = Peer(TARGET, Role.TARGET, pool)
 
