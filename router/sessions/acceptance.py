@@ -21,22 +21,24 @@ from speculation.events import PeerId
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class WatchLimits:
-    """When acceptance has collapsed."""
-
-    block: int = 2000
-    """Offered draft tokens in a block."""
-    fraction: float = 0.4
-    """Of the long-run value; below it acceptance has collapsed."""
-    floor: float = 0.02
-    """Accepted of offered draft tokens. Of a tree only one path can be accepted, so usual values are 0.15 to 0.8."""
-    recovery: float = 1.5
-    """Times the value below which it would collapse: from there on an episode is over."""
-    memory: int = 16
-    """Blocks that the long-run value looks back on, roughly."""
-    pairs: int = 1024
-    """Pairs that are watched; the one not heard of for the longest time is forgotten."""
+BLOCK = 2000
+"""Offered draft tokens in a block."""
+COLLAPSED_SHARE, FLOOR = 0.4, 0.02
+"""Acceptance below this share of the long-run value, or below the floor, has collapsed. Of a tree only one path can be
+accepted, so usual values are 0.15 to 0.8."""
+RECOVERY = 1.5
+"""Times the value below which it would collapse: from there on an episode is over."""
+MEMORY = 16
+"""Blocks that the long-run value looks back on, roughly."""
+MAX_PAIRS = 1024
+"""That are watched; the one not heard of for the longest time is forgotten."""
+REMEMBERED = 4096.0
+"""Drafts that count for a share; each one more pushes the older ones out by as much."""
+PRIOR, PRIOR_DRAFTS = 0.6, 64.0
+"""What is expected of a pair of which nothing is known, and how many drafts that is worth. Rather much: a drafter that
+was never tried should be."""
+PAIR_DRAFTS = 256.0
+"""How many drafts of its own outweigh what is known of a drafter's model."""
 
 
 @dataclass(slots=True)
@@ -56,8 +58,7 @@ class WatchedPair:
 class AcceptanceWatch:
     """Notices a collapse, of all pairs of one router."""
 
-    def __init__(self, limits: WatchLimits = WatchLimits()) -> None:
-        self._limits = limits
+    def __init__(self) -> None:
         self._pairs: OrderedDict[tuple[PeerId, PeerId], WatchedPair] = OrderedDict()
         self.collapses = 0
         """Episodes so far."""
@@ -66,10 +67,12 @@ class AcceptanceWatch:
         """A verification offered draft tokens of this pair; ``accepted`` of them were kept."""
         pair = self._pairs.get((target, draft))
         if pair is None:
-            pair = self._add(target, draft)
+            if len(self._pairs) >= MAX_PAIRS:
+                self._pairs.popitem(last=False)
+            pair = self._pairs[target, draft] = WatchedPair()
         pair.offered += offered
         pair.accepted += accepted
-        if pair.offered >= self._limits.block:
+        if pair.offered >= BLOCK:
             self._pairs.move_to_end((target, draft))
             self._close_block(target, draft, pair)
 
@@ -82,35 +85,19 @@ class AcceptanceWatch:
         for pair in [pair for pair in self._pairs if worker in pair]:
             del self._pairs[pair]
 
-    def _add(self, target: PeerId, draft: PeerId) -> WatchedPair:
-        if len(self._pairs) >= self._limits.pairs:
-            self._pairs.popitem(last=False)
-        pair = self._pairs[target, draft] = WatchedPair()
-        return pair
-
     def _close_block(self, target: PeerId, draft: PeerId, pair: WatchedPair) -> None:
-        limits = self._limits
         pair.latest = rate = pair.accepted / pair.offered
         pair.offered = pair.accepted = 0
-        line = max(limits.floor, limits.fraction * (pair.usual or 0.0))
+        line = max(FLOOR, COLLAPSED_SHARE * (pair.usual or 0.0))
         if not pair.collapsed and rate < line:
             pair.collapsed = True
             self.collapses += 1
             usual = "no value before it" if pair.usual is None else f"{pair.usual:.3f} is usual"
             log.warning("acceptance of drafts from %s at %s collapsed to %.3f (%s)", draft, target, rate, usual)
-        elif pair.collapsed and rate >= limits.recovery * line:
+        elif pair.collapsed and rate >= RECOVERY * line:
             pair.collapsed = False
             log.info("acceptance of drafts from %s at %s is no longer unusual: %.3f", draft, target, rate)
-        pair.usual = rate if pair.usual is None else pair.usual + (rate - pair.usual) / limits.memory
-
-
-REMEMBERED = 4096.0
-"""Drafts that count; each one more pushes the older ones out by as much."""
-PRIOR, PRIOR_DRAFTS = 0.6, 64.0
-"""What is expected of a pair of which nothing is known, and how many drafts that is worth. Rather much: a drafter that
-was never tried should be."""
-PAIR_DRAFTS = 256.0
-"""How many drafts of its own outweigh what is known of a drafter's model."""
+        pair.usual = rate if pair.usual is None else pair.usual + (rate - pair.usual) / MEMORY
 
 
 @dataclass(slots=True)
@@ -129,8 +116,8 @@ class _Share:
 class AcceptanceRecord:
     """The share of drafts that targets kept, by pair of models and by drafter, the recent counting most."""
 
-    def __init__(self, watch: AcceptanceWatch | None = None) -> None:
-        self.watch = watch or AcceptanceWatch()
+    def __init__(self) -> None:
+        self.watch = AcceptanceWatch()
         self._pairs: defaultdict[tuple[str, str], _Share] = defaultdict(_Share)
         self._drafters: defaultdict[tuple[str, PeerId], _Share] = defaultdict(_Share)
         self._targets: defaultdict[PeerId, _Share] = defaultdict(_Share)

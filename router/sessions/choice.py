@@ -65,39 +65,23 @@ class Prefixes:
 
 
 SESSIONS = 16
-"""Sessions that cost one unit; see :class:`ChoiceWeights`."""
+"""Sessions there, running or waiting, that cost one unit, because they share its steps. So do as many tokens that run
+or wait as it has room for, because beyond that they queue."""
 PREFILL_TOKENS = 4096
-"""Prompt tokens to compute that cost one unit."""
+"""Prompt tokens that a target does not have in its cache, and has to compute, that cost one unit: a known prefix of
+1000 tokens is worth four sessions more, and a full cache as much as sixteen."""
 TARGET_SECONDS, DRAFT_SECONDS = 0.2, 0.05
-"""Round trips that cost one unit."""
+"""Round trips that cost one unit: a target's delays the first token and every switch, while drafts run ahead of it
+otherwise; late drafts are lost drafts."""
+REFUSED_COST = 4.0
+"""Of a drafter all of whose drafts targets refuse. It outweighs the rest because it decides how many steps are saved: a
+fifth more refused is worth about twelve sessions."""
 AFFINITY_SLACK, AFFINITY_SPARE = 1.25, 2
 """A known prefix counts only where there are at most so many times the mean number of sessions, plus so many."""
 TIE = 0.01
 """Costs that differ by less are equal: the pick among them is random, so that routers do not all pick the same."""
 TYPICAL_TOKENS = 512
 """Of a session that waits at a worker whose running ones do not show how long they are."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceWeights:
-    """How the parts of a worker's cost are weighed; each part is about 1 at the scale named with it.
-
-    For targets: ``crowd``, sessions there per :data:`SESSIONS`, because they share its steps; ``fill``, tokens that run
-    or wait against its capacity, because beyond 1 they queue; ``prefill``, tokens of the prompt that it does not have
-    in its cache, per :data:`PREFILL_TOKENS`; ``far``, its round trip per :data:`TARGET_SECONDS`, which delays the first
-    token and every switch, while drafts run ahead of it otherwise. So a prefix of 1000 tokens is worth four sessions
-    more, and a full cache as much as sixteen.
-
-    For drafters: ``crowd`` and ``fill`` as above; ``far`` per :data:`DRAFT_SECONDS`, because late drafts are lost
-    drafts; ``refused``, the share of its drafts that targets refused, which outweighs the rest because it decides how
-    many steps are saved: a fifth more refused is worth about twelve sessions.
-    """
-
-    crowd: float = 1.0
-    fill: float = 1.0
-    prefill: float = 1.0
-    far: float = 1.0
-    refused: float = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +146,7 @@ class WorkerCandidate:
         return not self.load.capacity_tokens or self.held_tokens + tokens <= self.load.capacity_tokens
 
 
-def choose_target(
-    candidates: Iterable[WorkerCandidate], wanted: WantedWorker, rng: Random, weights: ChoiceWeights = ChoiceWeights()
-) -> PeerId | None:
+def choose_target(candidates: Iterable[WorkerCandidate], wanted: WantedWorker, rng: Random) -> PeerId | None:
     """The target for a session; None when none fits.
 
     The newest revision that has room is preferred; see :func:`revision_ages`. One whose cache is too small for all the
@@ -176,7 +158,7 @@ def choose_target(
     usable = [candidate for candidate in running if candidate.can_hold(wanted.end)] or running
     best = _of_newest_revision(usable, wanted)
     mean = sum(candidate.busy for candidate in best) / len(best) if best else 0.0
-    return _pick([(_target_cost(candidate, wanted, mean, weights), candidate.peer) for candidate in best], rng)
+    return _pick([(_target_cost(candidate, wanted, mean), candidate.peer) for candidate in best], rng)
 
 
 def _of_newest_revision(usable: Sequence[WorkerCandidate], wanted: WantedWorker) -> list[WorkerCandidate]:
@@ -187,9 +169,7 @@ def _of_newest_revision(usable: Sequence[WorkerCandidate], wanted: WantedWorker)
     return [candidate for candidate in roomy or usable if ages[candidate.welcome.revision] == newest]
 
 
-def choose_drafter(
-    candidates: Iterable[WorkerCandidate], wanted: WantedWorker, rng: Random, weights: ChoiceWeights = ChoiceWeights()
-) -> PeerId | None:
+def choose_drafter(candidates: Iterable[WorkerCandidate], wanted: WantedWorker, rng: Random) -> PeerId | None:
     """The drafter for a session, of any model with the same tokenizer; None when none fits.
 
     One with an EAGLE head is of use only where the target makes features for that very head.
@@ -201,7 +181,8 @@ def choose_drafter(
         and same_tokenizer(candidate.welcome.tokenizer, wanted.tokenizer)
         and candidate.welcome.head in (0, wanted.head)
     ]
-    return _pick([(_draft_cost(candidate, weights), candidate.peer) for candidate in usable], rng)
+    refusals = ((candidate, REFUSED_COST * (1.0 - candidate.acceptance)) for candidate in usable)
+    return _pick([(_cost(candidate, DRAFT_SECONDS) + refused, candidate.peer) for candidate, refused in refusals], rng)
 
 
 def _runs(candidate: WorkerCandidate, wanted: WantedWorker) -> bool:
@@ -214,29 +195,17 @@ def _runs(candidate: WorkerCandidate, wanted: WantedWorker) -> bool:
     )
 
 
-def _target_cost(candidate: WorkerCandidate, wanted: WantedWorker, mean: float, weights: ChoiceWeights) -> float:
+def _target_cost(candidate: WorkerCandidate, wanted: WantedWorker, mean: float) -> float:
     crowded = candidate.busy > AFFINITY_SLACK * mean + AFFINITY_SPARE
     missing = wanted.tokens - (0 if crowded else candidate.known_tokens)
-    return (
-        weights.crowd * candidate.busy / SESSIONS
-        + weights.fill * _fill(candidate)
-        + weights.prefill * missing / PREFILL_TOKENS
-        + weights.far * (candidate.round_trip or 0.0) / TARGET_SECONDS
-    )
+    return _cost(candidate, TARGET_SECONDS) + missing / PREFILL_TOKENS
 
 
-def _draft_cost(candidate: WorkerCandidate, weights: ChoiceWeights) -> float:
-    return (
-        weights.crowd * candidate.busy / SESSIONS
-        + weights.fill * _fill(candidate)
-        + weights.far * (candidate.round_trip or 0.0) / DRAFT_SECONDS
-        + weights.refused * (1.0 - candidate.acceptance)
-    )
-
-
-def _fill(candidate: WorkerCandidate) -> float:
+def _cost(candidate: WorkerCandidate, far: float) -> float:
+    """How busy and how far a worker is. ``far``: the round trip that costs one unit, in seconds."""
     capacity = candidate.load.capacity_tokens
-    return candidate.held_tokens / capacity if capacity else 0.0
+    fill = candidate.held_tokens / capacity if capacity else 0.0
+    return candidate.busy / SESSIONS + fill + (candidate.round_trip or 0.0) / far
 
 
 def _pick(costs: Sequence[tuple[float, PeerId]], rng: Random) -> PeerId | None:

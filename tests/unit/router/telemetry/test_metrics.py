@@ -19,7 +19,7 @@ from draft_service.sequence import DraftCounters
 from router.answers.choice_reader import TextChunk
 from router.errors import code_of
 from router.generation import GenerationError
-from router.sessions.acceptance import AcceptanceRecord, AcceptanceWatch, WatchLimits
+from router.sessions.acceptance import BLOCK, AcceptanceRecord, AcceptanceWatch
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
 from router.sessions.tally import Buckets, RouterCounters
 from router.telemetry.metrics import UNREADABLE, RouterMetrics
@@ -254,17 +254,15 @@ def test_the_end_of_certificates_is_told(tmp_path) -> None:
 
 # Acceptance
 
-LIMITS = WatchLimits(block=100, fraction=0.4, floor=0.02, memory=16)
-
 
 def blocks(watch: AcceptanceWatch, rates: list[float], draft: PeerId = DRAFT) -> None:
     for rate in rates:
         for _ in range(10):
-            watch.offered(TARGET, draft, 10, round(rate * 10))
+            watch.offered(TARGET, draft, BLOCK // 10, round(rate * BLOCK / 10))
 
 
 def test_a_collapse_is_told_once_per_episode(caplog: pytest.LogCaptureFixture) -> None:
-    watch = AcceptanceWatch(LIMITS)
+    watch = AcceptanceWatch()
     with caplog.at_level(logging.INFO):
         blocks(watch, [0.5, 0.6, 0.5])
         assert not caplog.records
@@ -280,21 +278,22 @@ def test_a_collapse_is_told_once_per_episode(caplog: pytest.LogCaptureFixture) -
 
 
 def test_drafts_that_were_never_accepted_are_told_too() -> None:
-    watch = AcceptanceWatch(LIMITS)
+    watch = AcceptanceWatch()
     blocks(watch, [0.0, 0.0])
     ((_, _, pair),) = watch.pairs()
     assert (watch.collapses, pair.collapsed, pair.latest) == (1, True, 0.0)
 
 
 def test_a_low_value_that_stays_becomes_the_usual_one() -> None:
-    watch = AcceptanceWatch(LIMITS)
+    watch = AcceptanceWatch()
     blocks(watch, [0.8] * 3 + [0.2] * 40)
     ((_, _, pair),) = watch.pairs()
     assert (watch.collapses, pair.collapsed) == (1, False)
 
 
-def test_pairs_are_apart_and_bounded() -> None:
-    watch = AcceptanceWatch(WatchLimits(block=100, pairs=8))
+def test_pairs_are_apart_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.sessions.acceptance.MAX_PAIRS", 8)
+    watch = AcceptanceWatch()
     for i in range(50):
         blocks(watch, [0.5], PeerId(f"draft@{i}"))
     blocks(watch, [0.0], PeerId("draft@49"))
@@ -303,7 +302,7 @@ def test_pairs_are_apart_and_bounded() -> None:
 
 
 def test_a_collapse_is_over_once_its_drafter_is_no_longer_listed() -> None:
-    record = AcceptanceRecord(AcceptanceWatch(LIMITS))
+    record = AcceptanceRecord()
     other = PeerId("draft@10.0.0.3:7002")
     metrics = RouterMetrics(RouterCounters(), lambda: Snapshot(watch=record.watch))
     blocks(record.watch, [0.0])
