@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -26,7 +26,6 @@ from cluster.console import BAD_INPUT, FAILED, CommandError, say
 if TYPE_CHECKING:
     import httpx
 
-    from router.telemetry.cluster_shape import Cluster, EventPart, WorkerPart
 
 ABOUT = "show workers, sessions and events of a running server, live"
 DETAILS = """\
@@ -89,25 +88,33 @@ def look_at(client: httpx.Client, url: str) -> Cluster:
     """A router's view of the cluster. Raises :class:`Unreachable`, and CommandError where no later try would help."""
     import httpx
 
-    try:
-        answer = client.get(url.rstrip("/") + "/cluster")
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise CommandError(f"--url {url}: {error}", BAD_INPUT) from error
-    except httpx.HTTPError as error:
-        raise Unreachable(f"{url} does not answer: {error or type(error).__name__}") from error
-    if answer.status_code == httpx.codes.UNAUTHORIZED:
-        raise CommandError(f"{url} wants an API key it knows: see --api-key-file", BAD_INPUT)
-    if answer.status_code == httpx.codes.FORBIDDEN:
-        raise CommandError(f"{url} wants an operator's API key for this: see --api-key-file", BAD_INPUT)
-    if answer.is_server_error:
-        raise Unreachable(f"{url} answers with status {answer.status_code}")
-    try:
-        view = answer.json()
-    except ValueError:
-        view = None
-    if not isinstance(view, dict) or view.get("object") != "cluster":
-        raise CommandError(f"{url} is no Paceline server: status {answer.status_code} at /cluster", FAILED)
-    return cast("Cluster", view)
+    def __init__(self, client: httpx.Client, url: str) -> None:
+        """``url``: of the server."""
+        self._client, self.url = client, url
+
+    def __call__(self) -> dict[str, Any]:
+        """The view now. Raises :class:`Unreachable`, and CommandError where trying again would not help."""
+        import httpx
+
+        try:
+            answer = self._client.get(self.url.rstrip("/") + "/cluster")
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise CommandError(f"--url {self.url}: {error}", BAD_INPUT) from error
+        except httpx.HTTPError as error:
+            raise Unreachable(f"{self.url} does not answer: {error or type(error).__name__}") from error
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            raise CommandError(f"{self.url} wants an API key it knows: see --api-key-file", BAD_INPUT)
+        if answer.status_code == httpx.codes.FORBIDDEN:
+            raise CommandError(f"{self.url} wants an operator's API key for this: see --api-key-file", BAD_INPUT)
+        if answer.is_server_error:
+            raise Unreachable(f"{self.url} answers with status {answer.status_code}")
+        try:
+            view = answer.json()
+        except ValueError:
+            view = None
+        if not isinstance(view, dict) or view.get("object") != "cluster":
+            raise CommandError(f"{self.url} is no Paceline server: status {answer.status_code} at /cluster", FAILED)
+        return view
 
 
 def watch(
@@ -140,7 +147,7 @@ def _once(look: Callable[[], Cluster], console: Console, *, as_json: bool) -> in
     return 0
 
 
-def _first(look: Callable[[], Cluster]) -> Cluster:
+def _first(look: Look) -> dict[str, Any]:
     """The first view; a server that was never there is a mistake rather than a fault."""
     try:
         return look()

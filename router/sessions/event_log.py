@@ -38,11 +38,11 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoggedEvent:
-    """One line."""
+    """One line, with the fields that ``GET /cluster`` shows of it."""
 
     number: int
     """Counted from 1, also those that have left the ring."""
-    at: float
+    time: float
     """Seconds since 1970."""
     kind: EventKind
     text: str
@@ -71,7 +71,7 @@ class EventLog:
         now = self._clock()
         for back in range(1, min(len(self._lines), LOOK_BACK) + 1):
             line = self._lines[-back]
-            if line.kind is kind and line.worker == worker and abs(now - line.at) < TOGETHER_SECONDS:
+            if line.kind is kind and line.worker == worker and abs(now - line.time) < TOGETHER_SECONDS:
                 self._lines[-back] = replace(line, times=line.times + 1)
                 return
         self._number += 1

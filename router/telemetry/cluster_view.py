@@ -1,28 +1,25 @@
-"""``GET /cluster``: a snapshot of the router and what it counts, in the shape of :mod:`.cluster_shape`."""
+"""``GET /cluster``: a snapshot of the router and what it counts, as JSON for people and ``paceline top``.
+
+docs/alerts.md says what the fields mean.
+"""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
 from router.generation import ServedModel
-from router.sessions.event_log import LoggedEvent
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
 from router.sessions.tally import WINDOW_SECONDS, Buckets, ModelCounts
-from router.telemetry.cluster_shape import (
-    Cluster,
-    EventPart,
-    LatencyPart,
-    ModelPart,
-    RouterPart,
-    SourcePart,
-    TotalsPart,
-    WorkerPart,
-)
 from router.telemetry.metrics import RouterMetrics, own_version
 from router.telemetry.worker_metrics import draft_sources, efficiency
 from speculation.events import Role
+from speculation.messages import Loading, Welcome
+
+Json = dict[str, Any]
 
 
 class ClusterView:
@@ -34,30 +31,26 @@ class ClusterView:
         self._started = wall_clock()
         self._instance = uuid.uuid4().hex[:12]
 
-    def __call__(self) -> Cluster:
+    def __call__(self) -> Json:
         """As of now."""
         now, wall = self._tally.clock(), self._wall_clock()
         snapshot = self._metrics.snapshot()
         targets = [worker for worker in snapshot.workers if worker.role is Role.TARGET]
-        drafts = [worker for worker in snapshot.workers if worker.role is Role.DRAFT]
+        in_order = sorted(snapshot.workers, key=lambda worker: (worker.role is not Role.TARGET, worker.worker))
         return {
             "object": "cluster",
             "time": wall,
-            "router": self._router(snapshot, now, wall),
+            "router": self._router(snapshot, targets, now, wall),
             "totals": self._totals(snapshot),
             "models": [self._model(model, targets) for model in snapshot.models],
-            "workers": [
-                _worker(worker, wall - now)
-                for workers in (targets, drafts)
-                for worker in sorted(workers, key=lambda worker: worker.worker)
-            ],
-            "events": [_event(line) for line in snapshot.logged_events],
+            "workers": [_worker(worker, wall - now) for worker in in_order],
+            "events": [asdict(line) for line in snapshot.logged_events],
         }
 
-    def _router(self, snapshot: Snapshot, now: float, wall: float) -> RouterPart:
+    def _router(self, snapshot: Snapshot, targets: list[WorkerView], now: float, wall: float) -> Json:
         requests, tokens, _, _ = self._tally.recent.rates(now) or (0.0, 0.0, 0.0, 0.0)
         _, _, accepted, offered = self._tally.recent.growth(now)
-        waiting = [worker.load.waiting for worker in snapshot.workers if worker.role is Role.TARGET]
+        queued = sum(worker.load.waiting for worker in targets)
         return {
             "version": own_version(),
             "instance": self._instance,
@@ -66,7 +59,7 @@ class ClusterView:
             "ready": snapshot.unready is None,
             "unready": snapshot.unready,
             "draining": snapshot.draining,
-            "sessions": {"running": snapshot.running, "placing": snapshot.placing, "queued": sum(waiting)},
+            "sessions": {"running": snapshot.running, "placing": snapshot.placing, "queued": queued},
             "now": {
                 "window_seconds": WINDOW_SECONDS,
                 "requests_per_second": requests,
@@ -75,7 +68,7 @@ class ClusterView:
             },
         }
 
-    def _totals(self, snapshot: Snapshot) -> TotalsPart:
+    def _totals(self, snapshot: Snapshot) -> Json:
         counts, totals = list(self._tally.models.values()), snapshot.totals
         requests, committed, accepted, offered = self._tally.recent.totals
         verifications = sum(c.drafts for c in counts)
@@ -101,14 +94,13 @@ class ClusterView:
             "acceptance_collapses": snapshot.watch.collapses,
         }
 
-    def _model(self, model: ServedModel, targets: list[WorkerView]) -> ModelPart:
+    def _model(self, model: ServedModel, targets: list[WorkerView]) -> Json:
         counts = self._tally.models.get(model.name, ModelCounts())
-        up = [worker for worker in targets if worker.state is WorkerState.UP and worker.model == model.name]
         return {
             "name": model.name,
             "context": model.context,
             "vocabulary": model.vocabulary,
-            "targets_up": len(up),
+            "targets_up": sum(each.state is WorkerState.UP and each.model == model.name for each in targets),
             "prompt_tokens": counts.prompt_tokens,
             "generated_tokens": counts.generated_tokens,
             "acceptance": _share(counts.accepted_tokens, counts.draft_tokens),
@@ -119,38 +111,43 @@ class ClusterView:
         }
 
 
-def _worker(view: WorkerView, epoch: float) -> WorkerPart:
+def _worker(view: WorkerView, epoch: float) -> Json:
     """``epoch``: what to add to times of the pool's clock."""
-    load, described, loading = view.load, view.described, view.loading
+    load, counters, loading = view.load, view.load.counters, view.loading or Loading("")
+    described = view.described or Welcome(view.role.value, loading.model, 0, 0)
     steps, tokens = view.rates or (None, None)
     acceptance = view.acceptance
     if view.role is Role.TARGET and acceptance is None:  # its drafts, if any, are made in its own process
-        acceptance = _share(load.counters.get("accepted", 0), load.counters.get("offered", 0))
+        acceptance = _share(counters.get("accepted", 0), counters.get("offered", 0))
     return {
         "id": view.worker,
         "address": view.worker.partition("@")[2],
         "role": view.role.value,
-        "model": described.model if described else loading.model if loading else "",
+        "model": described.model,
         "state": _state(view),
-        "doing": loading.doing if loading else "",
-        "fraction": loading.fraction if loading else None,
+        "doing": loading.doing,
+        "fraction": loading.fraction,
         "standby": view.standby,
         "since": view.since + epoch,
         "sessions": load.sessions,
         "waiting": load.waiting,
         "router_sessions": view.sessions,
         "cache": {"free": load.free_tokens, "capacity": load.capacity_tokens},
-        "round_trip_ms": None if view.round_trip is None else 1000 * view.round_trip,
+        "round_trip_ms": _ms(view.round_trip),
         "acceptance": acceptance,
         "steps_per_second": steps,
         "tokens_per_second": tokens,
         "efficiency": efficiency(view),
-        "sources": _sources(view),
-        "dtype": described.dtype if described else "",
-        "exactness": described.exactness if described else "",
-        "revision": f"{described.revision:016x}" if described else "",
-        "instance": described.instance if described else "",
-        "started": described.started or None if described else None,
+        "sources": {
+            str(source): {"offered": offered, "accepted": counters.get(f"accepted_from_{source}", 0)}
+            for source in draft_sources([view.described])
+            if (offered := counters.get(f"offered_from_{source}", 0))
+        },
+        "dtype": described.dtype,
+        "exactness": described.exactness,
+        "revision": f"{described.revision:016x}" if view.described else "",
+        "instance": described.instance,
+        "started": described.started or None,
     }
 
 
@@ -162,34 +159,12 @@ def _state(view: WorkerView) -> str:
     return view.state.value
 
 
-def _sources(view: WorkerView) -> dict[str, SourcePart]:
-    counters = view.load.counters
-    return {
-        str(source): {"offered": offered, "accepted": counters.get(f"accepted_from_{source}", 0)}
-        for source in draft_sources([view.described])
-        if (offered := counters.get(f"offered_from_{source}", 0))
-    }
+def _latency(buckets: Buckets) -> Json:
+    return {"median_ms": _ms(buckets.quantile(0.5)), "p90_ms": _ms(buckets.quantile(0.9))}
 
 
-def _event(line: LoggedEvent) -> EventPart:
-    return {
-        "number": line.number,
-        "time": line.at,
-        "kind": line.kind.value,
-        "text": line.text,
-        "worker": line.worker,
-        "session": line.session,
-        "request": line.request,
-        "times": line.times,
-    }
-
-
-def _latency(buckets: Buckets) -> LatencyPart:
-    median, p90 = (buckets.quantile(share) for share in (0.5, 0.9))
-    return {
-        "median_ms": None if median is None else 1000 * median,
-        "p90_ms": None if p90 is None else 1000 * p90,
-    }
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds
 
 
 def _share(part: int, whole: int) -> float | None:

@@ -11,10 +11,9 @@ there are three gauges more, under names of vLLM's (docs/plugin-metric-protocol.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -32,15 +31,15 @@ K = TypeVar("K", bound=tuple[str, ...])
 
 def gauge(name: str, about: str, labels: Sequence[str], values: Mapping[K, float], *, prefix: str = PREFIX) -> Metric:
     """A family of gauges."""
-    family = GaugeMetricFamily(prefix + name, about, labels=labels)
-    for label_values, value in values.items():
-        family.add_metric(label_values, float(value))
-    return family
+    return _filled(GaugeMetricFamily(prefix + name, about, labels=labels), values)
 
 
 def counter(name: str, about: str, labels: Sequence[str], values: Mapping[K, float]) -> Metric:
     """A family of counters; its samples are named ``<name>_total``."""
-    family = CounterMetricFamily(PREFIX + name, about, labels=labels)
+    return _filled(CounterMetricFamily(PREFIX + name, about, labels=labels), values)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[K, float]) -> Metric:
     for label_values, value in values.items():
         family.add_metric(label_values, float(value))
     return family
@@ -58,99 +57,69 @@ def histogram(name: str, about: str, labels: Sequence[str], values: Mapping[K, B
 
 LABELS = ("model", "role", "worker")
 PER_WORKER = " Per worker: take the maximum of routers."
-MICROSECONDS = 1e-6
+MICROSECONDS = "_microseconds"
+"""How a worker's counters of time end; their metrics are in seconds."""
 FOR_PICKERS = "vllm:"
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
+class Counted(NamedTuple):
     """The metric of something that workers count."""
 
+    role: Role | None
+    """None: either counts it."""
     name: str
     about: str
-    sources: tuple[str, ...]
+    sources: Sequence[str]
     """Names in :attr:`speculation.messages.Load.counters`; their values are added up."""
-    scale: float = 1.0
-    role: Role | None = None
-    """None: either counts it."""
+
+
+def _counted(role: Role | None, *rows: tuple[str, ...]) -> list[Counted]:
+    return [Counted(role, name, about, sources) for name, about, *sources in rows]
 
 
 COUNTERS = (
-    Counted("worker_steps", "Steps computed.", ("steps",)),
-    Counted("worker_step_seconds", "Time in steps.", ("step_microseconds",), MICROSECONDS),
-    Counted("worker_forward_seconds", "Time in the model.", ("forward_microseconds",), MICROSECONDS, Role.TARGET),
-    Counted("worker_committed_tokens", "Tokens committed.", ("committed",), role=Role.TARGET),
-    Counted("worker_sessions_refused", "Sessions refused or given up.", ("refused",), role=Role.TARGET),
-    Counted("num_preemptions", "Sessions set back for want of cache.", ("preempted",), role=Role.TARGET),
-    Counted(
-        "grammar_waits",
-        "Steps that sessions sat out since their callers' grammars had taken too long.",
-        ("grammar_waits",),
-        role=Role.TARGET,
+    *_counted(
+        None,
+        ("worker_steps", "Steps computed.", "steps"),
+        ("worker_step_seconds", "Time in steps.", "step_microseconds"),
     ),
-    Counted("draft_waits", "Steps put off because drafts were expected.", ("waits",), role=Role.TARGET),
-    Counted("draft_wait_seconds", "Time steps were put off so.", ("wait_microseconds",), MICROSECONDS, Role.TARGET),
-    Counted(
-        "prefix_cache_queries",
-        "Tokens of prompts and re-opened sessions that the cache was asked for.",
-        ("prefilled", "reused"),
-        role=Role.TARGET,
-    ),
-    Counted("prefix_cache_hits", "Tokens of these that it held.", ("reused",), role=Role.TARGET),
-    Counted(
-        "draft_model_seconds",
-        "Time that draft models and EAGLE heads in targets' processes took, part of the time in steps.",
-        ("draft_microseconds",),
-        MICROSECONDS,
+    *_counted(
         Role.TARGET,
+        ("worker_forward_seconds", "Time in the model.", "forward_microseconds"),
+        ("worker_committed_tokens", "Tokens committed.", "committed"),
+        ("worker_sessions_refused", "Sessions refused or given up.", "refused"),
+        ("num_preemptions", "Sessions set back for want of cache.", "preempted"),
+        ("grammar_waits", "Steps that sessions sat out since their grammars had taken too long.", "grammar_waits"),
+        ("draft_waits", "Steps put off because drafts were expected.", "waits"),
+        ("draft_wait_seconds", "Time steps were put off so.", "wait_microseconds"),
+        ("prefix_cache_queries", "Tokens of prompts that the cache was asked for.", "prefilled", "reused"),
+        ("prefix_cache_hits", "Tokens of these that the cache held.", "reused"),
+        ("draft_model_seconds", "Time in steps for a draft model or head at the target.", "draft_microseconds"),
+        ("draft_model_left_out", "Times a target's draft model or head left a session out.", "draft_left_out"),
+        ("draft_model_faults", "Sessions left without a target's draft model or head, which failed.", "draft_faults"),
+        ("suffix_indexed_tokens", "Tokens of outputs kept to draft from.", "suffix_indexed"),
+        ("feature_tokens", "Tokens whose features went to drafters with a head.", "features"),
+        ("features_refused", "Features wanted for an unknown head, or of no session.", "features_refused"),
+        ("suffix_forgotten_tokens", "Of these, those no longer kept.", "suffix_forgotten"),
+        ("draft_source_faults", "Sessions without a registered source that failed.", "source_faults"),
+        ("suffix_queries", "Times earlier outputs were asked how a text goes on.", "suffix_asked"),
+        ("suffix_hits", "Times these had an answer.", "suffix_found"),
     ),
-    Counted(
-        "draft_model_left_out",
-        "Times a session had no room in, or text unknown to, the draft model or EAGLE head in its target's process.",
-        ("draft_left_out",),
-        role=Role.TARGET,
+    *_counted(
+        Role.DRAFT,
+        ("features_received_tokens", "Tokens whose features came for an EAGLE head.", "features"),
+        ("features_dropped", "Features that were late, or not for the head.", "features_late", "features_refused"),
+        ("drafter_computed_tokens", "Tokens a drafter computed.", "computed"),
+        ("drafter_reused_tokens", "Tokens a drafter found in its cache.", "reused"),
+        ("drafter_guessed_tokens", "Guesses that a drafter's forwards verified.", "guessed"),
+        ("drafter_followed_guesses", "Guesses that became drafts so.", "followed"),
+        ("drafter_proposed_tokens", "Draft tokens a drafter found and proposes.", "proposed"),
+        ("drafter_verifications", "Verifications a drafter was told of.", "verified"),
+        ("drafter_accepted_tokens", "Draft tokens accepted in its sessions.", "accepted"),
+        ("drafter_asked_lead_tokens", "Lead that targets asked for.", "asked"),
+        ("drafter_delivered_lead_tokens", "What there was of it.", "delivered"),
+        ("drafter_sessions_lost", "Sessions whose thread a drafter lost.", "lost"),
     ),
-    Counted(
-        "draft_model_faults",
-        "Sessions that go on without the draft model or EAGLE head in their target's process since it failed.",
-        ("draft_faults",),
-        role=Role.TARGET,
-    ),
-    Counted("suffix_indexed_tokens", "Tokens of outputs kept to draft from.", ("suffix_indexed",), role=Role.TARGET),
-    Counted("feature_tokens", "Tokens whose features went to drafters with a head.", ("features",), role=Role.TARGET),
-    Counted(
-        "features_refused",
-        "Features wanted for a head that the target does not have, or of no session.",
-        ("features_refused",),
-        role=Role.TARGET,
-    ),
-    Counted(
-        "features_received_tokens", "Tokens whose features came for an EAGLE head.", ("features",), role=Role.DRAFT
-    ),
-    Counted(
-        "features_dropped",
-        "Messages with features that were late, or none for the head.",
-        ("features_late", "features_refused"),
-        role=Role.DRAFT,
-    ),
-    Counted("suffix_forgotten_tokens", "Of these, those no longer kept.", ("suffix_forgotten",), role=Role.TARGET),
-    Counted(
-        "draft_source_faults", "Sessions without a registered source that failed.", ("source_faults",), role=Role.TARGET
-    ),
-    Counted(
-        "suffix_queries", "Times earlier outputs were asked how a text goes on.", ("suffix_asked",), role=Role.TARGET
-    ),
-    Counted("suffix_hits", "Times these had an answer.", ("suffix_found",), role=Role.TARGET),
-    Counted("drafter_computed_tokens", "Tokens a drafter computed.", ("computed",), role=Role.DRAFT),
-    Counted("drafter_reused_tokens", "Tokens a drafter found in its cache.", ("reused",), role=Role.DRAFT),
-    Counted("drafter_guessed_tokens", "Guesses that a drafter's forwards verified.", ("guessed",), role=Role.DRAFT),
-    Counted("drafter_followed_guesses", "Guesses that became drafts so.", ("followed",), role=Role.DRAFT),
-    Counted("drafter_proposed_tokens", "Draft tokens a drafter found and proposes.", ("proposed",), role=Role.DRAFT),
-    Counted("drafter_verifications", "Verifications a drafter was told of.", ("verified",), role=Role.DRAFT),
-    Counted("drafter_accepted_tokens", "Draft tokens accepted in its sessions.", ("accepted",), role=Role.DRAFT),
-    Counted("drafter_asked_lead_tokens", "Lead that targets asked for.", ("asked",), role=Role.DRAFT),
-    Counted("drafter_delivered_lead_tokens", "What there was of it.", ("delivered",), role=Role.DRAFT),
-    Counted("drafter_sessions_lost", "Sessions whose thread a drafter lost.", ("lost",), role=Role.DRAFT),
 )
 BY_SOURCE = (
     ("worker_offered_tokens", "Draft tokens verified, by draft source.", "offered_from_"),
@@ -192,40 +161,47 @@ def collect_workers(snapshot: Snapshot) -> Iterator[Metric]:
 
 
 def _loads(views: list[WorkerView]) -> Iterator[Metric]:
-    for name, about, values in (
-        ("num_requests_running", "Sessions a worker computes.", {_labels(v): v.load.sessions for v in views}),
-        ("num_requests_waiting", "Sessions queued at a worker.", {_labels(v): v.load.waiting for v in views}),
-        ("kv_cache_capacity_tokens", "Room of a worker's cache.", {_labels(v): v.load.capacity_tokens for v in views}),
-        (
-            "kv_cache_usage_perc",
-            "Part of a worker's cache in use, 0 to 1.",
-            {_labels(v): 1 - v.load.free_tokens / v.load.capacity_tokens for v in views if v.load.capacity_tokens},
-        ),
-        (
-            "suffix_stored_tokens",
-            "Tokens of earlier outputs that a target drafts from.",
-            {
-                _labels(v): v.load.counters["suffix_indexed"] - v.load.counters.get("suffix_forgotten", 0)
-                for v in views
-                if "suffix_indexed" in v.load.counters
-            },
-        ),
-    ):
+    for name, about, value in _LOADS:
+        values = {_labels(view): float(known) for view in views if (known := value(view)) is not None}
         yield gauge(name, about + PER_WORKER, LABELS, values)
-    yield gauge(
+
+
+def _used(view: WorkerView) -> float | None:
+    load = view.load
+    return 1 - load.free_tokens / load.capacity_tokens if load.capacity_tokens else None
+
+
+def _stored(view: WorkerView) -> int | None:
+    counters = view.load.counters
+    return counters["suffix_indexed"] - counters.get("suffix_forgotten", 0) if "suffix_indexed" in counters else None
+
+
+def efficiency(view: WorkerView) -> float | None:
+    """Part of a target's working time that it computed, 0 to 1; None while it has not worked, and of a drafter."""
+    computing = view.load.counters.get("step_microseconds", 0)
+    waiting = view.load.counters.get("wait_microseconds")
+    return computing / (computing + waiting) if computing and waiting is not None else None
+
+
+_LOADS: tuple[tuple[str, str, Callable[[WorkerView], float | None]], ...] = (
+    ("num_requests_running", "Sessions a worker computes.", lambda view: view.load.sessions),
+    ("num_requests_waiting", "Sessions queued at a worker.", lambda view: view.load.waiting),
+    ("kv_cache_capacity_tokens", "Room of a worker's cache.", lambda view: view.load.capacity_tokens),
+    ("kv_cache_usage_perc", "Part of a worker's cache in use, 0 to 1.", _used),
+    ("suffix_stored_tokens", "Tokens of earlier outputs that a target drafts from.", _stored),
+    (
         "worker_exact",
-        "Whether a token has the same bits at a target however it is computed, as measured at its start." + PER_WORKER,
-        LABELS,
-        {_labels(v): float(v.described.exact) for v in views if v.described and v.described.exact is not None},
-    )
-    yield gauge(
+        "Whether a token has the same bits at a target however it is computed, as measured at its start.",
+        lambda view: view.described.exact if view.described else None,
+    ),
+    (
         "pipeline_efficiency",
         "Part of a target's working time since its start that it computed rather than waited for drafts: its tokens/s "
         "against those at the same tokens a step without waiting. Over a time range: rate(step_seconds) / "
-        "(rate(step_seconds) + rate(draft_wait_seconds))." + PER_WORKER,
-        LABELS,
-        {_labels(view): value for view in views if (value := efficiency(view)) is not None},
-    )
+        "(rate(step_seconds) + rate(draft_wait_seconds)).",
+        efficiency,
+    ),
+)
 
 
 def collect_for_pickers(snapshot: Snapshot) -> Iterator[Metric]:
@@ -245,17 +221,11 @@ def collect_for_pickers(snapshot: Snapshot) -> Iterator[Metric]:
         yield gauge(name, f"{about} For endpoint pickers; see paceline_{name}.", (), {(): value}, prefix=FOR_PICKERS)
 
 
-def efficiency(view: WorkerView) -> float | None:
-    """Part of a target's working time that it computed, 0 to 1; None while it has not worked, and of a drafter."""
-    computing = view.load.counters.get("step_microseconds", 0)
-    waiting = view.load.counters.get("wait_microseconds")
-    return computing / (computing + waiting) if computing and waiting is not None else None
-
-
 def _counters(views: list[WorkerView]) -> Iterator[Metric]:
     for entry in COUNTERS:
+        scale = 1e-6 if entry.sources[0].endswith(MICROSECONDS) else 1
         values = {
-            _labels(view): sum(view.load.counters[source] for source in entry.sources) * entry.scale
+            _labels(view): sum(view.load.counters[source] for source in entry.sources) * scale
             for view in views
             if entry.role in (None, view.role) and view.load.counters.keys() >= set(entry.sources)
         }

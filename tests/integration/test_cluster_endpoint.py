@@ -12,9 +12,9 @@ import pytest
 
 from cluster import cli
 from router.service import Router, RouterSettings
-from router.telemetry.cluster_shape import Cluster
 from tests.stack import draft_worker, target_worker
 
+Cluster = dict[str, Any]
 BODY = {"prompt": "def add(a, b):", "temperature": 0, "ignore_eos": True}
 
 

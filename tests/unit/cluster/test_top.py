@@ -19,14 +19,13 @@ from router.generation import ServedModel
 from router.sessions.event_log import EventKind, LoggedEvent
 from router.sessions.snapshot import Snapshot, Totals, WorkerState, WorkerView
 from router.sessions.tally import RouterCounters
-from router.telemetry.cluster_shape import Cluster
 from router.telemetry.cluster_view import ClusterView
 from router.telemetry.metrics import RouterMetrics
 from speculation.events import PeerId, Role
 from speculation.messages import Load, Welcome
 
 
-def view(targets: int = 2, events: int = 3) -> Cluster:
+def view(targets: int = 2, events: int = 3) -> dict[str, Any]:
     load = Load(12, 3, 2500, 10000, counters={"offered": 10, "accepted": 4})
     welcome = Welcome("target", "bundled/target", 290, 256, dtype="bfloat16")
     workers = [
@@ -52,7 +51,7 @@ def view(targets: int = 2, events: int = 3) -> Cluster:
     return ClusterView(RouterMetrics(RouterCounters(lambda: 50.0), lambda: snapshot), lambda: 1050.0)()
 
 
-def drawn(shown: Cluster, width: int, height: int | None = None, trouble: str = "") -> list[str]:
+def drawn(shown: dict[str, Any], width: int, height: int | None = None, trouble: str = "") -> list[str]:
     console = Console(file=io.StringIO(), width=width, highlight=False)
     console.print(screen(shown, width, height, trouble))
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]

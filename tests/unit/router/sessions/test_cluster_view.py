@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
@@ -22,6 +24,7 @@ from router.telemetry.metrics import RouterMetrics
 from speculation.events import Lost, PeerId, Placed, Role, Start
 from speculation.messages import Limits, Load, Open, Sampling, SessionId, Welcome
 from speculation.request.session import Session
+from tests.structure import ROOT
 from transport.tracing import SessionLog
 
 TARGET, DRAFT = PeerId("target@10.0.0.1:7001"), PeerId("draft@10.0.0.2:7002")
@@ -231,7 +234,37 @@ def test_everything_known_is_in_the_view() -> None:
     assert up["sources"] == {"lookup": {"offered": 10, "accepted": 4}}
     assert (up["revision"], up["started"]) == ("0000000000000abc", 900.0)
     assert (lost["model"], never["model"], never["started"]) == ("m", "", None)
-    assert view["events"][0]["number"] == 7
+    assert view["events"][0] == {
+        "number": 7,
+        "time": 1049.0,
+        "kind": "worker_up",
+        "text": "up",
+        "worker": TARGET,
+        "session": None,
+        "request": "",
+        "times": 1,
+    }
+
+
+def fields_of(value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield name
+            yield from fields_of(inner)
+    if isinstance(value, list):
+        for inner in value:
+            yield from fields_of(inner)
+
+
+def test_every_field_of_the_view_is_documented() -> None:
+    snapshot = Snapshot(
+        workers=(WorkerView(DRAFT, Role.DRAFT, WorkerState.DOWN),),
+        models=(ServedModel("m", 290, 256, 1),),
+        logged_events=(LoggedEvent(7, 1049.0, EventKind.WORKER_UP, "up", TARGET),),
+    )
+    text = (ROOT / "docs" / "alerts.md").read_text()
+    documented = set(re.findall(r"`(\w+)`", text.partition("## The view of the cluster")[2].partition("\n## ")[0]))
+    assert not set(fields_of(view_of(snapshot)())) - documented
 
 
 def test_what_drafters_bring_a_target_counts_before_what_it_finds_itself() -> None:
