@@ -1,7 +1,7 @@
 """The bodies of requests: every field, what it takes and does, or why it is refused.
 
 Everything that speaks of fields reads these models: parsing, the OpenAPI description (:mod:`router.http.openapi`),
-``docs/api.md`` (:mod:`router.http.describe`), and the tests that send every field. Here stands what can be said of a
+``docs/api.md`` (:mod:`tests.api_page`), and the tests that send every field. Here stands what can be said of a
 field by itself; what depends on the model, the server or other fields is checked where the field is used. Fields that
 are not declared are refused: no parameter is silently ignored. What is said to have no effect is a label.
 """

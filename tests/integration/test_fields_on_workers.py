@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from router.http.api import build_app
-from router.http.describe import ROWS, FieldRow, FieldSupport
 from router.schema.request_schema import Kind
 from router.text.tokenizer import Tokenizers
 from tests import stack
+from tests.api_page import ROWS, FieldRow, FieldSupport
 from tests.bundled import MODELS
 
 BASES: dict[Kind, dict[str, Any]] = {

@@ -12,11 +12,11 @@ import pytest
 
 from router.errors import CODES, ApiError
 from router.generation import ServedModel
-from router.http.describe import ROWS, FieldRow, FieldSupport, document
 from router.http.openapi import description
 from router.schema.request_schema import Kind
 from router.schema.requests import ApiRequest, ModelEntry
 from speculation.messages import Sampling
+from tests.api_page import ROWS, FieldRow, FieldSupport, document
 from tests.fakes import tiny_tokenizer
 from tests.parsing import parse_chat, parse_completion
 

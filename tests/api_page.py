@@ -1,6 +1,6 @@
 """The table of every request field, read off their models; writes ``docs/api.md`` from it and the table of errors.
 
-``python -m router.http.describe > docs/api.md``
+``python -m tests.api_page > docs/api.md``
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ ROWS: tuple[FieldRow, ...] = tuple(_table())
 _INTRODUCTION = """\
 # The HTTP API
 
-<!-- Written by `python -m router.http.describe > docs/api.md` from the models of request bodies; do not edit. -->
+<!-- Written by `python -m tests.api_page > docs/api.md` from the models of request bodies; do not edit. -->
 
 `POST /v1/completions` and `POST /v1/chat/completions` are OpenAI's, with vLLM's additional fields. An application moves
 here by changing its base URL. `GET /v1/models` lists what is served; `/openapi.json` describes everything to machines.
