@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from router.text.tokenizer import REPLACEMENT, Tokenizer
+from router.text.tool_calls import overlap
 from speculation.events import Origin, Own
 from speculation.messages import Token
 
@@ -99,13 +100,12 @@ class StopMatcher:
     First means the earliest last character; of several that end there, the longest. This is what looking at
     the text after every character would find, so it does not depend on the split. The text before it is all
     that comes out, or the text with it if it is to be ``kept``. No more is held back than the longest end of the
-    text that begins a stop string (Knuth, Morris and Pratt's automaton, one per stop string).
+    text that begins a stop string.
     """
 
     def __init__(self, stops: Sequence[str], *, kept: bool = False) -> None:
         """``stops`` are not empty strings."""
-        self._patterns = [_Pattern(stop) for stop in stops]
-        self._kept = kept
+        self._stops, self._kept = stops, kept
         self.idle = not stops
         """Whether there is nothing to find."""
         self._held = ""
@@ -113,15 +113,15 @@ class StopMatcher:
 
     def push(self, text: str) -> str:
         """The text that is now certain to come before any stop string."""
-        if not self._patterns:
+        if self.idle:
             return text
         seen = self._held + text
-        for index, character in enumerate(text):
-            complete = [len(p.text) for p in self._patterns if p.push(character)]
-            if complete:
-                self.matched, self._held = True, ""
-                return seen[: len(seen) - len(text) + index + 1 - (0 if self._kept else max(complete))]
-        certain = len(seen) - max(pattern.matched for pattern in self._patterns)
+        complete = [(start + len(stop), start) for stop in self._stops if (start := seen.find(stop)) >= 0]
+        if complete:
+            self.matched, self._held = True, ""
+            end, start = min(complete)
+            return seen[: end if self._kept else start]
+        certain = len(seen) - max([overlap(seen, stop) for stop in self._stops])
         self._held = seen[certain:]
         return seen[:certain]
 
@@ -129,27 +129,6 @@ class StopMatcher:
         """What was held back, when the text ends without a stop string."""
         held, self._held = self._held, ""
         return held
-
-
-class _Pattern:
-    """How many characters at the end of the text are the beginning of ``text``."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.matched = 0
-        self._fallback = [0] * len(text)
-        for i in range(1, len(text)):
-            length = self._fallback[i - 1]
-            while length and text[i] != text[length]:
-                length = self._fallback[length - 1]
-            self._fallback[i] = length + (text[i] == text[length])
-
-    def push(self, character: str) -> bool:
-        """Take one more character; whether the text now ends with the pattern, after which no more may come."""
-        while self.matched and character != self.text[self.matched]:
-            self.matched = self._fallback[self.matched - 1]
-        self.matched += character == self.text[self.matched]
-        return self.matched == len(self.text)
 
 
 @dataclass(frozen=True, slots=True)

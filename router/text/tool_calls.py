@@ -137,7 +137,7 @@ class HermesParser:
     def _open(self, found: Found) -> bool:
         """Pass on what stands before the next call; whether there is one."""
         start = self._held.find(OPEN)
-        before = self._held[: len(self._held) - _overlap(self._held, OPEN) if start < 0 else start]
+        before = self._held[: len(self._held) - overlap(self._held, OPEN) if start < 0 else start]
         content = before.rstrip()
         self._tell(found, content)
         if start < 0:
@@ -230,9 +230,15 @@ class LlamaParser:
         return Found(held)
 
 
-def _overlap(text: str, mark: str) -> int:
-    """The longest end of a text that is a beginning of ``mark``."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+def overlap(text: str, mark: str) -> int:
+    """The length of the longest end of a text that is a beginning of ``mark``, but not all of it."""
+    length = min(len(mark) - 1, len(text))
+    while length > 0:
+        length = mark.rfind(text[-1], 0, length) + 1
+        if text.endswith(mark[:length]):
+            return length
+        length -= 1
+    return 0
 
 
 def _call(value: object, names: tuple[str, ...]) -> ToolCall:
