@@ -17,7 +17,7 @@ from router.schema.request_schema import BODIES
 _STRING: Schema = {"type": "string"}
 _INTEGER: Schema = {"type": "integer"}
 _NUMBER: Schema = {"type": "number"}
-_REFUSED = (400, 401, 408, 413, 429, 500, 503, 504)
+_REFUSED = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 """Statuses of errors that any request for text can end with."""
 
 
@@ -47,31 +47,29 @@ def description(version: str) -> Schema:
 
 
 def _paths() -> Schema:
+    text = {"200": {"description": "Text", "content": {"text/plain": {"schema": _STRING}}}}
+    models = _object({"object": {"const": "list"}, "data": _array(_ref("Model"))})
+    named = {"parameters": [{"name": "name", "in": "path", "required": True, "schema": _STRING}]}
     return {
         "/v1/completions": {"post": _generation("Continue texts", "Completion")},
         "/v1/chat/completions": {"post": _generation("Answer a conversation", "ChatCompletion")},
-        "/v1/models": {"get": _get("The served models", _list_of_models())},
-        "/v1/models/{name}": {
-            "get": _get("One served model", _ref("Model"), 404, 503)
-            | {"parameters": [{"name": "name", "in": "path", "required": True, "schema": _STRING}]}
-        },
+        "/v1/models": {"get": _get("The served models", models)},
+        "/v1/models/{name}": {"get": _get("One served model", _ref("Model"), 404, 503) | named},
         "/health": {"get": _get("Whether the process serves", _object({"status": _STRING}))},
         "/ready": {"get": _ready()},
-        "/metrics": {"get": {"summary": "Metrics for Prometheus", "responses": {"200": _text_answer("text/plain")}}},
-        PICKER_PATH: {"get": {"summary": "Of these, for pickers", "responses": {"200": _text_answer("text/plain")}}},
+        "/metrics": {"get": {"summary": "Metrics for Prometheus", "responses": text}},
+        PICKER_PATH: {"get": {"summary": "Of these, for pickers", "responses": text}},
         "/cluster": {"get": _get("What this router knows of its workers", {"type": "object"})},
         "/openapi.json": {"get": _get("This description", {"type": "object"})},
     }
 
 
 def _generation(summary: str, answer: str) -> Schema:
-    body = {"required": True, "content": {"application/json": {"schema": _ref(f"{answer}Request")}}}
     content = _json(_ref(answer)) | {"text/event-stream": {"example": "data: {...}\n\ndata: [DONE]\n\n"}}
     return {
         "summary": summary,
-        "requestBody": body,
-        "responses": {"200": {"description": "The answer, or its stream", "content": content}}
-        | _errors(*_REFUSED, 404),
+        "requestBody": {"required": True, "content": _json(_ref(f"{answer}Request"))},
+        "responses": {"200": {"description": "The answer, or its stream", "content": content}} | _errors(*_REFUSED),
     }
 
 
@@ -82,15 +80,10 @@ def _get(summary: str, answer: Schema, *errors: int) -> Schema:
 
 def _ready() -> Schema:
     fraction: Schema = {"type": ["number", "null"]}
-    worker = _object(
-        {"role": _STRING, "model": _STRING, "doing": _STRING, "fraction": fraction}, "role", "model", "doing"
-    )
-    starting: Schema = {"type": "array", "items": worker}
-    answer = _object({"status": _STRING, "reason": _STRING, "starting": starting}, "status")
-    return {
-        "summary": "Whether requests can be served now",
-        "responses": {status: {"description": "Yes or no", "content": _json(answer)} for status in ("200", "503")},
-    }
+    worker = _object({"role": _STRING, "model": _STRING, "doing": _STRING, "fraction": fraction})
+    answer = _object({"status": _STRING, "reason": _STRING, "starting": _array(worker)}, "reason", "starting")
+    told = {"description": "Yes or no", "content": _json(answer)}
+    return {"summary": "Whether requests can be served now", "responses": {"200": told, "503": told}}
 
 
 def _errors(*statuses: int) -> Schema:
@@ -99,12 +92,8 @@ def _errors(*statuses: int) -> Schema:
             "description": " ".join(row.meaning for row in CODES.values() if row.status == status),
             "content": _json(_ref("Error")),
         }
-        for status in sorted(set(statuses))
+        for status in statuses
     }
-
-
-def _text_answer(media_type: str) -> Schema:
-    return {"description": "Text", "content": {media_type: {"schema": _STRING}}}
 
 
 def _body(schema: Schema) -> Schema:
@@ -127,78 +116,57 @@ def _property(field: Schema, required: bool) -> Schema:
 
 
 def _error() -> Schema:
-    codes = sorted(CODES)
-    types = sorted({row.type.value for row in CODES.values()})
-    inner = {"message": _STRING, "type": {"enum": types}, "param": _or_null(_STRING), "code": {"enum": codes}}
-    return _object({"error": _object(inner, *inner)}, "error")
+    types = {"enum": sorted({row.type.value for row in CODES.values()})}
+    inner = {"message": _STRING, "type": types, "param": _or_null(_STRING), "code": {"enum": sorted(CODES)}}
+    return _object({"error": _object(inner)})
 
 
 def _answer(content: Mapping[str, Schema], logprobs: Schema) -> Schema:
-    choice = {
-        "index": _INTEGER,
-        **content,
-        "logprobs": _or_null(logprobs),
-        "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
-    }
-    required = list(choice)
-    outer = {"id": _STRING, "object": _STRING, "created": _INTEGER, "model": _STRING}
-    outer |= {"choices": {"type": "array", "items": _object(choice | _beside(), *required)}, "usage": _usage()}
-    return _object(outer | {name: schema for name, schema in _beside().items() if name != "token_ids"}, *outer)
-
-
-def _beside() -> dict[str, Schema]:
-    """Fields of vLLM: in the choices of a completion; about the prompt, beside the choices of a chat."""
-    tokens = {"type": "array", "items": _INTEGER}
+    finish = {"enum": ["stop", "length", "tool_calls"]}
+    choice = {"index": _INTEGER, **content, "logprobs": _or_null(logprobs), "finish_reason": finish}
+    # vLLM's fields: in the choices of a completion; about the prompt, beside the choices of a chat.
     entry = _object({"logprob": _NUMBER, "rank": _or_null(_INTEGER), "decoded_token": _STRING})
     place = _or_null({"type": "object", "additionalProperties": entry})
-    return {"token_ids": tokens, "prompt_token_ids": tokens, "prompt_logprobs": {"type": "array", "items": place}}
-
-
-def _usage() -> Schema:
+    prompt = {"prompt_token_ids": _array(_INTEGER), "prompt_logprobs": _array(place)}
+    choices = _array(_object(choice | prompt | {"token_ids": _array(_INTEGER)}, *prompt, "token_ids"))
+    outer = {"id": _STRING, "object": _STRING, "created": _INTEGER, "model": _STRING, "choices": choices}
     counts = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _INTEGER)
     details = {"type": "object", "additionalProperties": _INTEGER}
-    return _object(
-        counts | {"prompt_tokens_details": details, "completion_tokens_details": details},
-        *counts,
-    )
+    usage = _object(counts | {"prompt_tokens_details": details, "completion_tokens_details": details})
+    return _object(outer | {"usage": usage} | prompt, *prompt)
 
 
 def _message() -> Schema:
-    function = _object({"name": _STRING, "arguments": _STRING}, "name", "arguments")
-    call = _object({"id": _STRING, "type": {"const": "function"}, "function": function}, "id", "type", "function")
+    function = _object({"name": _STRING, "arguments": _STRING})
+    calls = _array(_object({"id": _STRING, "type": {"const": "function"}, "function": function}))
     fields = {"role": {"const": "assistant"}, "content": _or_null(_STRING), "refusal": {"type": "null"}}
-    return _object(fields | {"tool_calls": {"type": "array", "items": call}}, *fields)
+    return _object(fields | {"tool_calls": calls}, "tool_calls")
 
 
 def _completion_logprobs() -> Schema:
     likeliest = _or_null({"type": "object", "additionalProperties": _NUMBER})
-    lists = {
-        "tokens": _STRING,
-        "token_logprobs": _or_null(_NUMBER),
-        "top_logprobs": likeliest,
-        "text_offset": _INTEGER,
-    }
-    return _object({name: {"type": "array", "items": item} for name, item in lists.items()}, *lists)
+    lists = {"tokens": _STRING, "token_logprobs": _or_null(_NUMBER), "top_logprobs": likeliest, "text_offset": _INTEGER}
+    return _object({name: _array(item) for name, item in lists.items()})
 
 
 def _chat_logprobs() -> Schema:
-    token = {"token": _STRING, "logprob": _NUMBER, "bytes": _or_null({"type": "array", "items": _INTEGER})}
-    top = {"type": "array", "items": _object(token, *token)}
-    content = {"type": "array", "items": _object(token | {"top_logprobs": top}, *token)}
-    return _object({"content": content, "refusal": {"type": "null"}}, "content")
+    token = {"token": _STRING, "logprob": _NUMBER, "bytes": _or_null(_array(_INTEGER))}
+    content = _array(_object(token | {"top_logprobs": _array(_object(token))}))
+    return _object({"content": content, "refusal": {"type": "null"}})
 
 
 def _model() -> Schema:
     fields = {"id": _STRING, "object": _STRING, "created": _INTEGER, "owned_by": _STRING, "max_model_len": _INTEGER}
-    return _object(fields, *fields)
+    return _object(fields)
 
 
-def _list_of_models() -> Schema:
-    return _object({"object": {"const": "list"}, "data": {"type": "array", "items": _ref("Model")}}, "object", "data")
+def _object(properties: Mapping[str, Any], *optional: str) -> Schema:
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": dict(properties), "required": required}
 
 
-def _object(properties: Mapping[str, Any], *required: str) -> Schema:
-    return {"type": "object", "properties": dict(properties), "required": list(required)}
+def _array(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
 
 
 def _or_null(schema: Schema) -> Schema:

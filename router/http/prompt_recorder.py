@@ -15,11 +15,11 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from router.schema.prompts import Prompt
@@ -97,59 +97,44 @@ class PromptRecorder:
             self._files.open()
         except OSError as error:
             raise RecordingError(f"prompts cannot be recorded in {settings.folder}: {error.strerror}") from error
-        self._queue: deque[RecordedPrompt] = deque()
-        self._queued_bytes = 0
-        self._changed = threading.Condition()
-        self._closing = self._full = False
+        self._queue: SimpleQueue[RecordedPrompt | None] = SimpleQueue()
+        self._queued_bytes = self._taken_bytes = 0
+        """Of bodies, since the start: counted by the event loop, and by the thread."""
+        self._ended = False
         self._thread = threading.Thread(target=self._write_all, name="prompt recorder", daemon=True)
         self._thread.start()
 
     def take(self, asked: RecordedPrompt) -> None:
         """Keep a request's prompts, if there is room in the queue. Takes microseconds."""
-        with self._changed:
-            if self._full or self._closing:
-                return
-            if len(self._queue) < MAX_QUEUED and self._queued_bytes + len(asked.body) <= MAX_QUEUED_BYTES:
-                self._queue.append(asked)
-                self._queued_bytes += len(asked.body)
-                self._changed.notify()
-                return
-            self.dropped += 1
-            first = self.dropped & (self.dropped - 1) == 0  # of the next power of two: 1, 2, 4 ...
-        if first:
+        if self._ended:
+            return
+        waiting = self._queued_bytes - self._taken_bytes
+        if self._queue.qsize() < MAX_QUEUED and waiting + len(asked.body) <= MAX_QUEUED_BYTES:
+            self._queued_bytes += len(asked.body)
+            self._queue.put(asked)
+            return
+        self.dropped += 1
+        if self.dropped & (self.dropped - 1) == 0:  # 1, 2, 4 ...
             log.warning("prompts come faster than they can be recorded: %d dropped so far", self.dropped)
 
     def close(self) -> None:
         """Write what is queued, within :data:`CLOSE_SECONDS`."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        self._ended = True
+        self._queue.put(None)
         self._thread.join(CLOSE_SECONDS)
 
     def _write_all(self) -> None:
-        while (asked := self._next()) is not None:
-            try:
+        try:
+            while (asked := self._queue.get()) is not None:
+                self._taken_bytes += len(asked.body)
                 for line in asked.lines():
                     self._files.append(line)
                     self.recorded += 1
-            except OSError as error:
-                with self._changed:
-                    self._full = True
-                    self._queue.clear()
-                log.warning("prompts are recorded no more: %s: %s", self._settings.folder, error.strerror)
-                break
+        except OSError as error:
+            self._ended = True
+            self._queue = SimpleQueue()  # what waits is let go
+            log.warning("prompts are recorded no more: %s: %s", self._settings.folder, error.strerror)
         self._files.close()
-
-    def _next(self) -> RecordedPrompt | None:
-        """Wait for it; None: that was all."""
-        with self._changed:
-            while not self._queue and not self._closing:
-                self._changed.wait()
-            if not self._queue:
-                return None
-            asked = self._queue.popleft()
-            self._queued_bytes -= len(asked.body)
-            return asked
 
 
 class _Files:
