@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
+from router.errors import ApiError
+
 REQUESTS, TOKENS, CONCURRENT, SESSIONS, HELD = "requests", "tokens", "concurrent", "sessions", "concurrent_tokens"
 """What there are limits on."""
 MIN_WAIT, MAX_WAIT = 1.0, 60.0
@@ -42,13 +44,12 @@ class Allowance:
 LIMIT_NAMES = tuple(entry.name for entry in fields(Allowance))
 
 
-class LimitReached(Exception):
-    """A request that goes beyond a limit. The message is one line, for the client."""
+class LimitReached(ApiError):
+    """A request that goes beyond a limit. ``wait``: seconds after which it can be let in."""
 
     def __init__(self, limit: str, message: str, wait: float) -> None:
-        """``wait``: seconds after which it can be let in."""
-        super().__init__(message)
-        self.limit, self.message, self.wait = limit, message, wait
+        super().__init__("rate_limit_exceeded", message, retry_after=wait)
+        self.limit, self.wait = limit, wait
 
 
 @dataclass(slots=True)
@@ -162,11 +163,8 @@ class Account:
         """A request begins. Raises :class:`LimitReached`."""
         max_running = self.allowance.concurrent_requests
         if max_running and self.running >= max_running:
-            self._refuse(
-                CONCURRENT,
-                f"{max_running} requests at once are allowed and under way",
-                self._durations.wait(max_running),
-            )
+            why = f"{max_running} requests at once are allowed and under way"
+            self._refuse(CONCURRENT, why, self._durations.wait(max_running))
         if bucket := self.buckets.get(REQUESTS):
             self._check(REQUESTS, 1, now)
             bucket.take(1, now)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.errors import CODES, ApiError, ErrorCode
+from router.errors import ApiError, ErrorCode
 from router.generation import GenerationError
 from router.http.asgi import refusal
 from router.limits import REQUESTS, TOKENS, Account, Allowance, LimitReached
@@ -37,7 +37,6 @@ RATE_HEADERS = tuple(
     f"x-ratelimit-{what}-{name}" for what in ("limit", "remaining", "reset") for name in (REQUESTS, TOKENS)
 )
 """As OpenAI's API names them."""
-LIMIT_REACHED = CODES["rate_limit_exceeded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +55,6 @@ class AdmissionSettings:
     """Pages of these origins may use the API from a browser; ``*``: any. None: CORS is off."""
 
 
-@contextmanager
-def _limits_told() -> Iterator[None]:
-    """A limit that is reached inside is an error for the client."""
-    try:
-        yield
-    except LimitReached as error:
-        raise ApiError(LIMIT_REACHED.name, error.message, retry_after=error.wait) from None
-
-
 class QuotaLease:
     """One request, from the door until it leaves."""
 
@@ -73,15 +63,13 @@ class QuotaLease:
         self._sessions = self._tokens = 0
 
     def take_sessions(self, sessions: int) -> None:
-        """Take places for all choices. Raises :class:`ApiError`."""
-        with _limits_told():
-            self._account.take_sessions(sessions)
+        """Take places for all choices. Raises :class:`LimitReached`."""
+        self._account.take_sessions(sessions)
         self._sessions = sessions
 
     def take_prompt(self, tokens: int) -> None:
-        """Pay for all prompts. Raises :class:`ApiError`."""
-        with _limits_told():
-            self._account.take_prompt(tokens, self._clock())
+        """Pay for all prompts. Raises :class:`LimitReached`."""
+        self._account.take_prompt(tokens, self._clock())
         self._tokens += tokens
 
     def take_completion(self, tokens: int) -> None:
@@ -143,9 +131,9 @@ class Admit:
         try:
             lease = state["lease"] = self._admission.enter(caller, state.get("api_key_limits", {}))
         except LimitReached as error:
-            self._refused(LIMIT_REACHED)
+            self._refused(error.code)
             rates = self._admission.rates(caller)
-            answer = refusal(LIMIT_REACHED, error.message, headers=rates, wait=error.wait, closing=True)
+            answer = refusal(error.code, error.message, headers=rates, wait=error.wait, closing=True)
             await answer(scope, receive, send)
             return
 

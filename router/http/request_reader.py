@@ -4,21 +4,20 @@ Decides which tokenizer is read for it, and what is done in a thread: grammars a
 turns, so that hostile ones make only each other wait. What a body says is :mod:`router.schema.requests`' business.
 
 A grammar may take seconds to try (:mod:`router.text.grammar_checker`), so a caller with an API key has a queue of its
-own, half of the threads at most, and a budget of seconds that its trials may take. Whoever has the fewest at work goes
-next, and among those who has waited longest for a turn. Callers without a key are one caller, who may use everything.
+own, half of the threads at most, and a budget of seconds that its trials may take. Of each caller no more wait for a
+thread than it may use at once, in their order. Callers without a key are one caller, who may use everything.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -41,17 +40,11 @@ SHARE = 4
 
 @dataclass(eq=False, slots=True)
 class _Caller:
-    max_running: int
-    max_waiting: int
+    turns: asyncio.Semaphore
+    max_requests: int
     budget: Bucket | None
-    turns: deque[asyncio.Future[None]] = field(default_factory=deque)
-    """Of those that wait, in their order."""
-    running: int = 0
-    last_turn: int = 0
-
-    @property
-    def requests(self) -> int:
-        return self.running + len(self.turns)
+    requests: int = 0
+    """That are parsed, or wait for it."""
 
 
 class GrammarQueue:
@@ -61,9 +54,9 @@ class GrammarQueue:
         """``max_waiting``: requests that are parsed or wait for it. ``clock`` in seconds."""
         self._threads, self._max_waiting, self._clock = threads, max_waiting, clock
         self._executor = ThreadPoolExecutor(threads, "grammars")
+        self._turns = asyncio.Semaphore(threads)
         self._callers: dict[str, _Caller] = {}
         """As many as keys were ever used."""
-        self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
         return sum(caller.requests for caller in self._callers.values())
@@ -75,12 +68,16 @@ class GrammarQueue:
         where too many wait, or the caller's budget is used up.
         """
         caller = self._admitted(name)
-        await self._turn(caller)
         seconds: list[float] = []
         context = copy_context()
         context.run(trial_seconds.set, seconds)
-        job = asyncio.get_running_loop().run_in_executor(self._executor, context.run, work)
-        job.add_done_callback(partial(self._ended, caller, seconds))
+        async with AsyncExitStack() as place:
+            place.callback(self._leave, caller)
+            await place.enter_async_context(caller.turns)
+            await place.enter_async_context(self._turns)
+            job = asyncio.get_running_loop().run_in_executor(self._executor, context.run, work)
+            job.add_done_callback(partial(self._ended, caller, seconds))
+            place.pop_all()
         return await asyncio.shield(job)
 
     def _admitted(self, name: str) -> _Caller:
@@ -89,56 +86,32 @@ class GrammarQueue:
             caller = self._callers[name] = self._newcomer(name)
         if len(self) >= self._max_waiting:
             raise _refusal(f"{self._max_waiting} requests wait for their grammars to be tried")
-        if caller.requests >= caller.max_waiting:
-            raise _refusal(f"{caller.max_waiting} requests of this API key wait for their grammars to be tried")
+        if caller.requests >= caller.max_requests:
+            raise _refusal(f"{caller.max_requests} requests of this API key wait for their grammars to be tried")
         if caller.budget is not None and caller.budget.level(now := self._clock()) <= 0:
             why = f"the grammars of this API key took more than {caller.budget.limit} seconds a minute to try"
             raise _refusal(why, caller.budget.wait(1, now))
+        caller.requests += 1
         return caller
 
     def _newcomer(self, name: str) -> _Caller:
         if not name:
-            return _Caller(self._threads, self._max_waiting, None)
+            return _Caller(asyncio.Semaphore(self._threads), self._max_waiting, None)
         budget = Bucket.full(TRIAL_SECONDS_PER_MINUTE, self._clock())
-        return _Caller(max(self._threads // 2, 1), max(self._max_waiting // SHARE, 1), budget)
-
-    async def _turn(self, caller: _Caller) -> None:
-        """Wait for a thread."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        caller.turns.append(turn)
-        self._give_turns()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn in caller.turns:
-                caller.turns.remove(turn)
-            else:  # its turn came just before
-                self._leave(caller)
-            raise
-
-    def _give_turns(self) -> None:
-        while sum(caller.running for caller in self._callers.values()) < self._threads:
-            able = [one for one in self._callers.values() if one.turns and one.running < one.max_running]
-            if not able:
-                return
-            caller = min(able, key=lambda one: (one.running, one.last_turn))
-            caller.last_turn = next(self._numbers)
-            caller.running += 1
-            turn = caller.turns.popleft()
-            if not turn.cancelled():
-                turn.set_result(None)
-            # else: who waited for it is about to leave
+        return _Caller(asyncio.Semaphore(max(self._threads // 2, 1)), max(self._max_waiting // SHARE, 1), budget)
 
     def _ended(self, caller: _Caller, seconds: list[float], job: asyncio.Future[T]) -> None:
         if not job.cancelled():
             job.exception()  # whoever asked may have gone
         if caller.budget is not None:
             caller.budget.take(sum(seconds), self._clock())
+        self._turns.release()
+        caller.turns.release()
         self._leave(caller)
 
-    def _leave(self, caller: _Caller) -> None:
-        caller.running -= 1
-        self._give_turns()
+    @staticmethod
+    def _leave(caller: _Caller) -> None:
+        caller.requests -= 1
 
 
 def _refusal(why: str, wait: float | None = None) -> ApiError:

@@ -16,7 +16,7 @@ from router.errors import ApiError
 from router.generation import ServedModel
 from router.schema.fields import show, wrong_value
 from router.schema.request_objects import text_of
-from router.schema.request_schema import COMPLETION_MAX_TOKENS, MAX_SEED, Body, ChatBody, CompletionBody, Kind
+from router.schema.request_schema import COMPLETION_MAX_TOKENS, MAX_SEED, Body, ChatBody, CompletionBody
 from router.text.tokenizer import Tokenizer
 from speculation.messages import Sampling, Source, SourceName, Speculation, Token
 
@@ -63,51 +63,45 @@ def answer_form_of(body: Body) -> AnswerForm:
 
 
 def _logprobs(body: Body) -> int | None:
-    if isinstance(body, CompletionBody):
-        return body.logprobs
-    if not isinstance(body, ChatBody) or body.logprobs:
-        return body.top_logprobs if isinstance(body, ChatBody) else None
-    if body.top_logprobs:
+    if not isinstance(body, ChatBody):
+        return body.logprobs if isinstance(body, CompletionBody) else None
+    if body.top_logprobs and not body.logprobs:
         raise wrong_value("top_logprobs", "0 or left out, unless logprobs is true", body.top_logprobs)
-    return None
+    return body.top_logprobs if body.logprobs else None
 
 
-@dataclass(frozen=True, slots=True)
-class Length:
-    """How long a text may become, as the request says it."""
+def length_asked(body: Body, *, minimum: int) -> tuple[str, int]:
+    """``max_tokens`` or ``max_completion_tokens``, and its value; no name and 1 where neither is given.
 
-    kind: Kind
-    field: str | None
-    """The field that says so; None: none does."""
-    asked: int
-
-    def within(self, prompt: int, context: int) -> int:
-        """How many tokens may follow a prompt of this many. Raises :class:`ApiError`."""
-        room = context - prompt
-        if room < 1:
-            message = f"the prompt has {prompt} tokens; the model's context of {context} leaves at most {context - 1}"
-            raise ApiError("context_length_exceeded", message, "messages" if self.kind == "chat" else "prompt")
-        if self.field is None:
-            return room if self.kind == "chat" else min(COMPLETION_MAX_TOKENS, room)
-        if self.asked > room:
-            message = (
-                f"{self.field} is {show(self.asked)}, but a prompt of {prompt} tokens leaves at most {room} in the "
-                f"model's context of {context}"
-            )
-            raise ApiError("context_length_exceeded", message, self.field)
-        return self.asked
+    ``minimum``: 0 where no token is an answer too. Raises :class:`ApiError`.
+    """
+    given = {name: getattr(body, name) for name in ("max_tokens", "max_completion_tokens")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) == 2:
+        raise ApiError("invalid_value", "give max_tokens or max_completion_tokens, not both", "max_completion_tokens")
+    for field, asked in given.items():
+        if asked < minimum:
+            raise wrong_value(field, f"an integer of at least {minimum}", asked)
+        return field, asked
+    return "", 1
 
 
-def length_of(body: Body, *, minimum: int) -> Length:
-    """``max_tokens`` or ``max_completion_tokens``; ``minimum``: 0 where no token is an answer too."""
-    names = [name for name in ("max_tokens", "max_completion_tokens") if getattr(body, name) is not None]
-    if len(names) == 2:
-        raise ApiError("invalid_value", "give max_tokens or max_completion_tokens, not both", names[1])
-    field = names[0] if names else None
-    asked = int(getattr(body, field)) if field else 1
-    if field and asked < minimum:
-        raise wrong_value(field, f"an integer of at least {minimum}", asked)
-    return Length("chat" if isinstance(body, ChatBody) else "completion", field, asked)
+def max_tokens_of(body: Body, prompt: int, context: int) -> int:
+    """How many tokens may follow a prompt of this many. Raises :class:`ApiError`."""
+    room, chat = context - prompt, isinstance(body, ChatBody)
+    if room < 1:
+        message = f"the prompt has {prompt} tokens; the model's context of {context} leaves at most {context - 1}"
+        raise ApiError("context_length_exceeded", message, "messages" if chat else "prompt")
+    field, asked = length_asked(body, minimum=0)
+    if not field:
+        return room if chat else min(COMPLETION_MAX_TOKENS, room)
+    if asked > room:
+        message = (
+            f"{field} is {show(asked)}, but a prompt of {prompt} tokens leaves at most {room} in the model's context "
+            f"of {context}"
+        )
+        raise ApiError("context_length_exceeded", message, field)
+    return asked
 
 
 def min_tokens_of(body: Body, max_tokens: int) -> int:
@@ -115,11 +109,6 @@ def min_tokens_of(body: Body, max_tokens: int) -> int:
     if body.min_tokens > max_tokens:
         raise wrong_value("min_tokens", f"an integer from 0 to {max_tokens}", body.min_tokens)
     return body.min_tokens
-
-
-def stop_strings_of(body: Body) -> tuple[str, ...]:
-    """``stop``: one string or several."""
-    return tuple(dict.fromkeys([body.stop] if isinstance(body.stop, str) else body.stop))
 
 
 def stop_tokens_of(body: Body, vocabulary: int, tokenizer: Tokenizer) -> frozenset[Token]:

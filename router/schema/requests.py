@@ -9,25 +9,14 @@ from __future__ import annotations
 
 import json
 from codecs import BOM_UTF8
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from router.errors import ApiError
 from router.generation import Generation, ServedModel
-from router.schema.answer_fields import (
-    AnswerForm,
-    answer_form_of,
-    length_of,
-    min_tokens_of,
-    prediction_of,
-    sampling_of,
-    speculation_of,
-    stop_strings_of,
-    stop_tokens_of,
-    wants_details,
-    with_own_seed,
-)
+from router.schema import answer_fields
+from router.schema.answer_fields import AnswerForm
 from router.schema.fields import missing, nearest, show, wrong_value
 from router.schema.prompts import Prompt, chat_prompt, check_sizes, completion_prompts, truncated
 from router.schema.request_objects import StreamOptions
@@ -97,28 +86,6 @@ class ApiRequest:
         return replace(self, generations=tuple(generations))
 
 
-def request_of(body: Body, model_entry: ModelEntry, request_id: str) -> ApiRequest:
-    """A request for the model that it asks for. Raises :class:`ApiError`."""
-    check_sizes(body, model_entry.model.context * model_entry.tokenizer.longest)
-    n = _choices(body, model_entry)
-    prompts: Sequence[Prompt]
-    match body:
-        case ChatBody():
-            tools = tools_of(body, model_entry.tokenizer)
-            prompts = (chat_prompt(body, model_entry.tokenizer, model_entry.model.vocabulary, tools),)
-            return _request("chat", body, prompts, n, model_entry, request_id, tools)
-        case CompletionBody():
-            prompts = completion_prompts(
-                body, model_entry.tokenizer, model_entry.model.vocabulary, model_entry.max_choices
-            )
-            if len(prompts) * n > model_entry.max_choices:
-                raise wrong_value(
-                    "n", f"at most {model_entry.max_choices // len(prompts)} with {len(prompts)} prompts", n
-                )
-            return _request("completion", body, prompts, n, model_entry, request_id)
-    raise TypeError(f"no endpoint takes {type(body)}")
-
-
 def parse_object(body: bytes) -> dict[str, object]:
     """A JSON object in UTF-8, without Python's extensions NaN and Infinity. Raises :class:`ApiError`."""
     try:
@@ -184,54 +151,55 @@ def known_models(models: Iterable[str]) -> str:
     return ", ".join(names[:MAX_MODELS_NAMED]) + more
 
 
-def _request(
-    kind: Kind,
-    body: Body,
-    prompts: Sequence[Prompt],
-    n: int,
-    model_entry: ModelEntry,
-    request_id: str,
-    tools: Tools = Tools(),
-) -> ApiRequest:
-    vocabulary, context = model_entry.model.vocabulary, model_entry.model.context
+def request_of(body: Body, model_entry: ModelEntry, request_id: str) -> ApiRequest:
+    """A request for the model that it asks for. Raises :class:`ApiError`."""
+    tokenizer, model = model_entry.tokenizer, model_entry.model
+    check_sizes(body, model.context * tokenizer.longest)
+    n = _choices(body, model_entry)
+    tools = tools_of(body, tokenizer) if isinstance(body, ChatBody) else Tools()
+    prompts = _prompts(body, n, model_entry, tools)
     options = _stream_options(body)
-    form = answer_form_of(body)
-    length = length_of(body, minimum=0 if form.echo else 1)
-    prompts = truncated(body, prompts, context, max(length.asked, 1))
-    limits = [length.within(len(prompt.tokens), context) for prompt in prompts]
-    prompt_only = length.field is not None and length.asked == 0
-    sampling = sampling_of(body, vocabulary, model_entry.tokenizer)
-    stop_tokens = stop_tokens_of(body, vocabulary, model_entry.tokenizer)
-    speculation = speculation_of(body, model_entry.speculation, model_entry.model.sources)
-    request_options = RequestOptions(
-        grammar=grammar_of(tools, text_grammar(body), model_entry.tokenizer),
-        prediction=prediction_of(body, model_entry.tokenizer, model_entry.model),
-        logprobs=form.logprobs,
-        prompt_logprobs=form.of_prompt,
-        cache_salt=body.cache_salt or "",
+    form = answer_fields.answer_form_of(body)
+    field, asked = answer_fields.length_asked(body, minimum=0 if form.echo else 1)
+    prompts = truncated(body, prompts, model.context, max(asked, 1))
+    limits = [answer_fields.max_tokens_of(body, len(prompt.tokens), model.context) for prompt in prompts]
+    prompt_only = bool(field) and asked == 0
+    sampling = answer_fields.sampling_of(body, model.vocabulary, tokenizer)
+    details = answer_fields.wants_details(body)
+    first = Generation(
+        prompt=(),
+        sampling=sampling,
+        max_tokens=0,
+        stop_tokens=answer_fields.stop_tokens_of(body, model.vocabulary, tokenizer),
+        speculation=answer_fields.speculation_of(body, model_entry.speculation, model.sources),
+        request_id=request_id,
+        priority=body.priority,
+        model=model,
+        request_options=RequestOptions(
+            grammar=grammar_of(tools, text_grammar(body), tokenizer),
+            prediction=answer_fields.prediction_of(body, tokenizer, model),
+            logprobs=form.logprobs,
+            prompt_logprobs=form.of_prompt,
+            cache_salt=body.cache_salt or "",
+        ),
+        details=details,
     )
-    details = wants_details(body)
     return ApiRequest(
-        kind=kind,
+        kind="chat" if isinstance(body, ChatBody) else "completion",
         model=model_entry.name,
         generations=tuple(
-            Generation(
-                prompt=prompts[choice // n].tokens,
-                sampling=with_own_seed(sampling, choice),
-                max_tokens=1 if prompt_only else limits[choice // n],
-                stop_tokens=stop_tokens,
-                min_tokens=min_tokens_of(body, limits[choice // n]),
-                request_options=request_options,
-                speculation=speculation,
-                request_id=request_id,
-                priority=body.priority,
-                model=model_entry.model,
-                details=details,
+            replace(
+                first,
+                prompt=prompt.tokens,
+                sampling=answer_fields.with_own_seed(sampling, number * n + choice),
+                max_tokens=1 if prompt_only else limit,
+                min_tokens=answer_fields.min_tokens_of(body, limit),
             )
-            for choice in range(len(prompts) * n)
+            for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+            for choice in range(n)
         ),
-        stop=stop_strings_of(body),
-        prompts=tuple(prompts),
+        stop=tuple(dict.fromkeys([body.stop] if isinstance(body.stop, str) else body.stop)),
+        prompts=prompts,
         prompt_tokens=sum(len(prompt.tokens) for prompt in prompts),
         n=n,
         stream=body.stream,
@@ -246,6 +214,17 @@ def _request(
         timeout=body.timeout,
         store=_store(body, model_entry),
     )
+
+
+def _prompts(body: Body, n: int, model_entry: ModelEntry, tools: Tools) -> tuple[Prompt, ...]:
+    vocabulary, max_choices = model_entry.model.vocabulary, model_entry.max_choices
+    if isinstance(body, ChatBody):
+        return (chat_prompt(body, model_entry.tokenizer, vocabulary, tools),)
+    assert isinstance(body, CompletionBody)
+    prompts = completion_prompts(body, model_entry.tokenizer, vocabulary, max_choices)
+    if len(prompts) * n > max_choices:
+        raise wrong_value("n", f"at most {max_choices // len(prompts)} with {len(prompts)} prompts", n)
+    return prompts
 
 
 def _store(body: Body, model_entry: ModelEntry) -> bool:

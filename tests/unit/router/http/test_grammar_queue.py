@@ -55,7 +55,7 @@ async def test_a_caller_that_floods_leaves_threads_to_others() -> None:
     assert len(queue) == 0
 
 
-async def test_whoever_has_the_fewest_at_work_goes_next() -> None:
+async def test_callers_take_turns() -> None:
     queue, work = GrammarQueue(1, 64), Work()
     tasks = await start(queue, work, "alice", "alice", "alice", "bob", "carol", "bob")
     work.gate.set()
