@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from router.answers.logprobs import ShownToken, TokenNames
+from router.answers.logprobs import ShownToken, shown_token
 from router.generation import Committed, Details, Ended, GenerationError, Generator
 from router.schema.requests import ApiRequest
 from router.text.text import Delta, Piece, TextRules, TextStream
@@ -107,7 +107,6 @@ class ChoiceReader:
         """Whether tokens are shown beside their text."""
         after = generation.prompt if request.continues else ()
         self._text = TextStream(tokenizer, rules, after, placed=self._shows)
-        self._names = TokenNames(tokenizer, as_ids=self._form.names_as_ids)
         self._waiting: deque[tuple[Token, TokenLogprobs | None]] = deque()
         """Tokens whose text is not out."""
         self._before = len(self._prompt.text(tokenizer)) if self._form.echo else 0
@@ -156,8 +155,8 @@ class ChoiceReader:
         if len(metadata.prompt_logprobs) != len(prompt) - 1:
             raise GenerationError("internal", "the target told no log-probabilities of the prompt")
         starts = self._prompt.starts(self._tokenizer)
-        logprobs = (None, *metadata.prompt_logprobs)
-        return tuple(self._names.shown(*place, top_logprobs) for place in zip(prompt, starts, logprobs, strict=True))
+        places = zip(prompt, starts, (None, *metadata.prompt_logprobs), strict=True)
+        return tuple(shown_token(self._tokenizer, *place, self._form, top_logprobs) for place in places)
 
     def _of_commit(self, commit: Committed, come_from: tuple[Origin, ...], delta: Delta) -> TextChunk:
         if self._shows:
@@ -189,11 +188,12 @@ class ChoiceReader:
 
     def _out(self, delta: Delta) -> tuple[ShownToken, ...]:
         """The tokens whose text has come out with it."""
-        out = [(*self._waiting.popleft(), start) for start in delta.starts]
-        top_logprobs = self._form.logprobs or 0
-        return tuple(
-            self._names.shown(token, self._before + start, logprobs, top_logprobs) for token, logprobs, start in out
-        )
+        out = []
+        for start in delta.starts:
+            token, logprobs = self._waiting.popleft()
+            place = self._before + start
+            out.append(shown_token(self._tokenizer, token, place, logprobs, self._form, self._form.logprobs or 0))
+        return tuple(out)
 
     def _taken(self, commit: Committed, come_from: tuple[Origin, ...]) -> tuple[Delta, Found]:
         """The text of a commit, and what it turned out to be.

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from router.schema.answer_fields import AnswerForm
 from router.text.tokenizer import Tokenizer
 from speculation.messages import Token, TokenLogprobs
 
@@ -43,28 +44,20 @@ class ShownToken:
         return self.named.token
 
 
-class TokenNames:
-    """Names tokens for the answers to one request."""
+def shown_token(
+    tokenizer: Tokenizer, token: Token, start: int, logprobs: TokenLogprobs | None, form: AnswerForm, top: int
+) -> ShownToken:
+    """A token in an answer of this form, with up to ``top`` of the likeliest tokens that were told."""
 
-    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
-        """``as_ids``: ``token_id:5`` instead of how it is written."""
-        self._tokenizer, self._as_ids = tokenizer, as_ids
-
-    def shown(self, token: Token, start: int, logprobs: TokenLogprobs | None, top_logprobs: int) -> ShownToken:
-        """With up to ``top_logprobs`` of the likeliest tokens that were told."""
-        if logprobs is None:
-            return ShownToken(self._named(token, None), start)
-        likeliest = zip(logprobs.tokens[:top_logprobs], logprobs.logprobs[:top_logprobs], strict=True)
-        return ShownToken(
-            self._named(token, logprobs.logprob),
-            start,
-            tuple(self._named(other, logprob) for other, logprob in likeliest),
-        )
-
-    def _named(self, token: Token, logprob: float | None) -> NamedToken:
-        name, content = self._tokenizer.spelling(token)
-        name = f"token_id:{token}" if self._as_ids else name
+    def named(token: Token, logprob: float | None) -> NamedToken:
+        name, content = tokenizer.spelling(token)
+        name = f"token_id:{token}" if form.names_as_ids else name
         return NamedToken(token, name, content, None if logprob is None else max(logprob, MIN_LOGPROB))
+
+    if logprobs is None:
+        return ShownToken(named(token, None), start)
+    likeliest = zip(logprobs.tokens[:top], logprobs.logprobs[:top], strict=True)
+    return ShownToken(named(token, logprobs.logprob), start, tuple(named(*other) for other in likeliest))
 
 
 def of_completion(shown: Sequence[ShownToken]) -> dict[str, Any]:

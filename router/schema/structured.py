@@ -18,21 +18,14 @@ from router.schema.request_schema import Body, ChatBody
 from router.text.grammar_checker import GrammarChecker, GrammarRefused
 from speculation.settings import MAX_GRAMMAR_BYTES
 
-FORMAT_FIELDS = (
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
+FORMS = ("json", "regex", "choice", "grammar")
+FORMAT_FIELDS = ("response_format", "structured_outputs", *(f"guided_{form}" for form in FORMS))
 """Of these at most one may ask for something."""
 MAX_FORM_BYTES = MAX_GRAMMAR_BYTES // 2
 """Of a schema or grammar as it is sent, in JSON."""
 MAX_WHITESPACE_PATTERN = 256
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 """Between the parts of JSON: as the model likes, but no endless run of it."""
-FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 _checker = GrammarChecker()
 
@@ -54,11 +47,19 @@ def text_grammar(body: Body) -> str:
     May take seconds: to be called in a thread if :func:`demands_structure`.
     """
     given = {name: value for name in FORMAT_FIELDS if (value := getattr(body, name)) is not None}
-    asked = {name: grammar for name, value in given.items() if (grammar := _READERS[name](value, name))}
+    asked = {name: grammar for name, value in given.items() if (grammar := _field_grammar(name, value))}
     if len(asked) > 1:
         first, second, *_ = asked
         raise ApiError("invalid_value", f"give {first} or {second}, not both", second)
     return next(iter(asked.values()), "")
+
+
+def _field_grammar(name: str, value: Any) -> str:
+    if isinstance(value, ResponseFormat):
+        return _response_format(value, name)
+    if isinstance(value, StructuredOutputs):
+        return _structured_outputs(value, name)
+    return _form_grammar(name.removeprefix("guided_"), value, name)
 
 
 def json_schema_grammar(schema: object, field: str, options: Mapping[str, object] | None = None) -> str:
@@ -120,22 +121,22 @@ def _response_format(given: ResponseFormat, where: str) -> str:
 
 
 def _structured_outputs(given: StructuredOutputs, where: str) -> str:
-    values = {form: getattr(given, f"{form}_" if form == "json" else form) for form in FORMS}
+    names = (*FORMS, "json_object")
+    values = {form: getattr(given, f"{form}_" if form == "json" else form) for form in names}
     forms = [form for form, value in values.items() if value is not None]
     if len(forms) != 1:
         got = " and ".join(forms) or "none"
-        raise ApiError("invalid_value", f"{where} must have exactly one of {', '.join(FORMS)}; got {got}", where)
+        raise ApiError("invalid_value", f"{where} must have exactly one of {', '.join(names)}; got {got}", where)
     (form,) = forms
     whitespace = _whitespace(given, where)
     if whitespace and form not in ("json", "json_object"):
         name = "disable_any_whitespace" if given.whitespace_pattern is None else "whitespace_pattern"
         raise wrong_value(f"{where}.{name}", "left out unless JSON is asked for", getattr(given, name))
-    where = f"{where}.{form}"
-    if form == "json_object":
-        if not given.json_object:
-            raise wrong_value(where, "true; leave structured_outputs out for any text", False)
-        return json_schema_grammar({"type": "object"}, where, whitespace)
-    return _FORMS[form](values[form], where, whitespace)
+    if form != "json_object":
+        return _form_grammar(form, values[form], f"{where}.{form}", whitespace)
+    if not given.json_object:
+        raise wrong_value(f"{where}.{form}", "true; leave structured_outputs out for any text", False)
+    return json_schema_grammar({"type": "object"}, f"{where}.{form}", whitespace)
 
 
 def _whitespace(given: StructuredOutputs, where: str) -> dict[str, object]:
@@ -152,30 +153,15 @@ def _whitespace(given: StructuredOutputs, where: str) -> dict[str, object]:
     return {"whitespace_pattern": pattern}
 
 
-def _json(schema: object, where: str, options: Mapping[str, object] | None = None) -> str:
-    """A schema, or one in a string."""
-    if isinstance(schema, str):
-        try:
-            schema = loads(schema)
-        except ValueError:
-            raise wrong_value(where, "a JSON schema", schema) from None
-    return "" if schema is None else json_schema_grammar(schema, where, options)
-
-
-def _text(text: str, where: str, _options: Mapping[str, object] | None = None) -> str:
-    """A regular expression, or a grammar in Lark's or llama.cpp's notation."""
-    if not text.strip():
-        raise wrong_value(where, "not empty", text)
-    return _grammar(where.rpartition(".")[2].removeprefix("guided_"), text, where)
-
-
-def _choice(choices: Sequence[str], where: str, _options: Mapping[str, object] | None = None) -> str:
-    return _grammar("choice", choices, where)
-
-
-_FORMS = {"json": _json, "regex": _text, "choice": _choice, "grammar": _text}
-_READERS: Mapping[str, Any] = {
-    "response_format": _response_format,
-    "structured_outputs": _structured_outputs,
-    **{f"guided_{form}": reader for form, reader in _FORMS.items()},
-}
+def _form_grammar(form: str, value: Any, where: str, options: Mapping[str, object] | None = None) -> str:
+    """Of one of :data:`FORMS`. A schema may stand in a string; a grammar is in Lark's or llama.cpp's notation."""
+    if form == "json":
+        if isinstance(value, str):
+            try:
+                value = loads(value)
+            except ValueError:
+                raise wrong_value(where, "a JSON schema", value) from None
+        return "" if value is None else json_schema_grammar(value, where, options)
+    if isinstance(value, str) and not value.strip():
+        raise wrong_value(where, "not empty", value)
+    return _grammar(form, value, where)

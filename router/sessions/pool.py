@@ -98,15 +98,21 @@ class Peer:
         """Whether nothing new is to be opened there."""
         return self.load.draining or not self.listed
 
-    @property
-    def sessions(self) -> int:
-        """Sessions this router has open there."""
-        return len(self.opened)
-
     def up(self, welcome: Welcome) -> None:
-        """The worker introduced itself."""
+        """The worker introduced itself; one of another role is not used."""
         self.doing = None
-        self.pool.worker_up(self, welcome)
+        if welcome.role != self.role.value:
+            log.error("worker %s is not used: it says it is a %s worker", self.peer, welcome.role)
+            return
+        what = f"is up: {welcome.model} in {welcome.dtype}"
+        log.info("worker %s %s%s", self.peer, what, welcome.exactness and ", " + welcome.exactness)
+        self.note(EventKind.WORKER_UP, what)
+        if self.described is None or self.described.instance != welcome.instance:
+            self.prefixes.clear()
+        self.welcome = self.described = welcome
+        self.opened, self.load, self.work = OpenSessions(), Load(), None
+        self.pool.warn_of(self, welcome)
+        self.pool.events.changed(Available(self.role))
 
     def loading(self, loading: Loading | None) -> None:
         """The worker is there, and will be up."""
@@ -124,7 +130,7 @@ class Peer:
         """The worker sent a message."""
         match message:
             case Load():
-                self.pool.load_changed(self, message)
+                self._load_changed(message)
             case Refused():
                 if self.opened.epoch(message.session) == message.epoch:  # and not an older one
                     self.pool.closed(self.peer, message.session)
@@ -134,6 +140,19 @@ class Peer:
                     told_prompt = isinstance(message, Verification) and bool(message.prompt_logprobs)
                     self.opened.answered(message.session, told_prompt=told_prompt)
                 self.pool.events.received(self.peer, message)
+
+    def _load_changed(self, load: Load) -> None:
+        """The worker said how busy it is, and what it has counted of its steps and tokens."""
+        leaving, self.load = self.leaving, load
+        now, totals = self.pool.clock(), tuple(load.counters.get(name, 0) for name in WORK[self.role])
+        if self.work is None:
+            self.work = Recent(now, *totals)
+        else:
+            self.work.set(now, *totals)
+        if self.leaving and not leaving:
+            log.info("worker %s drains", self.peer)
+            self.note(EventKind.WORKER_DRAINING, "drains")
+            self.pool.events.changed(Draining(self.peer))
 
     def asked(self, session: SessionId, epoch: int) -> AskedLogprobs | None:
         """What it may tell of a session's tokens; None: it is not open there under this epoch."""
@@ -145,7 +164,18 @@ class Peer:
 
     def down(self, why: str) -> None:
         """The worker is lost."""
-        self.pool.worker_down(self, why)
+        if self.welcome is not None:
+            expected = self.leaving
+            log.log(logging.INFO if expected else logging.WARNING, "worker %s is gone: %s", self.peer, why)
+            self.note(EventKind.WORKER_GONE if expected else EventKind.WORKER_LOST, f"is gone: {why}")
+            self.welcome, self.opened, self.load = None, OpenSessions(), Load()
+            self.pool.events.lost(self.role, self.peer, expected)
+        self.pool.let_go(self)
+
+    def note(self, kind: EventKind, what: str) -> None:
+        """Something happened to it."""
+        self.since = self.pool.clock()
+        self.pool.event_log.note(kind, f"worker {self.peer} {what}", self.peer)
 
 
 @dataclass(slots=True)
@@ -264,7 +294,7 @@ class WorkerPool:
             peer.peer,
             peer.welcome,
             peer.load,
-            sessions=peer.sessions,
+            sessions=len(peer.opened),
             opening_tokens=peer.opened.unanswered,
             known_tokens=peer.prefixes.known_tokens(wanted.blocks),
             round_trip=peer.connection.round_trip if peer.connection else None,
@@ -293,7 +323,7 @@ class WorkerPool:
         known = self.peers.get(peer)
         if known is not None:
             known.opened.close(session)
-            self._let_go(known)
+            self.let_go(known)
 
     def end_session(self, session: SessionId) -> None:
         """Pass nothing on any more, and tell whoever still holds it, as where it did not end as it should."""
@@ -310,72 +340,31 @@ class WorkerPool:
         if verifier and proposer and verifier.welcome and proposer.welcome:
             self.record.add(target, verifier.welcome.model, drafter, proposer.welcome.model, kept, offered)
 
-    def worker_up(self, peer: Peer, welcome: Welcome) -> None:
-        """A worker introduced itself; one of another role is not used."""
-        if welcome.role != peer.role.value:
-            log.error("worker %s is not used: it says it is a %s worker", peer.peer, welcome.role)
-            return
-        what = f"is up: {welcome.model} in {welcome.dtype}"
-        log.info("worker %s %s%s", peer.peer, what, welcome.exactness and ", " + welcome.exactness)
-        self._note(peer, EventKind.WORKER_UP, what)
-        if peer.described is None or peer.described.instance != welcome.instance:
-            peer.prefixes.clear()
-        peer.welcome = peer.described = welcome
-        if peer.role is Role.TARGET and self.revisions(welcome.model) != {welcome.revision}:
-            log.warning("targets of %s are of different revisions: no text moves from one to another", welcome.model)
-        peer.opened, peer.load, peer.work = OpenSessions(), Load(), None
-        self._warn_if_useless(peer, welcome)
-        self.events.changed(Available(peer.role))
-
-    def worker_down(self, peer: Peer, why: str) -> None:
-        """A worker was lost."""
-        if peer.welcome is not None:
-            expected = peer.leaving
-            log.log(logging.INFO if expected else logging.WARNING, "worker %s is gone: %s", peer.peer, why)
-            self._note(peer, EventKind.WORKER_GONE if expected else EventKind.WORKER_LOST, f"is gone: {why}")
-            peer.welcome, peer.opened, peer.load = None, OpenSessions(), Load()
-            self.events.lost(peer.role, peer.peer, expected)
-        self._let_go(peer)
-
-    def load_changed(self, peer: Peer, load: Load) -> None:
-        """A worker said how busy it is, and what it has counted of its steps and tokens."""
-        leaving, peer.load = peer.leaving, load
-        now, totals = self.clock(), tuple(load.counters.get(name, 0) for name in WORK[peer.role])
-        if peer.work is None:
-            peer.work = Recent(now, *totals)
-        else:
-            peer.work.set(now, *totals)
-        if peer.leaving and not leaving:
-            log.info("worker %s drains", peer.peer)
-            self._note(peer, EventKind.WORKER_DRAINING, "drains")
-            self.events.changed(Draining(peer.peer))
-
     def _retire(self, peer: Peer) -> None:
         """Let go of a worker that is no longer listed, but not of its sessions."""
         leaving, peer.listed = peer.leaving, False
         if peer.opened and not leaving:
-            self._note(peer, EventKind.WORKER_DRAINING, "left the list of workers; its sessions leave it")
+            peer.note(EventKind.WORKER_DRAINING, "left the list of workers; its sessions leave it")
             self.events.changed(Draining(peer.peer))
-        self._let_go(peer)
+        self.let_go(peer)
 
     def _relist(self, peer: Peer) -> None:
         """Keep a worker that had left the list."""
         leaving, peer.listed = peer.leaving, True
         if leaving and not peer.leaving:
-            self._note(peer, EventKind.WORKER_UP, "is on the list of workers again")
+            peer.note(EventKind.WORKER_UP, "is on the list of workers again")
             self.events.changed(Stays(peer.peer))
 
-    def _note(self, peer: Peer, kind: EventKind, what: str) -> None:
-        peer.since = self.clock()
-        self.event_log.note(kind, f"worker {peer.peer} {what}", peer.peer)
-
-    def _warn_if_useless(self, drafter: Peer, welcome: Welcome) -> None:
-        heads = {peer.welcome.head for peer in self.peers.values() if peer.role is Role.TARGET and peer.welcome}
+    def warn_of(self, peer: Peer, welcome: Welcome) -> None:
+        """Log what is odd about a worker that has come up."""
+        heads = {other.welcome.head for other in self.peers.values() if other.role is Role.TARGET and other.welcome}
+        if peer.role is Role.TARGET and self.revisions(welcome.model) != {welcome.revision}:
+            log.warning("targets of %s are of different revisions: no text moves from one to another", welcome.model)
         why = why_useless(welcome, [model.tokenizer for model in self.models().values()], heads)
-        if drafter.role is Role.DRAFT and why:
-            log.warning("drafter %s has nothing to do: %s", drafter.peer, why)
+        if peer.role is Role.DRAFT and why:
+            log.warning("drafter %s has nothing to do: %s", peer.peer, why)
 
-    def _let_go(self, peer: Peer) -> None:
+    def let_go(self, peer: Peer) -> None:
         """Remove a worker that has left the list, if nothing is left there."""
         if not peer.listed and not peer.opened and self.peers.get(peer.peer) is peer:
             self._remove(peer)
@@ -388,4 +377,4 @@ class WorkerPool:
         self._departed[peer.role] = self._departed.get(peer.role, Traffic()) + peer.traffic
         if peer.task:
             peer.task.cancel()
-        self.worker_down(peer, "it left the list of workers")
+        peer.down("it left the list of workers")

@@ -72,7 +72,7 @@ class WorkerView:
             peer.load,
             peer.connection.round_trip if peer.connection else None,
             described=peer.described,
-            sessions=peer.sessions,
+            sessions=len(peer.opened),
             since=peer.since,
             acceptance=acceptance,
             rates=peer.work.rates(peer.pool.clock()) if peer.work else None,

@@ -74,7 +74,7 @@ async def workers(**models: list[Path]):
 
 def busiest(serving: Dispatcher, processes: list[Process], role: str) -> Process:
     """The worker of this role that has a session."""
-    with_session = {peer.peer for peer in serving.pool.peers.values() if peer.sessions}
+    with_session = {peer.peer for peer in serving.pool.peers.values() if peer.opened}
     return next(p for p in processes if p.role == role and f"{role}@{p.address}" in with_session)
 
 

@@ -144,8 +144,8 @@ class Router:
         effects = self.effects[VICTIM]
         assert [effect.message for effect in sent(effects, Close)] == [Close(VICTIM, DRAFT_EPOCH)]
         assert [effect.peer for effect in sent(effects, Open)] == [D1]
-        self.pool.worker_down(self.pool.peers[D1], "for the test")
-        self.pool.worker_up(self.pool.peers[D0], Welcome("draft", "fake", VOCABULARY, 100))
+        self.pool.peers[D1].down("for the test")
+        self.pool.peers[D0].up(Welcome("draft", "fake", VOCABULARY, 100))
         assert [effect.peer for effect in sent(effects, Open)] == [D1]
         assert self.effects[OTHER] == []
 

@@ -338,10 +338,10 @@ async def test_a_refusal_of_an_older_opening_leaves_the_account_of_the_newer():
     served.hear("a", Refused(first.session, first.epoch, RefusalCode.INTERNAL, "broken"))
     second = served.wires["b"].last
     served.hear("b", Refused(second.session, first.epoch, RefusalCode.INTERNAL, "broken"))
-    assert served.dispatcher.pool.peers[PeerId("b")].sessions == 1
+    assert len(served.dispatcher.pool.peers[PeerId("b")].opened) == 1
     served.verify("b", 11, finish=FinishReason.LENGTH)
     await serving
-    assert served.dispatcher.pool.peers[PeerId("b")].sessions == 0
+    assert len(served.dispatcher.pool.peers[PeerId("b")].opened) == 0
     await served.dispatcher.pool.close()
 
 
