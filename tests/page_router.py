@@ -137,7 +137,7 @@ class FakeRouter:
         """What to serve."""
         return Starlette(
             routes=[
-                *page.routes(),
+                *page.ROUTES,
                 Route("/v1/models", self._models),
                 Route("/v1/completions", self._completions, methods=["POST"]),
                 Route("/v1/chat/completions", self._completions, methods=["POST"]),

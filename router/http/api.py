@@ -123,7 +123,7 @@ def build_app(
     api = _Api(generator, tokenizers, settings, metrics, recorder)
     return Starlette(
         routes=[
-            *page.routes(),
+            *page.ROUTES,
             Route("/v1/completions", api.completions, methods=["POST"]),
             Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
             Route("/v1/models", api.models, methods=["GET"]),

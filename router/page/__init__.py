@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-FOLDER = Path(__file__).parent
 PREFIX = "/page/"
 MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",
@@ -37,48 +35,28 @@ HEADERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Asset:
-    """One file, as it is sent."""
+def _endpoint(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
+    """Answers with the file, or status 304 where the browser has it."""
+    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {**HEADERS, "etag": tag}
 
-    content: bytes
-    media_type: str
-    tag: str
-    """Its ETag: a digest of the content, in quotes."""
-
-    def answer(self, request: Request) -> Response:
-        """The file, or status 304 where the browser has it."""
-        headers = {**HEADERS, "etag": self.tag}
-        known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
-        if self.tag in known or known == ["*"]:
-            return Response(status_code=304, headers=headers)
-        return Response(self.content, headers={**headers, "content-type": self.media_type})
-
-
-def _read() -> dict[str, Asset]:
-    """All files by path; they are few and small, so they stay in memory."""
-    assets = {}
-    for file in sorted(FOLDER.iterdir()):
-        if file.suffix in MEDIA_TYPES:
-            content = file.read_bytes()
-            tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            path = "/" if file.name == "index.html" else PREFIX + file.name
-            assets[path] = Asset(content, MEDIA_TYPES[file.suffix], tag)
-    return assets
-
-
-ASSETS = _read()
-PATHS = frozenset(ASSETS)
-"""They hold no secrets, so they are answered without an API key: the page asks for one."""
-
-
-def routes() -> list[Route]:
-    """One for each file."""
-    return [Route(path, _endpoint(asset), methods=["GET"]) for path, asset in ASSETS.items()]
-
-
-def _endpoint(asset: Asset) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        return asset.answer(request)
+        known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+        if tag in known or known == ["*"]:
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers={**headers, "content-type": media_type})
 
     return answer
+
+
+ROUTES = [
+    Route(
+        "/" if file.name == "index.html" else PREFIX + file.name,
+        _endpoint(file.read_bytes(), MEDIA_TYPES[file.suffix]),  # they are few and small, so they stay in memory
+        methods=["GET"],
+    )
+    for file in sorted(Path(__file__).parent.iterdir())
+    if file.suffix in MEDIA_TYPES
+]
+PATHS = frozenset(route.path for route in ROUTES)
+"""They hold no secrets, so they are answered without an API key: the page asks for one."""

@@ -285,21 +285,6 @@ class JoinedEnd(NamedTuple):
     epoch: int
     welcome: Welcome | None
 
-    @property
-    def head(self) -> int:
-        """Fingerprint of the EAGLE head there; 0: none."""
-        return self.welcome.head if self.welcome is not None else 0
-
-
-class _Pair(NamedTuple):
-    target: JoinedEnd | None
-    draft: JoinedEnd | None
-
-    @property
-    def subscribes(self) -> bool:
-        """Whether features are wanted."""
-        return self.target is not None and self.draft is not None and self.draft.head != 0
-
 
 @dataclass(slots=True)
 class JoinedWorkers:
@@ -309,7 +294,8 @@ class JoinedWorkers:
     drafter can ask for features of a session that is not open at it.
     """
 
-    _pairs: dict[SessionId, _Pair] = field(default_factory=dict)
+    _pairs: dict[SessionId, tuple[JoinedEnd | None, JoinedEnd | None]] = field(default_factory=dict)
+    """Targets and drafters."""
 
     def join(
         self, session: SessionId, target: JoinedEnd | None, draft: JoinedEnd | None
@@ -318,19 +304,24 @@ class JoinedWorkers:
 
         What has to be said to targets for that.
         """
-        before, pair = self._pairs.pop(session, _Pair(None, None)), _Pair(target, draft)
+        before = self._pairs.pop(session, (None, None))
         for end in before:
             if end is not None:
                 end.connection.routes.pop(session, None)
         if target is not None or draft is not None:
-            self._pairs[session] = pair
+            self._pairs[session] = target, draft
         if target is not None and draft is not None:
             target.connection.routes[session] = Route(target.epoch, draft.connection, draft.epoch)
             draft.connection.routes[session] = Route(draft.epoch, target.connection, target.epoch)
-        if pair == before or target is None:
+        if before == (target, draft) or target is None:
             return
-        if pair.subscribes and draft is not None and draft.welcome is not None:
+        if drafter := _with_head(draft):
             # For another drafter too: what the target has kept of the text is sent again.
-            yield target.connection, Subscribe(session, target.epoch, draft.head, draft.welcome.features)
-        elif before.subscribes and before.target == target:
+            yield target.connection, Subscribe(session, target.epoch, drafter.head, drafter.features)
+        elif before[0] == target and _with_head(before[1]):
             yield target.connection, Subscribe(session, target.epoch, 0)
+
+
+def _with_head(draft: JoinedEnd | None) -> Welcome | None:
+    """The drafter, if it has an EAGLE head."""
+    return draft.welcome if draft is not None and draft.welcome is not None and draft.welcome.head else None

@@ -46,9 +46,8 @@ class RouterMetrics:
         """Files of the TLS certificates in use, whose end is told."""
         self.accounts: Mapping[str, Account] = {}
         """By the name of the API key; one without a name where there are no keys."""
-        self._registry = CollectorRegistry()
+        self._registry, self._for_pickers = CollectorRegistry(), CollectorRegistry()
         self._registry.register(self)
-        self._for_pickers = CollectorRegistry()
         for registry in (self._registry, self._for_pickers):
             registry.register(_Families(lambda: collect_for_pickers(self.snapshot())))
 
@@ -154,35 +153,16 @@ class _Families:
 
 def _of_accounts(accounts: Mapping[str, Account]) -> Iterator[Metric]:
     """The keys themselves are nowhere; an empty name stands for all callers where there are no keys."""
-    about = " by the name of its API key." + PER_ROUTER
-    yield gauge(
-        "api_key_requests_running",
-        "Requests under way," + about,
-        ("api_key",),
-        {(name,): account.running for name, account in accounts.items()},
-    )
-    yield counter(
-        "api_key_requests",
-        "Requests let in," + about,
-        ("api_key",),
-        {(name,): account.requests for name, account in accounts.items()},
-    )
-    yield counter(
-        "api_key_refusals",
-        "Requests refused because of a limit," + about,
-        ("api_key", "limit"),
-        {(name, limit): times for name, account in accounts.items() for limit, times in account.refused.items()},
-    )
-    yield counter(
-        "api_key_tokens",
-        "Tokens of prompts and tokens generated," + about,
-        ("api_key", "kind"),
-        {
-            (name, kind): tokens
-            for name, account in accounts.items()
-            for kind, tokens in (("prompt", account.prompt_tokens), ("completion", account.completion_tokens))
-        },
-    )
+    about, name = " by the name of its API key." + PER_ROUTER, ("api_key",)
+    running = {(key,): account.running for key, account in accounts.items()}
+    requests = {(key,): account.requests for key, account in accounts.items()}
+    refusals = {(key, limit): times for key, account in accounts.items() for limit, times in account.refused.items()}
+    tokens = {(key, "prompt"): account.prompt_tokens for key, account in accounts.items()}
+    tokens |= {(key, "completion"): account.completion_tokens for key, account in accounts.items()}
+    yield gauge("api_key_requests_running", "Requests under way," + about, name, running)
+    yield counter("api_key_requests", "Requests let in," + about, name, requests)
+    yield counter("api_key_refusals", "Requests refused because of a limit," + about, (*name, "limit"), refusals)
+    yield counter("api_key_tokens", "Tokens of prompts and tokens generated," + about, (*name, "kind"), tokens)
 
 
 def _of_sessions(snapshot: Snapshot) -> Iterator[Metric]:
@@ -245,32 +225,21 @@ def own_version() -> str:
         return "unknown"
 
 
-def expiry(path: Path) -> float:
-    """When the first certificate of a PEM file to end does so, in seconds since 1970.
-
-    Raises ``OSError`` and ``ValueError``.
-    """
-    certificates = x509.load_pem_x509_certificates(path.read_bytes())
-    return min(certificate.not_valid_after_utc.timestamp() for certificate in certificates)
-
-
 def collect_certificates(paths: Iterable[Path]) -> Iterator[Metric]:
     """The family that says when TLS certificates end, for the alert that comes before they do."""
     yield gauge(
         "certificate_expiry_timestamp_seconds",
         "When a TLS certificate in use ends, in seconds since 1970; 0: its file cannot be read.",
         ("file",),
-        {(file,): at for file, at in expiries(paths).items()},
+        {(str(path),): _expiry(path) for path in paths},
     )
 
 
-def expiries(paths: Iterable[Path]) -> dict[str, float]:
-    """For each file by its path; :data:`UNREADABLE` for one that cannot be read. Reads them anew every time."""
-    found = {}
-    for path in paths:
-        try:
-            found[str(path)] = expiry(path)
-        except (OSError, ValueError) as error:
-            log.warning("no certificate in %s: %s", path, error)
-            found[str(path)] = UNREADABLE
-    return found
+def _expiry(path: Path) -> float:
+    """When the first certificate of a PEM file to end does so, in seconds since 1970. It is read anew every time."""
+    try:
+        certificates = x509.load_pem_x509_certificates(path.read_bytes())
+        return min(certificate.not_valid_after_utc.timestamp() for certificate in certificates)
+    except (OSError, ValueError) as error:
+        log.warning("no certificate in %s: %s", path, error)
+        return UNREADABLE

@@ -71,6 +71,9 @@ class GrammarChecker:
                 began = time.monotonic()
                 try:
                     answer = self._answers[question] = self._ask(question)
+                except BaseException:  # an answer may still come: nobody may take it for that of the next question
+                    self._end()
+                    raise
                 finally:
                     trial_seconds.get([]).append(time.monotonic() - began)
                 if len(self._answers) > REMEMBERED:
@@ -78,13 +81,6 @@ class GrammarChecker:
         return answer
 
     def _ask(self, question: str) -> tuple[str, str]:
-        try:
-            return self._answer(question)
-        except BaseException:  # an answer may still come: nobody may take it for that of the next question
-            self._end()
-            raise
-
-    def _answer(self, question: str) -> tuple[str, str]:
         if self._process is None:
             atexit.register(self.close)
             self._process = subprocess.Popen(

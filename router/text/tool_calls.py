@@ -12,7 +12,6 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
 
 
 class ToolForm(StrEnum):
@@ -75,23 +74,6 @@ class Found:
         return Found(self.content + later.content, self.calls + later.calls)
 
 
-class ToolCallParser(Protocol):
-    """Of one choice."""
-
-    def push(self, text: str) -> Found:
-        """Take more text."""
-        ...
-
-    def finish(self) -> Found:
-        """The text has ended."""
-        ...
-
-
-def parser_of(form: ToolForm, names: Collection[str]) -> ToolCallParser:
-    """A parser that has seen nothing. ``names``: of the functions on offer."""
-    return HermesParser() if form is ToolForm.HERMES else LlamaParser(names)
-
-
 class HermesParser:
     """Calls between tags. White space next to a call is no content.
 
@@ -117,7 +99,7 @@ class HermesParser:
         """Where closing tags stand in its strings."""
 
     def push(self, text: str) -> Found:
-        """See :class:`ToolCallParser`."""
+        """Take more text."""
         self._held += text
         found = Found()
         while self._close(found) if self._inside else self._open(found):
@@ -197,7 +179,7 @@ class LlamaParser:
         self._text = False
 
     def push(self, text: str) -> Found:
-        """See :class:`ToolCallParser`."""
+        """Take more text."""
         if self._text:
             return Found(text)
         self._held += text
@@ -206,7 +188,7 @@ class LlamaParser:
         return self._release() if self._text else Found()
 
     def finish(self) -> Found:
-        """See :class:`ToolCallParser`."""
+        """The text has ended."""
         try:
             return Found(calls=self._calls(self._held.strip().removeprefix(PYTHON_TAG)))
         except (ValueError, RecursionError):
@@ -228,6 +210,11 @@ class LlamaParser:
     def _release(self) -> Found:
         held, self._held = self._held, ""
         return Found(held)
+
+
+def parser_of(form: ToolForm, names: Collection[str]) -> HermesParser | LlamaParser:
+    """A parser that has seen nothing. ``names``: of the functions on offer."""
+    return HermesParser() if form is ToolForm.HERMES else LlamaParser(names)
 
 
 def overlap(text: str, mark: str) -> int:
