@@ -154,7 +154,6 @@ class Dispatcher:
             self._give_up(run, "draining", why)
 
     def _give_up(self, run: RunningSession, code: str, why: str) -> None:
-        """Fail a session, unless it has ended."""
         if run.session.session in self._runs:
             self._fail(run, GenerationError(code, why))
             self._handle(run, events.Stop())
@@ -319,7 +318,6 @@ class Dispatcher:
         return answer
 
     def _note(self, run: RunningSession, peer: PeerId, message: ToWorker) -> None:
-        """Keep the accounts of which session is open where."""
         if isinstance(message, Open):
             self.pool.opened(peer, message, run.blocks)
             known = self.pool.peers.get(peer)
@@ -334,7 +332,6 @@ class Dispatcher:
         self.pool.join(run.session.session, *run.session.openings)
 
     def _learn(self, run: RunningSession, target: PeerId, draft: PeerId | None, emit: events.Emit) -> None:
-        """What a step of a session says about its workers."""
         known = self.pool.peers.get(target)
         if run.revision is None and known is not None and known.welcome is not None:
             run.revision = known.welcome.revision

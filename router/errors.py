@@ -62,11 +62,7 @@ _ROWS = (
     _request("bad_request", "Any other refusal of the HTTP layer."),
     ErrorCode("overloaded", 429, ErrorType.RATE_LIMIT, True, "No room now; nothing was started."),
     ErrorCode(
-        "rate_limit_exceeded",
-        429,
-        ErrorType.RATE_LIMIT,
-        True,
-        "A limit on requests or tokens is reached; see the headers.",
+        "rate_limit_exceeded", 429, ErrorType.RATE_LIMIT, True, "Beyond a limit on requests or tokens; see the headers."
     ),
     _server("timeout", "The time that the request had is over.", status=504, retryable=False),
     _server("unavailable", "No target worker is connected.", status=503),
@@ -78,7 +74,6 @@ _ROWS = (
 )
 
 CODES: Mapping[str, ErrorCode] = {row.name: row for row in _ROWS}
-"""Every code by its name."""
 
 
 def code_of(name: str) -> ErrorCode:

@@ -63,7 +63,6 @@ class Details:
     """What drafters had proposed since the commit before."""
     target: str
     draft: str | None
-    """The drafter that was at work, if one was."""
     reopened: int
     """How often the session was opened again after a fault so far."""
 
@@ -78,7 +77,6 @@ class Committed:
     cached: int = 0
     """With the first ones: how many tokens of the prompt were in the target's cache."""
     metadata: StepMetadata = StepMetadata()
-    """What else the target said of them."""
     details: Details | None = None
     more: bool = field(default=False, compare=False)
     """Whether what comes next is there already: both may be told a client together."""
@@ -98,7 +96,6 @@ class Ended:
 
     reason: FinishReason
     reopened: int = 0
-    """How often the session was opened again after a fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +108,6 @@ class ServedModel:
     tokenizer: int
     """Digest of the tokenizer; 0: unknown."""
     source: str = ""
-    """Folder or hub id it was read from."""
     sources: tuple[SourceName, ...] = ()
     """Draft sources that were registered at targets of it."""
 

@@ -30,7 +30,6 @@ class PromptShown:
     text: str = ""
     """With which the answer begins; empty unless it was asked for."""
     ids: tuple[Token, ...] = ()
-    """If they were asked for."""
     tokens: tuple[ShownToken, ...] = ()
     """With their log-probabilities, if these were asked for."""
 
@@ -49,12 +48,10 @@ class TextChunk:
     accepted: int = 0
     offered: int = 0
     cached: int = 0
-    """With the first commit: how many tokens of the prompt were in the target's cache."""
     finish: FinishReason | None = None
     position: int = 0
     """Where the tokens stand in the whole sequence, prompt included."""
     origins: tuple[Origin, ...] = ()
-    """Where each token came from."""
     refused: tuple[SourceName, ...] = ()
     """Where each draft came from that was not kept."""
     took: float = 0.0
@@ -62,7 +59,6 @@ class TextChunk:
     waited: float = 0.0
     """Seconds that it had waited for drafts before it."""
     details: Details | None = None
-    """If the request wants them."""
     prompt: PromptShown | None = None
     """Comes once, before any commit, where something of the prompt is shown."""
     shown: tuple[ShownToken, ...] = ()
@@ -104,13 +100,10 @@ class ChoiceReader:
             _hidden(request, tokenizer),
         )
         self._shows = self._form.logprobs is not None or self._form.token_ids
-        """Whether tokens are shown beside their text."""
         after = generation.prompt if request.continues else ()
         self._text = TextStream(tokenizer, rules, after, placed=self._shows)
         self._waiting: deque[tuple[Token, TokenLogprobs | None]] = deque()
-        """Tokens whose text is not out."""
         self._before = len(self._prompt.text(tokenizer)) if self._form.echo else 0
-        """Characters of the answer before the text."""
         self._parser = None if self._tools.form is None else parser_of(self._tools.form, self._tools.names)
         self._calls = 0
         self._position = len(generation.prompt)
@@ -187,7 +180,6 @@ class ChoiceReader:
         )
 
     def _out(self, delta: Delta) -> tuple[ShownToken, ...]:
-        """The tokens whose text has come out with it."""
         out = []
         for start in delta.starts:
             token, logprobs = self._waiting.popleft()

@@ -56,7 +56,6 @@ _LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x8
 """That JSON leaves as they are; in UTF-8 no other characters hold their bytes."""
 
 DONE = b"data: [DONE]\n\n"
-"""The last event of a stream that went well."""
 
 
 def error_body(code: ErrorCode, message: str, param: str | None = None) -> Json:
@@ -64,20 +63,8 @@ def error_body(code: ErrorCode, message: str, param: str | None = None) -> Json:
     return {"error": {"message": message, "type": code.type.value, "param": param, "code": code.name}}
 
 
-def internal_error_body() -> Json:
-    """For a fault of this server: says nothing of what went wrong, which the log does."""
-    return error_body(CODES["internal"], "internal error")
-
-
-def model_body(name: str, created: int, context: int) -> Json:
-    """One entry of ``/v1/models``; ``max_model_len`` is vLLM's name for the context."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "paceline",
-        "max_model_len": context,
-    }
+INTERNAL_ERROR = error_body(CODES["internal"], "internal error")
+"""For a fault of this server: says nothing of what went wrong, which the log does."""
 
 
 @dataclass(slots=True)
@@ -94,7 +81,6 @@ class Usage:
     completion: int = 0
     cached: int = 0
     ended: int = 0
-    """Choices that are over."""
     statistics: Statistics = field(default_factory=Statistics)
 
     def add(self, chunk: TextChunk) -> None:
@@ -231,7 +217,6 @@ class Envelope:
         return body if self.chat else body | self._of_prompt(choice.prompt)
 
     def _beside(self, prompt: PromptShown, shown: Sequence[ShownToken]) -> Json:
-        """What stands in a choice beside its text."""
         body: Json = {}
         if self.request.form.logprobs is not None:
             echoed = prompt.tokens if self.request.form.echo else ()
@@ -326,13 +311,12 @@ async def events(
             return
         except Exception as error:
             failed(code_of("internal"), error)
-            yield held + event(internal_error_body())
+            yield held + event(INTERNAL_ERROR)
             return
     yield held + (event(envelope.usage(usage)) if envelope.request.include_usage else b"") + DONE
 
 
 def _chunk_events(chunk: TextChunk, envelope: Envelope, usage: Usage, opened: set[int]) -> bytes:
-    """The events for one chunk, usually one; they are written together."""
     usage.add(chunk)
     if envelope.plain and chunk.plain and chunk.index in opened:
         return envelope.plain_event(chunk.index, chunk.text)

@@ -81,11 +81,9 @@ class Statistics:
 
     steps: int = 0
     drafts: int = 0
-    """Steps that verified drafts."""
     waits: int = 0
     wait_seconds: float = 0.0
     came: Counter[Origin] = field(default_factory=Counter)
-    """Tokens by where they came from."""
     refused: Counter[SourceName] = field(default_factory=Counter)
     kept: Counter[int] = field(default_factory=Counter)
     """By how many drafts were kept: how many of the steps that verified some."""

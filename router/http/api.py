@@ -24,9 +24,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from router import page
-from router.answers import responses
 from router.answers.choice_reader import run_choices
-from router.answers.responses import Envelope, Json, Usage, events, whole
+from router.answers.responses import INTERNAL_ERROR, Envelope, Json, Usage, events, whole
 from router.errors import ApiError, ErrorCode, code_of, code_of_status
 from router.generation import GenerationError, Generator, ServedModel
 from router.http import openapi
@@ -124,8 +123,8 @@ def build_app(
     return Starlette(
         routes=[
             *page.ROUTES,
-            Route("/v1/completions", api.completions, methods=["POST"]),
-            Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+            Route("/v1/completions", partial(api.generate, "completion"), methods=["POST"]),
+            Route("/v1/chat/completions", partial(api.generate, "chat"), methods=["POST"]),
             Route("/v1/models", api.models, methods=["GET"]),
             Route("/v1/models/{name:path}", api.model, methods=["GET"]),
             Route("/health", api.health, methods=["GET"]),
@@ -176,17 +175,10 @@ class _Api:
         self._exhaustion = ExhaustionLog()
         self._started = int(time.time())
 
-    async def completions(self, request: Request) -> Response:
-        return await self._generate(request, "completion")
-
-    async def chat_completions(self, request: Request) -> Response:
-        return await self._generate(request, "chat")
-
     async def models(self, _request: Request) -> Response:
         """What is served now: none while no target worker was connected."""
-        return json_response(
-            {"object": "list", "data": [self._model_body(*named) for named in self._reader.models().items()]}
-        )
+        models = [self._model_body(*named) for named in self._reader.models().items()]
+        return json_response({"object": "list", "data": models})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -220,9 +212,10 @@ class _Api:
         return json_response(dict(self._cluster()), headers={"cache-control": "no-store"})
 
     def _model_body(self, name: str, model: ServedModel) -> Json:
-        return responses.model_body(name, self._started, model.context)
+        entry = {"id": name, "object": "model", "created": self._started, "owned_by": "paceline"}
+        return entry | {"max_model_len": model.context}  # vLLM's name for it
 
-    async def _generate(self, request: Request, kind: Kind) -> Response:
+    async def generate(self, kind: Kind, request: Request) -> Response:
         arrived = self._tally.clock()
         with self._bodies.share() as take:
             body = await read_body(request, self._settings.max_body_bytes, take)
@@ -312,7 +305,7 @@ class _Api:
         # The handler of last resort stands outside the middleware that adds the id.
         headers = {REQUEST_ID_HEADER: str(getattr(request.state, "request_id", ""))}
         self._tally.answered(code_of("internal"))
-        return json_response(responses.internal_error_body(), code_of("internal").status, headers)
+        return json_response(INTERNAL_ERROR, code_of("internal").status, headers)
 
     def _refusal(
         self,

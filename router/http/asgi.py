@@ -148,11 +148,9 @@ class BoundedHttp(HttpToolsProtocol):
     _head: int | None = 0
     """Bytes of the head so far; None while a body is read."""
     _beside = 0
-    """Bytes since the body's last data."""
     _headless: asyncio.TimerHandle | None = None
     """Runs while a head is waited for; between two requests, once something has come."""
     _stalled: asyncio.TimerHandle | None = None
-    """Runs while the client has more to take."""
     _line_begins = True
     """Whether the next byte of a head is the first one of a line."""
     _held = b""

@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 QUIET_SECONDS = 30.0
-"""In which it is not logged again."""
 MAX_DESCRIPTORS = 65536
 """As in our systemd units. Every stream takes one, and many systems give a process 1,024 at first."""
 

@@ -88,7 +88,6 @@ class PromptRecorder:
     def __init__(self, settings: RecordSettings) -> None:
         """Begin. Raises :class:`RecordingError`."""
         self.recorded = 0
-        """Prompts that are in files."""
         self.dropped = 0
         """Requests that found the queue full."""
         self._settings = settings
@@ -192,7 +191,6 @@ def _remove_oldest(files: Iterable[Path], max_bytes: int) -> None:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its content as one string."""
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content)

@@ -149,10 +149,16 @@ def prediction_of(body: Body, tokenizer: Tokenizer, model: ServedModel) -> tuple
     if len(tokens) > model.context:
         message = f"{where} has {len(tokens)} tokens; the model's context is {model.context}"
         raise ApiError("context_length_exceeded", message, where)
-    if (worst := max(tokens, default=0)) >= model.vocabulary:
-        message = f"{where} has token id {worst}; the model's ids go from 0 to {model.vocabulary - 1}"
-        raise ApiError("invalid_value", message, where)
+    check_ids(tokens, where, model.vocabulary)
     return tokens
+
+
+def check_ids(tokens: Sequence[Token], where: str, vocabulary: int) -> None:
+    """Also for ids of our own: a tokenizer may know tokens for which the model has no row. Raises :class:`ApiError`."""
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            message = f"{where} has token id {token}; the model's ids go from 0 to {vocabulary - 1}"
+            raise ApiError("invalid_value", message, where)
 
 
 def sampling_of(body: Body, vocabulary: int, tokenizer: Tokenizer) -> Sampling:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.errors import ApiError
+from router.schema.answer_fields import check_ids
 from router.schema.fields import missing, nearest, shortened, wrong_type, wrong_value
 from router.schema.request_objects import Message as Written
 from router.schema.request_objects import text_of
@@ -84,7 +85,7 @@ def _one_prompt(value: object, where: str, tokenizer: Tokenizer, vocabulary: int
         raise wrong_type(where, "a string or an array of token ids", value)
     if not tokens:
         raise wrong_value(where, "not empty", value)
-    _check_ids(tokens, where, vocabulary)
+    check_ids(tokens, where, vocabulary)
     return Prompt(tokens, value if isinstance(value, str) else None)
 
 
@@ -94,7 +95,7 @@ def chat_prompt(body: ChatBody, tokenizer: Tokenizer, vocabulary: int, tools: To
     tokens = tokenizer.encode(text, special=bool(body.add_special_tokens)) if text else ()
     if not tokens:
         raise ApiError("invalid_value", "messages are empty once the chat template is applied", "messages")
-    _check_ids(tokens, "messages", vocabulary)
+    check_ids(tokens, "messages", vocabulary)
     return Prompt(tokens)
 
 
@@ -109,14 +110,6 @@ def truncated(body: Body, prompts: Sequence[Prompt], context: int, wanted: int) 
     return tuple(
         prompt if len(prompt.tokens) <= max_tokens else Prompt(prompt.tokens[-max_tokens:]) for prompt in prompts
     )
-
-
-def _check_ids(tokens: Sequence[Token], where: str, vocabulary: int) -> None:
-    """Also for ids of our own: a tokenizer may know tokens for which the model has no row."""
-    for token in tokens:
-        if not 0 <= token < vocabulary:
-            message = f"{where} has token id {token}; the model's ids go from 0 to {vocabulary - 1}"
-            raise ApiError("invalid_value", message, where)
 
 
 def check_sizes(body: Body, max_characters: int) -> None:

@@ -59,10 +59,6 @@ class Prefixes:
             count += 1
         return count * BLOCK
 
-    def clear(self) -> None:
-        """The target has lost its cache."""
-        self._known.clear()
-
 
 SESSIONS = 16
 """Sessions there, running or waiting, that cost one unit, because they share its steps. So do as many tokens that run

@@ -20,11 +20,6 @@ def same_tokenizer(one: int, other: int) -> bool:
     return one == other or 0 in (one, other)
 
 
-def revisions_of(model: str, targets: Iterable[Welcome]) -> set[int]:
-    """The revisions of a model that these targets run."""
-    return {welcome.revision for welcome in targets if welcome.model == model}
-
-
 def revision_ages(welcomes: Iterable[Welcome]) -> dict[int, float]:
     """When each revision came up, in seconds since 1970: the later, the newer.
 

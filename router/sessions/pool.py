@@ -27,7 +27,7 @@ from router.sessions.choice import (
     idle_targets,
 )
 from router.sessions.event_log import EventKind, EventLog
-from router.sessions.models import ServedModels, revisions_of, why_useless
+from router.sessions.models import ServedModels, why_useless
 from router.sessions.run import JoinedEnd, JoinedWorkers, OpenSessions
 from router.sessions.tally import Recent
 from speculation.events import Available, Draining, PeerId, Role, Stays
@@ -82,7 +82,6 @@ class Peer:
     """What it does before it can come up, as far as it says so."""
     load: Load = Load()
     opened: OpenSessions = field(default_factory=OpenSessions)
-    """Sessions this router has open there."""
     prefixes: Prefixes = field(default_factory=Prefixes)
     connection: WorkerConnection | None = None
     task: asyncio.Task[None] | None = None
@@ -108,7 +107,7 @@ class Peer:
         log.info("worker %s %s%s", self.peer, what, welcome.exactness and ", " + welcome.exactness)
         self.note(EventKind.WORKER_UP, what)
         if self.described is None or self.described.instance != welcome.instance:
-            self.prefixes.clear()
+            self.prefixes = Prefixes()
         self.welcome = self.described = welcome
         self.opened, self.load, self.work = OpenSessions(), Load(), None
         self.pool.warn_of(self, welcome)
@@ -304,8 +303,8 @@ class WorkerPool:
 
     def revisions(self, model: str) -> set[int]:
         """Revisions of a model that have a target now."""
-        targets = (peer.welcome for peer in self.peers.values() if peer.role is Role.TARGET and peer.welcome)
-        return revisions_of(model, targets)
+        welcomes = (peer.welcome for peer in self.peers.values() if peer.role is Role.TARGET and peer.welcome)
+        return {welcome.revision for welcome in welcomes if welcome.model == model}
 
     def opened(self, peer: PeerId, opening: Open, blocks: Sequence[int]) -> None:
         """A session is sent there, of a prompt of these blocks."""
@@ -349,7 +348,6 @@ class WorkerPool:
         self.let_go(peer)
 
     def _relist(self, peer: Peer) -> None:
-        """Keep a worker that had left the list."""
         leaving, peer.listed = peer.leaving, True
         if leaving and not peer.leaving:
             peer.note(EventKind.WORKER_UP, "is on the list of workers again")

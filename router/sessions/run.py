@@ -164,19 +164,16 @@ class RunningSession:
     trace: NullTracer
     event_log: EventLog
     details: SpeculationTrace | None = None
-    """For a request that wants them."""
     unread: int = 0
     """What the commits weigh that wait for the client."""
     timer: asyncio.TimerHandle | None = None
     """The one wake-up that its session has asked for."""
     opened_at: PeerId | None = None
-    """The target it was last opened at."""
     revision: int | None = None
     """That the text began with. Another would go on with another text."""
     ended: FinishReason | GenerationError | None = None
     """Why, once it is over; None if it was stopped."""
     _items: asyncio.Queue[tuple[Committed | Ended | GenerationError, int]] = field(default_factory=asyncio.Queue)
-    """With what each weighs."""
     _told: tuple[int, int] = (0, 0)
     """How often it was opened again and moved, as far as the event log says so."""
 
@@ -323,5 +320,4 @@ class JoinedWorkers:
 
 
 def _with_head(draft: JoinedEnd | None) -> Welcome | None:
-    """The drafter, if it has an EAGLE head."""
     return draft.welcome if draft is not None and draft.welcome is not None and draft.welcome.head else None

@@ -37,15 +37,11 @@ class WorkerView:
     role: Role
     state: WorkerState
     model: str = ""
-    """Empty while it is down."""
     load: Load = Load()
     """What it last said of itself, all its routers together."""
     round_trip: float | None = None
-    """Seconds; None where it was not measured."""
     described: Welcome | None = None
-    """As it last introduced itself, also while it is down; None: it never was up."""
     sessions: int = 0
-    """That this router has open there."""
     since: float = 0.0
     """When it came into this state, by the clock of the pool."""
     acceptance: float | None = None
@@ -54,9 +50,7 @@ class WorkerView:
     rates: tuple[float, ...] | None = None
     """See :attr:`router.sessions.pool.Peer.work`; None while unknown."""
     standby: bool = False
-    """Whether it is a target that takes sessions only where no other one can."""
     loading: Loading | None = None
-    """What it does before it can come up; None: it does not say so."""
 
     @classmethod
     def of(cls, peer: Peer, acceptance: float | None, *, standby: bool = False) -> WorkerView:
@@ -91,7 +85,6 @@ class Totals:
     """Monotone totals since the start. What sessions count themselves is added when they end."""
 
     sessions: int = 0
-    """Ever begun."""
     reopened: int = 0
     moved: int = 0
     """Sessions that went to another target without a fault, each time."""
@@ -100,11 +93,9 @@ class Totals:
     failed: int = 0
     """Sessions without a whole text."""
     malformed: int = 0
-    """Messages of workers that break the protocol; all were dropped."""
     stale: int = 0
     """Messages of workers that came too late to matter, or about no session known here."""
     strikes: int = 0
-    """Malformed messages held against a drafter by its session."""
     quarantined: int = 0
     """Drafters that a session was done with; each counts once for every such session."""
 
@@ -124,13 +115,11 @@ class Snapshot:
     workers: tuple[WorkerView, ...] = ()
     models: tuple[ServedModel, ...] = ()
     logged_events: tuple[LoggedEvent, ...] = ()
-    """What lately happened, oldest first."""
     totals: Totals = field(default_factory=Totals)
     watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)
     placing: int = 0
     """Sessions that wait for a target worker."""
     running: int = 0
-    """Sessions that are open at one."""
     traffic: dict[Role, Traffic] = field(default_factory=dict)
     draining: bool = False
 

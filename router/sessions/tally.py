@@ -24,7 +24,6 @@ from router.errors import CODES, ErrorCode
 from speculation.messages import FinishReason
 
 WINDOW_SECONDS = 5.0
-"""What "now" means."""
 SAMPLE_SECONDS = 0.25
 FIRST_SECONDS = 0.5
 """Sooner after the start no rate is told."""
@@ -128,7 +127,6 @@ class ModelCounts:
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     drafts: int = 0
-    """Verifications of at least one draft token."""
     draft_tokens: int = 0
     kept: list[int] = field(default_factory=lambda: [0] * (LONGEST_PATH + 1))
     """``kept[n]``: verifications that kept a path of n draft tokens."""

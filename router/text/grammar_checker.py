@@ -21,9 +21,7 @@ from pathlib import Path
 CHECK_SECONDS = 20.0
 """What a grammar may take to be tried on a busy machine, once the process is up. Its processor time ends sooner."""
 START_SECONDS = 30.0
-"""What the process may take to start."""
 REMEMBERED = 256
-"""Answers kept."""
 READY = '["json", true, {}, []]'
 """A question whose answer shows that the process is up."""
 

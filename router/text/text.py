@@ -107,7 +107,6 @@ class StopMatcher:
         """``stops`` are not empty strings."""
         self._stops, self._kept = stops, kept
         self.idle = not stops
-        """Whether there is nothing to find."""
         self._held = ""
         self.matched = False
 
@@ -237,7 +236,6 @@ class TextStream:
         return self._take(len(self._stops.push(piece.text) if searched else piece.text))
 
     def _count(self, shown: int) -> None:
-        """So many more characters have come out."""
         if self._places is not None:
             self._places.shown += shown
 
@@ -261,9 +259,7 @@ class _Places:
 
     def __init__(self) -> None:
         self.shown = 0
-        """Characters that have come out."""
         self._end = 0
-        """Characters that are certain."""
         self._undecided: list[bool] = []
         """Tokens whose text is not certain: which of them have any."""
         self._decided: deque[tuple[int, int]] = deque()

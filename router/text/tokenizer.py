@@ -38,7 +38,6 @@ FILES = (
 """Everything that is read of a model; the first must exist."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _SPACE = "\u2581"
-"""How sentencepiece writes a space."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _TAG = re.compile(r"<[^<>\s\[][^<>\s]*>")
 
@@ -76,7 +75,6 @@ class Tokenizer:
         """Tokens that end a text, as the model's configuration gives them."""
         names = special_tokens or {}
         self.chat_template = ChatTemplate(chat_template, names) if chat_template is not None else None
-        """None when the model has none."""
         added = backend.get_added_tokens_decoder()
         self._added = frozenset(added)
         self._decoders = frozenset(_types(json.loads(backend.decoder.__getstate__()) if backend.decoder else {}))
@@ -193,7 +191,6 @@ class Tokenizer:
 
 
 def _types(decoder: Mapping[str, Any]) -> Iterator[str]:
-    """The kinds of decoders that a tokenizer's decoder is made of."""
     yield str(decoder.get("type", ""))
     for inner in decoder.get("decoders", ()):
         yield from _types(inner)
@@ -276,7 +273,6 @@ class Tokenizers:
         self._found: dict[tuple[str, int], Tokenizer] = {}
         """By the source and the digest that a model names."""
         self._refused: dict[ServedModel, tuple[TokenizerError, float]] = {}
-        """With the time when to try again."""
 
     async def of(self, model: ServedModel) -> Tokenizer:
         """The one of a model. Raises :class:`router.text.tokenizer.TokenizerError`."""
@@ -316,7 +312,6 @@ class Tokenizers:
         return self._read[source] if source in self._read else await self._load(source)
 
     async def _read_again(self, source: str) -> Tokenizer:
-        """As it is now, or was a moment ago."""
         now = asyncio.get_running_loop().time()
         if source not in self._reading:
             if now < self._again.get(source, 0.0):

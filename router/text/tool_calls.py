@@ -85,18 +85,15 @@ class HermesParser:
         self._held = ""
         self._inside = False
         self._gap = ""
-        """White space before the call that has begun."""
         self._begin()
         self._after_call = False
 
     def _begin(self) -> None:
         """What is held is of a call, and unread."""
         self._searched = 0
-        """Where a closing tag is to be looked for."""
         self._read, self._quoted = 0, False
         """How much of it is read, and whether a string has begun there."""
         self._within: list[int] = []
-        """Where closing tags stand in its strings."""
 
     def push(self, text: str) -> Found:
         """Take more text."""

@@ -145,9 +145,14 @@ def test_workers_that_come_and_go_are_told_of_once_each() -> None:
     peer.received(Load(draining=True))
     peer.received(Load(draining=True))
     assert WorkerView.of(peer, None).since == clock.now
+    peer.prefixes.note((1, 2))
     peer.down("it ended")
     peer.up(WELCOME)
+    assert peer.prefixes.known_tokens((1, 2)), "it is the same one"
     assert WorkerView.of(peer, None).rates is None, "a new start counts from zero"
+    peer.down("cut")
+    peer.up(replace(WELCOME, instance="i2"))
+    assert not peer.prefixes.known_tokens((1, 2)), "another one has an empty cache"
     peer.down("cut")
     assert kinds() == [
         EventKind.WORKER_UP,
