@@ -137,6 +137,32 @@ _ANSWERS = """\
 - Tool calls are found in the text by the form that the model's chat template shows. A streamed call comes whole, in one
   chunk. What looks like a call and is none stays text.
 
+## What was drafted
+
+With `stream_options.include_speculation` every streamed chunk that stands for a commit, even one without text, says
+
+```
+"speculation": {"accepted": a, "offered": o, "tokens": n, "position": p,
+                "pieces": [{"text": "...", "drafted": d, "source": s}]}
+```
+
+`n` tokens were committed at position `p` and after (positions count the prompt), `a` of them drafted, out of `o` draft
+tokens verified. The texts of the pieces together are the text of the chunk; `s` is a draft source, or `recovered` (the
+target's own instead of a refused draft), `bonus` (after everything offered was kept) or `target` (where nothing was
+offered). With `speculation.details` also
+
+```
+"step": {"start": s, "end": s, "waited": s},
+"proposals": [{"source": "draft", "start": s, "end": s, "anchor": p, "after": m,
+               "tokens": [{"id": i, "text": "...", "number": m}], "parents": [-1, 0], "confidence": [0.9, 0.8]}]
+```
+
+the target's step and what drafters had proposed since the commit before, in seconds since the choice began, by the
+router's clock: an end is when it heard of it, a start that minus what the worker says it took. Draft tokens are
+numbered; a proposal continues the one numbered `after`, or the committed text at position `anchor`. An answer with
+details ends with the `summary` of all its choices; one that is not streamed also has `commits`: what the chunks would
+have. `usage.completion_tokens_details` counts `accepted_draft_tokens` and `rejected_draft_tokens` in any case.
+
 ## Errors
 
 An error is `{"error": {"message", "type", "param", "code"}}`; `param` is the path of the field at fault. Within a

@@ -1,10 +1,7 @@
 """Answers in OpenAI's JSON, streamed and not, and errors.
 
-Decides shapes, which events a chunk has, and which of them are written at once. Beyond OpenAI's fields there are two of
-our own: ``usage.completion_tokens_details`` counts ``accepted_draft_tokens`` and ``rejected_draft_tokens``, and
-``speculation`` tells where tokens came from (:mod:`router.answers.speculation_answer`): in every chunk that stands for
-a commit, even one without text, if ``stream_options.include_speculation`` is set, and at the end if
-``speculation.details`` is.
+Decides shapes, which events a chunk has, and which of them are written at once. Of our own are ``speculation``
+(:mod:`router.answers.speculation_answer`) and two counts in ``usage.completion_tokens_details``.
 """
 
 from __future__ import annotations

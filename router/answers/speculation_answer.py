@@ -1,23 +1,4 @@
-"""What an answer says of speculation, in JSON.
-
-Every streamed chunk that stands for a commit, if ``stream_options.include_speculation`` is set:
-
-    {"accepted": a, "offered": o, "tokens": n, "position": p, "pieces": [{"text": "...", "drafted": d, "source": s}]}
-
-``n`` tokens were committed at position ``p`` and after (positions count the prompt), ``a`` of them drafted, out of
-``o`` draft tokens verified. The texts of the pieces together are the text of the chunk; ``s`` is a draft source, or
-``recovered``, ``bonus`` or ``target`` (:mod:`speculation.events`). With ``speculation.details`` also
-
-    "step": {"start": s, "end": s, "waited": s},
-    "proposals": [{"source": "draft", "start": s, "end": s, "anchor": p, "after": m,
-                   "tokens": [{"id": i, "text": "...", "number": m}], "parents": [-1, 0], "confidence": [0.9, 0.8]}]
-
-the target's step and what drafters had proposed since the commit before, in seconds since the choice began, by the
-router's clock: an end is when it heard of it, a start that minus what the worker says it took. Draft tokens are
-numbered; a proposal continues the one numbered ``after``, or the committed text at position ``anchor``. An answer with
-details ends with the ``summary`` of all its choices; one that is not streamed also has ``commits``: what the chunks
-would have.
-"""
+"""What an answer says of speculation, in JSON; docs/api.md explains it ("What was drafted")."""
 
 from __future__ import annotations
 
