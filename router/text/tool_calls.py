@@ -8,7 +8,6 @@ A call comes out whole, when its last character has.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -42,7 +41,6 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 MAX_WITHIN = 8
 """Closing tags in the strings of one call, so that no text is read more often than that."""
-_QUOTE = re.compile(r'\\.|"', re.DOTALL)
 _KEYS = frozenset({"name", "type", "parameters", "arguments"})
 """What a call in the Llama form may have."""
 
@@ -83,17 +81,11 @@ class HermesParser:
 
     def __init__(self) -> None:
         self._held = ""
-        self._inside = False
+        self._inside = self._after_call = False
         self._gap = ""
-        self._begin()
-        self._after_call = False
-
-    def _begin(self) -> None:
-        """What is held is of a call, and unread."""
         self._searched = 0
-        self._read, self._quoted = 0, False
-        """How much of it is read, and whether a string has begun there."""
         self._within: list[int] = []
+        """Where closing tags stand in the strings of the call that has begun."""
 
     def push(self, text: str) -> Found:
         """Take more text."""
@@ -123,14 +115,13 @@ class HermesParser:
             self._held = self._held[len(content) :]
             return False
         self._gap, self._held = before[len(content) :], self._held[start + len(OPEN) :]
-        self._inside = True
-        self._begin()
+        self._inside, self._searched, self._within = True, 0, []
         return True
 
     def _close(self, found: Found) -> bool:
         """Take the call that has begun; whether it has ended."""
         while (end := self._held.find(CLOSE, self._searched)) >= 0:
-            if not self._in_string(end) or len(self._within) == MAX_WITHIN:
+            if len(self._within) == MAX_WITHIN or not self._in_string(end):
                 self._end(found, end, CLOSE)
                 return True
             self._within.append(end)
@@ -139,10 +130,14 @@ class HermesParser:
         return False
 
     def _in_string(self, end: int) -> bool:
-        for match in _QUOTE.finditer(self._held, self._read, end):
-            self._quoted ^= match[0] == '"'
-        self._read = end
-        return self._quoted
+        """Whether a string of the call goes on there; of what can be no call any more it does not matter."""
+        try:
+            json.loads(self._held[:end])
+        except json.JSONDecodeError as error:
+            return error.msg.startswith("Unterminated string")
+        except (ValueError, RecursionError):
+            pass
+        return False
 
     def _end(self, found: Found, end: int, mark: str) -> None:
         """The call goes up to ``end``, where the ``mark`` stands; or it is none."""
