@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from time import monotonic
@@ -58,8 +58,8 @@ class AdmissionSettings:
 class QuotaLease:
     """One request, from the door until it leaves."""
 
-    def __init__(self, account: Account, arrived: float, clock: Callable[[], float]) -> None:
-        self._account, self._arrived, self._clock = account, arrived, clock
+    def __init__(self, account: Account, arrived: float) -> None:
+        self._account, self._arrived = account, arrived
         self._sessions = self._tokens = 0
 
     def take_sessions(self, sessions: int) -> None:
@@ -69,73 +69,58 @@ class QuotaLease:
 
     def take_prompt(self, tokens: int) -> None:
         """Pay for all prompts. Raises :class:`LimitReached`."""
-        self._account.take_prompt(tokens, self._clock())
+        self._account.take_prompt(tokens, monotonic())
         self._tokens += tokens
 
     def take_completion(self, tokens: int) -> None:
         """Pay for what was generated."""
-        self._account.take_completion(tokens, self._clock())
+        self._account.take_completion(tokens, monotonic())
         self._tokens += tokens
 
     def leave(self) -> None:
         """The answer has ended."""
-        self._account.leave(self._clock() - self._arrived, self._sessions, self._tokens)
+        self._account.leave(monotonic() - self._arrived, self._sessions, self._tokens)
 
     def end(self, seconds: float | None) -> float | None:
         """When so many seconds since it came are over, on the event loop's clock; None: never."""
         if seconds is None:
             return None
-        return asyncio.get_running_loop().time() + seconds - (self._clock() - self._arrived)
+        return asyncio.get_running_loop().time() + seconds - (monotonic() - self._arrived)
 
     def headers(self) -> dict[str, str]:
         """OpenAI's headers: what is left of each rate that is limited, and when it will be whole again."""
-        return _rates(self._account, self._clock())
-
-
-class Admission:
-    """All accounts of a router."""
-
-    def __init__(
-        self, settings: AdmissionSettings = AdmissionSettings(), clock: Callable[[], float] = monotonic
-    ) -> None:
-        self._settings, self._clock = settings, clock
-        self.accounts: dict[str, Account] = {}
-        """By the name of the API key, empty where there are none. As many as keys were ever used."""
-
-    def enter(self, caller: str, own: Mapping[str, int]) -> QuotaLease:
-        """Let a request in; ``own``: limits of the caller alone. Raises :class:`router.limits.LimitReached`."""
-        now = self._clock()
-        account = self.accounts.setdefault(caller, Account())
-        account.allow(self._settings.allowance.but(own), now)
-        account.enter(now)
-        return QuotaLease(account, now, self._clock)
-
-    def rates(self, caller: str) -> dict[str, str]:
-        """The headers of a caller that was not let in."""
-        return _rates(self.accounts[caller], self._clock())
+        return _rates(self._account, monotonic())
 
 
 class Admit:
     """Middleware: what is posted to the API is counted, and refused beyond the caller's limits."""
 
-    def __init__(self, app: ASGIApp, admission: Admission, refused: Callable[[ErrorCode], None]) -> None:
-        self._app, self._admission, self._refused = app, admission, refused
+    def __init__(
+        self, app: ASGIApp, allowance: Allowance, accounts: dict[str, Account], refused: Callable[[ErrorCode], None]
+    ) -> None:
+        """``accounts``: by the name of the API key, as many as were ever used; the name is empty where there are none.
+
+        ``refused`` hears of every answer given here.
+        """
+        self._app, self._allowance, self._accounts, self._refused = app, allowance, accounts, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Put the lease into ``request.state.lease``, or answer with status 429."""
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith(ADMITTED):
             await self._app(scope, receive, send)
             return
-        state = scope.setdefault("state", {})
-        caller = state.get("api_key_name", "")
+        state, now = scope.setdefault("state", {}), monotonic()
+        account = self._accounts.setdefault(state.get("api_key_name", ""), Account())
+        account.allow(self._allowance.but(state.get("api_key_limits", {})), now)
         try:
-            lease = state["lease"] = self._admission.enter(caller, state.get("api_key_limits", {}))
+            account.enter(now)
         except LimitReached as error:
             self._refused(error.code)
-            rates = self._admission.rates(caller)
+            rates = _rates(account, now)
             answer = refusal(error.code, error.message, headers=rates, wait=error.wait, closing=True)
             await answer(scope, receive, send)
             return
+        lease = state["lease"] = QuotaLease(account, now)
 
         async def send_with_rates(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -29,7 +29,7 @@ from router.answers.responses import INTERNAL_ERROR, Envelope, Json, Usage, even
 from router.errors import ApiError, ErrorCode, code_of, code_of_status
 from router.generation import GenerationError, Generator, ServedModel
 from router.http import openapi
-from router.http.admission import RATE_HEADERS, Admission, AdmissionSettings, Admit, admitted, in_time, seconds_allowed
+from router.http.admission import RATE_HEADERS, AdmissionSettings, Admit, admitted, in_time, seconds_allowed
 from router.http.asgi import (
     REQUEST_ID_HEADER,
     BodyBudget,
@@ -45,6 +45,7 @@ from router.http.auth import PICKER_PATH, ApiKeys, RequireKey
 from router.http.exhaustion import ExhaustionLog, is_exhausted
 from router.http.prompt_recorder import PromptRecorder, RecordedPrompt
 from router.http.request_reader import RequestReader
+from router.limits import Account
 from router.schema.request_schema import Kind
 from router.schema.requests import ApiRequest, ModelEntry, no_such_model
 from router.sessions.snapshot import Snapshot
@@ -107,8 +108,7 @@ def build_app(
     """
     settings = settings or ApiSettings()
     metrics = metrics or RouterMetrics(RouterCounters(), Snapshot)
-    admission = Admission(settings.admission)
-    metrics.accounts = admission.accounts
+    metrics.accounts = accounts = dict[str, Account]()
     middleware = [Middleware(DrainRefused), Middleware(RequestIds)]
     if origins := settings.admission.cors_origins:
         middleware.append(Middleware(CORSMiddleware, allow_origins=origins, **_CORS))
@@ -118,7 +118,7 @@ def build_app(
         from router.http.tracing import TraceRequests
 
         middleware.append(Middleware(TraceRequests, tracing))
-    middleware.append(Middleware(Admit, admission, metrics.tally.answered))
+    middleware.append(Middleware(Admit, settings.admission.allowance, accounts, metrics.tally.answered))
     api = _Api(generator, tokenizers, settings, metrics, recorder)
     return Starlette(
         routes=[

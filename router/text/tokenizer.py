@@ -293,7 +293,7 @@ class Tokenizers:
         sources = [source for source in dict.fromkeys((self._preferred, *self._sources_of(model))) if source]
         for source in sources:
             stale = source in self._read
-            tokenizer = self._read[source] if stale else await self._load(source)
+            tokenizer = await self.read(source)
             if stale and not _fits(tokenizer, model):  # the files may have been replaced
                 tokenizer = await self._read_again(source)
             if _fits(tokenizer, model):
@@ -306,6 +306,10 @@ class Tokenizers:
         if self._configured is None or model.source in self._configured:
             return (model.source,)
         return self._configured if model.tokenizer else ()
+
+    async def read(self, source: str) -> Tokenizer:
+        """The one in a folder or of a hub id. Raises :class:`router.text.tokenizer.TokenizerError`."""
+        return self._read[source] if source in self._read else await self._load(source)
 
     async def _read_again(self, source: str) -> Tokenizer:
         now = asyncio.get_running_loop().time()
