@@ -2,24 +2,24 @@
 
 const KEY = "paceline.key";
 let key = null;
+try {
+  key = sessionStorage.getItem(KEY);
+} catch {
+  // Storage is switched off: a key holds until the page is left.
+}
 
 /** The API key of this tab; null: none was given. */
 export function apiKey() {
-  try {
-    return sessionStorage.getItem(KEY);
-  } catch {
-    return key; // storage is switched off
-  }
+  return key;
 }
 
 /** Use this key from now on; empty: none. */
 export function setApiKey(value) {
   key = value || null;
   try {
-    if (key) sessionStorage.setItem(KEY, key);
-    else sessionStorage.removeItem(KEY);
+    sessionStorage.setItem(KEY, value);
   } catch {
-    // It holds until the page is left.
+    // As above.
   }
 }
 

@@ -2,38 +2,31 @@
 "use strict";
 (() => {
   const KEY = "paceline.theme";
-  const ORDER = ["system", "light", "dark"];
   const LABELS = { system: "Theme: as the system", light: "Theme: light", dark: "Theme: dark" };
+  const ORDER = Object.keys(LABELS);
   const root = document.documentElement;
-
-  function stored() {
-    try {
-      const value = localStorage.getItem(KEY);
-      return ORDER.includes(value) ? value : "system";
-    } catch {
-      return "system"; // storage is switched off
-    }
+  let stored = null;
+  try {
+    stored = localStorage.getItem(KEY);
+  } catch {
+    // Storage is switched off: a theme holds until the page is left.
   }
+  root.dataset.theme = ORDER.includes(stored) ? stored : "system";
 
-  function apply(theme) {
-    root.dataset.theme = theme;
-    const button = document.getElementById("theme");
-    if (button) {
-      button.setAttribute("aria-label", LABELS[theme]);
-      button.title = LABELS[theme];
-    }
-  }
-
-  apply(stored());
   document.addEventListener("DOMContentLoaded", () => {
-    apply(root.dataset.theme);
-    document.getElementById("theme").addEventListener("click", () => {
-      const next = ORDER[(ORDER.indexOf(root.dataset.theme) + 1) % ORDER.length];
-      apply(next);
+    const button = document.getElementById("theme");
+    const label = () => {
+      button.title = LABELS[root.dataset.theme];
+      button.setAttribute("aria-label", button.title);
+    };
+    label();
+    button.addEventListener("click", () => {
+      root.dataset.theme = ORDER[(ORDER.indexOf(root.dataset.theme) + 1) % ORDER.length];
+      label();
       try {
-        localStorage.setItem(KEY, next);
+        localStorage.setItem(KEY, root.dataset.theme);
       } catch {
-        // It holds until the page is left.
+        // As above.
       }
     });
   });
