@@ -10,8 +10,7 @@ never cut short, and what it takes too much keeps later ones out until the bucke
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 from router.errors import ApiError
 
@@ -35,10 +34,6 @@ class Allowance:
     """Choices of all its requests: what takes a place of the router each."""
     concurrent_tokens: int = 0
     """Of prompts and of what has been generated for requests under way: what a router keeps to move them elsewhere."""
-
-    def but(self, own: Mapping[str, int]) -> Allowance:
-        """The same where ``own``, by the names of these fields, does not say otherwise."""
-        return replace(self, **own)
 
 
 LIMIT_NAMES = tuple(entry.name for entry in fields(Allowance))

@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
@@ -111,7 +111,7 @@ class Admit:
             return
         state, now = scope.setdefault("state", {}), monotonic()
         account = self._accounts.setdefault(state.get("api_key_name", ""), Account())
-        account.allow(self._allowance.but(state.get("api_key_limits", {})), now)
+        account.allow(replace(self._allowance, **state.get("api_key_limits", {})), now)
         try:
             account.enter(now)
         except LimitReached as error:

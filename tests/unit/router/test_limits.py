@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -149,8 +150,8 @@ def test_a_line_may_give_its_key_limits(tmp_path) -> None:
     assert (alice.name, alice.limits) == ("alice", {"requests_per_minute": 5, "concurrent_requests": 0})
     assert (bob.name, bob.limits) == ("line 2", {})
     default = Allowance(requests_per_minute=9, tokens_per_minute=8, concurrent_requests=7)
-    assert default.but(alice.limits) == Allowance(5, 8, 0)
-    assert default.but(bob.limits) == default
+    assert replace(default, **alice.limits) == Allowance(5, 8, 0)
+    assert replace(default, **bob.limits) == default
 
 
 def test_two_keys_of_one_name_share_their_limits(tmp_path) -> None:
