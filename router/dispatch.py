@@ -138,10 +138,11 @@ class Dispatcher:
         try:
             self._handle(run, events.Start())
             while True:
-                item = await run.get()
+                item, weight = await run.items.get()
+                run.unread -= weight
                 if isinstance(item, GenerationError):
                     raise item
-                yield replace(item, more=True) if run.waiting and isinstance(item, Committed) else item
+                yield replace(item, more=True) if run.items.qsize() and isinstance(item, Committed) else item
                 if isinstance(item, Ended):
                     return
         finally:
@@ -282,7 +283,7 @@ class Dispatcher:
                 self._learn(run, workers.target, workers.draft, effect)
                 run.committed(now, effect, workers)
                 if run.unread >= self._limits.unread:
-                    why = f"the client is {run.waiting} commits behind; read faster, or ask for less"
+                    why = f"the client is {run.items.qsize()} commits behind; read faster, or ask for less"
                     asyncio.get_running_loop().call_soon(self._give_up, run, "slow_reader", why)
             case events.Wake(at=at):
                 self._set_timer(run, at)

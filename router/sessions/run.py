@@ -164,8 +164,6 @@ class RunningSession:
     trace: NullTracer
     event_log: EventLog
     details: SpeculationTrace | None = None
-    unread: int = 0
-    """What the commits weigh that wait for the client."""
     timer: asyncio.TimerHandle | None = None
     """The one wake-up that its session has asked for."""
     opened_at: PeerId | None = None
@@ -173,7 +171,10 @@ class RunningSession:
     """That the text began with. Another would go on with another text."""
     ended: FinishReason | GenerationError | None = None
     """Why, once it is over; None if it was stopped."""
-    _items: asyncio.Queue[tuple[Committed | Ended | GenerationError, int]] = field(default_factory=asyncio.Queue)
+    items: asyncio.Queue[tuple[Committed | Ended | GenerationError, int]] = field(default_factory=asyncio.Queue)
+    """What the client has still to read, and what each weighs."""
+    unread: int = 0
+    """What they weigh together."""
     _told: tuple[int, int] = (0, 0)
     """How often it was opened again and moved, as far as the event log says so."""
 
@@ -183,22 +184,10 @@ class RunningSession:
         name, tokenizer = (self.model.name, self.model.tokenizer) if self.model else ("", 0)
         return WantedWorker(name, tokenizer, self.revision, self.session.position, self.session.end, self.blocks)
 
-    @property
-    def waiting(self) -> int:
-        """How many items wait for the client."""
-        return self._items.qsize()
-
-    def put(self, item: Committed | Ended | GenerationError) -> None:
+    def put(self, item: Committed | Ended | GenerationError, weight: int = 0) -> None:
         """Hand it to the client."""
-        weight = item.weight if isinstance(item, Committed) else 0
         self.unread += weight
-        self._items.put_nowait((item, weight))
-
-    async def get(self) -> Committed | Ended | GenerationError:
-        """The next one for the client."""
-        item, weight = await self._items.get()
-        self.unread -= weight
-        return item
+        self.items.put_nowait((item, weight))
 
     def opened(self, peer: PeerId, role: Role | None, opening: Open) -> None:
         """It was opened at a worker, perhaps the one it will move to; None: one that is gone already."""
@@ -225,7 +214,8 @@ class RunningSession:
         if self.details is not None:
             assert workers.target is not None
             details = self.details.committed(now, workers.target, workers.draft, self.session.reopened)
-        self.put(Committed(tokens, accepted, offered, emit.cached, emit.metadata, details))
+        committed = Committed(tokens, accepted, offered, emit.cached, emit.metadata, details)
+        self.put(committed, committed.weight)
 
     def failed(self, error: GenerationError) -> None:
         """It has no whole text."""
