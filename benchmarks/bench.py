@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
-from benchmarks.chaos import settings as chaos
-from benchmarks.engine import settings as engine
-from benchmarks.gpu import settings as gpu
-from benchmarks.harness.command import Bench
+from benchmarks.chaos.settings import ChaosOptions, SoakOptions
+from benchmarks.engine.settings import EngineOptions
+from benchmarks.gpu.settings import GpuOptions
+from benchmarks.harness import options
 from benchmarks.harness.options import FIGURES, Options, flag, known
-from benchmarks.http import scale
-from benchmarks.serve import settings as serve
-from benchmarks.speculation import settings as speculation
+from benchmarks.http.scale import ScaleOptions
+from benchmarks.serve.settings import ServeOptions
+from benchmarks.speculation.settings import SpeculationOptions
 from cluster.config.flags import Parser
 
 ABOUT = "measure decoding speed on this machine, against other ways to decode, and what faults do to streams"
@@ -33,8 +31,6 @@ measures servers that run already. Keep the machine quiet meanwhile.
   paceline bench chaos --only kill-target
   paceline bench soak --minutes 2
 """
-
-
 PARTS = ("medusa", "eagle", "steps", "repetition", "vocabularies", "structured", "placement")
 
 
@@ -42,8 +38,14 @@ PARTS = ("medusa", "eagle", "steps", "repetition", "vocabularies", "structured",
 class DraftingOptions(Options):
     """What :mod:`benchmarks.drafting` measures."""
 
-    BENCH: ClassVar[str] = "drafting"
-    FOLDER: ClassVar[str | None] = "-drafting"
+    BENCH = "drafting"
+    ABOUT = "every way to draft without a small sibling, drafts of JSON, and where a draft model works"
+    DETAILS = (
+        f"Parts: {', '.join(PARTS)}.\n"
+        "The quick run leaves the last two out and takes about five minutes, the full one half an hour."
+    )
+    MODULE = "benchmarks.drafting"
+    FOLDER = "-drafting"
     quick: bool = flag(False, "few prompts; writes no folder")
     json: Path | None = flag(None, FIGURES)
     out: Path | None = flag(None, "folder of a full run (default: benchmarks/results/DATE-drafting)", metavar="DIR")
@@ -55,34 +57,21 @@ class DraftingOptions(Options):
         known("--only", self.only, PARTS, "part")
 
 
-DRAFTING = Bench(
-    "every way to draft without a small sibling, drafts of JSON, and where a draft model works",
-    f"Parts: {', '.join(PARTS)}.\n"
-    "The quick run leaves the last two out and takes about five minutes, the full one half an hour.",
-    DraftingOptions,
-    "benchmarks.drafting",
+_ALL = (
+    *(EngineOptions, GpuOptions, SpeculationOptions, DraftingOptions, ScaleOptions, ServeOptions),
+    *(ChaosOptions, SoakOptions),
 )
-BENCHES: Mapping[str, Bench] = {
-    "engine": engine.BENCH,
-    "gpu": gpu.BENCH,
-    "speculation": speculation.BENCH,
-    "drafting": DRAFTING,
-    "scale": scale.BENCH,
-    "serve": serve.BENCH,
-    "chaos": chaos.CHAOS,
-    "soak": chaos.SOAK,
-}
+BENCHES: dict[str, type[Options]] = {one.BENCH: one for one in _ALL}
 
 
 def add(parser: Parser) -> None:
     """Its flags."""
     names = ",".join(BENCHES)
     benches = parser.add_subparsers(dest="bench", title="benchmarks", metavar=f"{{{names}}}", required=True)
-    for name, bench in BENCHES.items():
-        described = f"Measures {bench.about}.\n\n{bench.details}"
-        bench.add(benches.add_parser(name, help=bench.about, description=described))
+    for name, one in BENCHES.items():
+        one.add(benches.add_parser(name, help=one.ABOUT, description=f"Measures {one.ABOUT}.\n\n{one.DETAILS}"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report."""
-    return BENCHES[args.bench].run(args)
+    return options.run(BENCHES[args.bench], args)

@@ -26,8 +26,8 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.fit import teacher
+from benchmarks.fit.command import FitOptions
 from benchmarks.fit.serving import TargetText
-from benchmarks.fit.settings import FitOptions
 from benchmarks.harness.pair import BUNDLED, EAGLE, HEADS, ROOT, held_out
 from benchmarks.harness.report import tell
 from cluster.config.config import SpeculationConfig

@@ -7,11 +7,10 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
-from benchmarks.harness.command import Bench
 from benchmarks.harness.options import BadInput, Options, flag
 from cluster.config.environment import BUNDLED, CHECKOUT, current
 from cluster.config.pools import DTYPES
@@ -45,6 +44,7 @@ Body = dict[str, Any]
 class FaultOptions(Options):
     """How large a run is."""
 
+    MODULE = "benchmarks.chaos.run"
     json: Path | None = flag(None, "write the figures there")
     out: Path | None = flag(
         None, "write figures and a page there, such as benchmarks/results/DATE-chaos", metavar="DIR"
@@ -74,7 +74,10 @@ class FaultOptions(Options):
 class ChaosOptions(FaultOptions):
     """Of the table."""
 
-    BENCH: ClassVar[str] = "chaos"
+    BENCH = "chaos"
+    ABOUT = "streams under faults: workers killed and hung, nodes removed, the pool replaced, too much load"
+    DETAILS = "On a Ray cluster of pretend nodes on this machine. Takes about half an hour; exit code 1 if a row fails."
+    MAIN = "chaos"
     listed: bool = flag(False, "name the faults, and do nothing", name="--list")
     only: tuple[str, ...] = flag((), "only this fault; may be given again")
     hang: float = flag(30.0, "seconds that a process is stopped for", positive=True, metavar="S")
@@ -85,24 +88,11 @@ class ChaosOptions(FaultOptions):
 class SoakOptions(FaultOptions):
     """Of random faults."""
 
-    BENCH: ClassVar[str] = "soak"
+    BENCH = "soak"
+    ABOUT = "streams under random faults every few seconds, and what is left of them in the end"
+    DETAILS = "On the cluster of `chaos`."
+    MAIN = "random_faults"
     minutes: float = flag(30.0, "for how long", positive=True)
-
-
-CHAOS = Bench(
-    "streams under faults: workers killed and hung, nodes removed, the pool replaced, too much load",
-    "On a Ray cluster of pretend nodes on this machine. Takes about half an hour; exit code 1 if a row fails.",
-    ChaosOptions,
-    "benchmarks.chaos.run",
-    "chaos",
-)
-SOAK = Bench(
-    "streams under random faults every few seconds, and what is left of them in the end",
-    "On the cluster of `chaos`.",
-    SoakOptions,
-    "benchmarks.chaos.run",
-    "random_faults",
-)
 
 
 def body(prompt: str, tokens: int, seed: int, temperature: float) -> Body:

@@ -26,7 +26,7 @@ from benchmarks.chaos.processes import Processes, WorkerReplica
 from benchmarks.chaos.records import Reply
 from benchmarks.chaos.settings import HEAL_SECONDS, Body, haproxy_environment
 from benchmarks.chaos.workload import client, plain_text
-from benchmarks.harness.command import BenchError
+from benchmarks.harness.options import BenchError
 from cluster.config.environment import CHECKOUT, current
 from speculation.events import Role
 from speculation.messages import FromWorker, Load, Loading, Welcome

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
-from benchmarks.harness.command import Bench
 from benchmarks.harness.options import FIGURES, BadInput, Options, between, flag
 from cluster.local.threads import usable_cores
 
@@ -54,8 +52,11 @@ class EngineShape:
 class EngineOptions(Options):
     """How large the model is, and how many cores compute."""
 
-    BENCH: ClassVar[str] = "engine"
-    FOLDER: ClassVar[str | None] = "-engine"
+    BENCH = "engine"
+    ABOUT = "the target worker's engine: its steps, its batches and its memory, and transformers"
+    DETAILS = "The quick run takes about four minutes, the full one about ten."
+    MODULE = "benchmarks.engine.run"
+    FOLDER = "-engine"
     quick: bool = flag(False, "fewer rounds; writes no folder")
     json: Path | None = flag(None, FIGURES)
     out: Path | None = flag(None, "folder of a full run (default: benchmarks/results/DATE-engine)", metavar="DIR")
@@ -88,11 +89,3 @@ class EngineOptions(Options):
     def mixed_turns(self) -> int:
         """Times both decode requests of mixed lengths: as many seconds each as all others together."""
         return 2 if self.quick else 5
-
-
-BENCH = Bench(
-    "the target worker's engine: its steps, its batches and its memory, and transformers",
-    "The quick run takes about four minutes, the full one about ten.",
-    EngineOptions,
-    "benchmarks.engine.run",
-)

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from benchmarks.fit.agreement import SUFFIX_TOKENS
+from benchmarks.fit.command import FitOptions
 from benchmarks.fit.predict import PAYS, Forecast, Loaded, pays_until
-from benchmarks.fit.settings import FitOptions
 from speculation.messages import Source
 
 MORE = 1.05

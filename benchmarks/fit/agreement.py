@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.fit.settings import DEPTH, Way
+from benchmarks.fit.command import DEPTH, Way
 from benchmarks.speculation.records import Depth
 from simulation.agreement import AgreementPassage, Passages, ReplayedRequest
 from simulation.simulate import Bounds

@@ -1,21 +1,27 @@
-"""``paceline fit``: which way to draft is best for a target and a kind of traffic."""
+"""``paceline fit``: which way to draft is best for a target and a kind of traffic; its flags, and what is compared.
+
+Imports nothing of what serves: a mistake on the command line is answered at once.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from benchmarks.fit.settings import FitOptions
-from benchmarks.harness.command import Bench
-from benchmarks.harness.options import BadInput
+from benchmarks.harness import options
+from benchmarks.harness.options import BadInput, Options, flag
 from cluster.config.checks import check_heads, check_model, check_tokenizer
 from cluster.config.environment import BUNDLED
-from cluster.config.pools import AT_TARGET
-from speculation.messages import Source
+from cluster.config.flags import count, round_trip
+from cluster.config.pools import AT_DRAFTER, AT_TARGET, DTYPES
+from cluster.local.threads import usable_cores
+from speculation.messages import Sampling, Source, Speculation
 
 if TYPE_CHECKING:
     from benchmarks.harness.prompts import Prompt
@@ -34,34 +40,171 @@ steps cost on this machine, and simulates the rest. Prints tables, one line of a
 Prompts: JSON lines with "prompt" or "messages" and perhaps "kind", or plain text with a prompt a line. Without any,
 short sets of code, JSON, prose and creative writing are taken. Keep the machine quiet meanwhile.
 """
+NONE = "none"
+SOURCES = {str(source): source for source in (Source.LOOKUP, Source.MEDUSA, Source.EAGLE, Source.SUFFIX)}
+"""Sources at the target that can be compared, by the names of the flag."""
+DEPTH = Speculation().max_depth
+"""Longest path of drafts that is tried: what a request gets that asks for nothing."""
 
 
-class FitBench(Bench):
-    """With defaults that depend on each other, and models and prompts that are looked at before anything runs."""
+class FitError(BadInput):
+    """The models do not fit what was asked. One line that says what would be right."""
 
-    def read(self, args: argparse.Namespace) -> FitOptions:
-        """See :class:`benchmarks.harness.command.Bench`."""
-        options = FitOptions.read(args)
-        _check_out(options.out)
-        for draft in options.drafts:
-            if options.drafts.count(draft) > 1:
-                raise BadInput(f"--draft {draft} is given {options.drafts.count(draft)} times; give each once")
-        options = replace(
-            options,
-            target=options.target or str(BUNDLED / "target"),
-            drafts=options.drafts or (() if options.target else (str(BUNDLED / "draft"),)),
-            sources=options.sources or ("none", "lookup", *map(str, options.heads)),
-            prompts=tuple(_prompts([Path(str(file)) for file in options.prompts])),
-            sessions=tuple(sorted({1, *options.sessions})),
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to draft: a draft worker, sources at the target, or both; with neither, plain decoding."""
+
+    draft: str | None = None
+    """Its model, or its EAGLE head, as it was given: a folder or a hub id."""
+    local: frozenset[Source] = frozenset()
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it drafts from earlier outputs."""
+        return Source.SUFFIX in self.local
+
+    @property
+    def sources(self) -> frozenset[Source]:
+        """What its requests allow."""
+        return self.local | ({Source.DRAFT} if self.draft is not None else set())
+
+    def speculation(self, depth: int = DEPTH) -> Speculation:
+        """What its requests ask for."""
+        return Speculation(enabled=bool(self.sources), max_depth=depth, sources=self.sources)
+
+    def __str__(self) -> str:
+        """For tables and sentences."""
+        names = [] if self.draft is None else [short(self.draft)]
+        return " + ".join([*names, *sorted(self.local)]) or "plain"
+
+
+PLAIN = Way()
+
+
+def short(model: str) -> str:
+    """What a model is called: the last part of its path or hub id."""
+    return Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model.split("/")[-1]
+
+
+def _source(text: str) -> str:
+    if text not in (NONE, *SOURCES):
+        raise ValueError(f"one of {', '.join((NONE, *SOURCES))}")
+    return text
+
+
+MOST_SESSIONS = 64
+"""A target computes no more at a time, unless it is told to."""
+_compared, _case, _workers, _results = (
+    partial(flag, group=title) for title in ("what is compared", "the case", "workers", "results")
+)
+_DRAFTS = "folder or hub id of a draft model; repeat (default: the bundled draft, for the bundled target)"
+_SOURCES = (
+    "sources at the target, compared in every combination, beside each draft and alone: lookup, medusa, eagle, suffix "
+    "(earlier answers to these prompts); none: also each draft alone; repeat (default: none,lookup, and medusa or "
+    "eagle where heads are given)"
+)
+_EAGLE_AT = "where that head drafts: target, as a source, or drafter: on a draft worker, as a draft does"
+_PROMPTS = "file with prompts of your traffic; repeat (default: bundled ones, by kind of text)"
+_TRIPS = "from router to drafters and back, in ms; the first decides (default: 0,5,20)"
+_SESSIONS = "requests at a time to measure steps with (default: 1,4,16)"
+_THREADS = "threads of each worker; with one, each has a core of its own"
+_VALIDATE = "serve the best way for real, at a few depths, and compare with what was predicted"
+
+
+def _sessions(text: str) -> int:
+    return count(text, MOST_SESSIONS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitOptions(Options):
+    """A fit."""
+
+    MODULE = "benchmarks.fit.main"
+    target: str = _compared("", "folder or hub id (default: the bundled target)", metavar="MODEL")
+    drafts: tuple[str, ...] = _compared((), _DRAFTS, name="--draft", metavar="MODEL", whole=True)
+    medusa: str = _compared("", "folder of Medusa heads for the target (default: none)", metavar="DIR")
+    eagle: str = _compared("", "folder of an EAGLE-3 head for the target (default: none)", metavar="DIR")
+    eagle_at: str = _compared(AT_TARGET, _EAGLE_AT, choices=(AT_TARGET, AT_DRAFTER))
+    sources: tuple[str, ...] = _compared((), _SOURCES, name="--source", metavar="X,Y", parse=_source)
+    prompts: tuple[Prompt, ...] = _compared((), _PROMPTS, metavar="FILE", whole=True)
+    tokens: int = _case(64, "new tokens a prompt", least=16, most=4096)
+    """At most; a text that the target ends sooner ends there."""
+    temperature: float = _case(0.0, "of all requests", least=0.0, most=100.0, metavar="X")
+    seed: int = _case(0, "of all requests", least=0, most=2**63 - 1)
+    round_trips: tuple[float, ...] = _case(
+        (0.0, 0.005, 0.02), _TRIPS, name="--round-trip", metavar="X,Y", parse=round_trip
+    )
+    """Seconds, beyond what this machine's own messages take."""
+    sessions: tuple[int, ...] = _case((1, 4, 16), _SESSIONS, metavar="X,Y", parse=_sessions)
+    """Rising."""
+    dtype: str = _workers("auto", "number format", choices=DTYPES)
+    device: str = _workers("auto", "auto, cpu, cuda ...")
+    threads: int = _workers(1, _THREADS, least=1, most=usable_cores())
+    out: Path | None = _results(None, "write a page, fit.json, fit.png and paceline.yaml there", metavar="DIR")
+    validate: bool = _results(False, _VALIDATE)
+
+    def completed(self, args: argparse.Namespace) -> Self:  # noqa: ARG002 - as the harness calls it
+        """With defaults that depend on each other; models and prompts are looked at before anything runs."""
+        _check_out(self.out)
+        for draft in self.drafts:
+            if self.drafts.count(draft) > 1:
+                raise BadInput(f"--draft {draft} is given {self.drafts.count(draft)} times; give each once")
+        found = replace(
+            self,
+            target=self.target or str(BUNDLED / "target"),
+            drafts=self.drafts or (() if self.target else (str(BUNDLED / "draft"),)),
+            sources=self.sources or ("none", "lookup", *map(str, self.heads)),
+            prompts=tuple(_prompts([Path(str(file)) for file in self.prompts])),
+            sessions=tuple(sorted({1, *self.sessions})),
         )
-        if not options.ways:
+        if not found.ways:
             raise BadInput("there is nothing to compare: give a --draft, or --source lookup")
-        _check_models(options)
-        return options
+        _check_models(found)
+        return found
+
+    @property
+    def command(self) -> str:
+        """See :class:`benchmarks.harness.options.Options`; how it was asked for stands in its JSON."""
+        return f"paceline fit --target {self.target}"
+
+    @property
+    def sampling(self) -> Sampling:
+        """How all text is drawn."""
+        return Sampling(temperature=self.temperature, seed=self.seed)
+
+    @property
+    def away(self) -> str:
+        """The EAGLE head that drafts on a worker of its own, if one does."""
+        return self.eagle if self.eagle_at == AT_DRAFTER else ""
+
+    @property
+    def heads(self) -> dict[Source, str]:
+        """The folders of heads that guess at the target, by what they are as a source."""
+        given = {Source.MEDUSA: self.medusa, Source.EAGLE: "" if self.away else self.eagle}
+        return {source: folder for source, folder in given.items() if folder}
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """What draft workers draft with, one after the other."""
+        return (*self.drafts, self.away) if self.away else self.drafts
+
+    @property
+    def ways(self) -> list[Way]:
+        """All that drafts, those with the fewest parts first."""
+        names = [SOURCES[name] for name in self.sources if name != NONE]
+        least = 0 if NONE in self.sources else 1
+        local = [frozenset(some) for count in range(least, len(names) + 1) for some in combinations(names, count)]
+        drafts: Sequence[str | None] = (None, *self.drafters)
+        return [way for draft in drafts for some in local if (way := Way(draft, some)).sources]
 
 
-BENCH = FitBench(ABOUT, DETAILS, FitOptions, "benchmarks.fit.main", what="fit")
-add, run = BENCH.add, BENCH.run
+add = FitOptions.add
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fit and report."""
+    return options.run(FitOptions, args, "fit")
 
 
 def _prompts(files: Sequence[Path]) -> list[Prompt]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.fit import report, teacher
+from benchmarks.fit.command import FitOptions
 from benchmarks.fit.predict import (
     DEPTHS,
     FINE,
@@ -25,7 +26,6 @@ from benchmarks.fit.predict import (
     recommended,
 )
 from benchmarks.fit.serving import TargetText, Watched, spread, watch
-from benchmarks.fit.settings import FitOptions
 from benchmarks.fit.validate import validate
 from cluster.console import say, stages
 from router.text.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from random import Random
 
 from benchmarks.fit.agreement import Agreement, agreement
-from benchmarks.fit.settings import DEPTH, PLAIN, Way
+from benchmarks.fit.command import DEPTH, PLAIN, Way
 from simulation.agreement import AgreementPassage, Passages, made_up
 from simulation.costs import Costs, Curve
 from simulation.simulate import WITHIN, Report, SimulationSettings, simulate, simulate_texts

@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.fit.advice import advice, configuration
 from benchmarks.fit.agreement import Agreement
+from benchmarks.fit.command import FitOptions, short
 from benchmarks.fit.predict import DEPTHS, PAYS, Forecast, Known, Loaded
-from benchmarks.fit.settings import FitOptions, short
 from benchmarks.fit.validate import Validation
 from benchmarks.harness.report import DPI, Plot, PlotLine, PlotPanel, Result, Table, draw, table_of
 from simulation import costs

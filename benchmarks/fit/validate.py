@@ -11,9 +11,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.fit.command import DEPTH, PLAIN, FitOptions, Way
 from benchmarks.fit.predict import FINE, Known, Predictor, best_depth
 from benchmarks.fit.serving import TargetText, serving, spread
-from benchmarks.fit.settings import DEPTH, PLAIN, FitOptions, Way
 from benchmarks.harness.contenders import pace
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
 from benchmarks.harness.processes import connected

@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import ClassVar
 
-from benchmarks.harness.command import Bench
 from benchmarks.harness.options import BadInput, Options, flag, known
 from cluster.config.flags import count, number
 
@@ -171,7 +169,16 @@ def _temperature(text: str) -> float:
 class GpuOptions(Options):
     """What is measured."""
 
-    BENCH: ClassVar[str] = "gpu"
+    BENCH = "gpu"
+    ABOUT = (
+        "the engine on a GPU: its steps over the memory's pace, whether they are exact, prompts, transformers, "
+        "speculation"
+    )
+    DETAILS = (
+        "The stages of the engine take less than five minutes on an H100; they need torch, transformers and triton, "
+        "and nothing that serves. Speculation needs what workers need; how long it takes depends on what is asked for."
+    )
+    MODULE = "benchmarks.gpu.run"
     json: Path | None = flag(None, "write the figures there, after each stage")
     stages: tuple[str, ...] = flag((), "only these stages (default: all)", name="--stage", metavar="NAME,...")
     shapes: tuple[str, ...] = flag((), "these models instead of each stage's own", name="--shape", metavar="NAME,...")
@@ -251,12 +258,3 @@ class GpuOptions(Options):
         if stage == SPECULATION:
             return STAGES[stage]
         return self.shapes or ((CPU_SHAPE,) if self.device == "cpu" else STAGES[stage])
-
-
-BENCH = Bench(
-    "the engine on a GPU: its steps over the memory's pace, whether they are exact, prompts, transformers, speculation",
-    "The stages of the engine take less than five minutes on an H100; they need torch, transformers and triton, and "
-    "nothing that serves. Speculation needs what workers need; how long it takes depends on what is asked for.",
-    GpuOptions,
-    "benchmarks.gpu.run",
-)

@@ -1,15 +1,26 @@
-"""How large a run is and where its results go: each setting is declared once, as a field that is also a flag."""
+"""A benchmark as a command: how large a run is, where its results go, and the module that measures.
+
+Each setting is declared once, as a field that is also a flag. The module is imported only when it measures, so that a
+mistake on the command line is answered at once.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from cluster.console import BAD_INPUT, CommandError
+from cluster.config.environment import is_folder
+from cluster.config.flags import BAD_INPUT, FAILED, Parser
+from cluster.console import CommandError
 
+RESULTS = Path(__file__).parent.parent / "results"
 FIGURES = "write the figures there too"
 METAVARS = {int: "N", float: "N", str: "TEXT", type(None): "FILE", tuple: "NAME"}
 PLACES = ("json", "out")
@@ -21,6 +32,10 @@ class BadInput(CommandError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, BAD_INPUT)
+
+
+class BenchError(Exception):
+    """A benchmark cannot go on. Why, in one line."""
 
 
 def flag(default: Any, about: str, **how: Any) -> Any:
@@ -38,10 +53,15 @@ def flag(default: Any, about: str, **how: Any) -> Any:
 class Options:
     """What every run is told. A benchmark adds its own, and declares anew as flags those of these that it takes."""
 
-    BENCH: ClassVar[str] = ""
+    BENCH: ClassVar[str]
     """Name of its command."""
+    ABOUT: ClassVar[str]
+    DETAILS: ClassVar[str]
+    MODULE: ClassVar[str]
+    """Whose function ``MAIN`` measures and reports; it takes the options and returns the exit code."""
+    MAIN: ClassVar[str] = "main"
     FOLDER: ClassVar[str | None] = None
-    """Where a run writes that is not told where, below ``benchmarks/results``; None: nowhere."""
+    """Where a run writes that is not told where, behind the date, below ``benchmarks/results``; None: nowhere."""
     quick: bool = False
     json: Path | None = None
     out: Path | None = None
@@ -49,6 +69,10 @@ class Options:
 
     def check(self) -> None:
         """Refuse what only the options together, or this machine, can refuse. Raises CommandError."""
+
+    def completed(self, args: argparse.Namespace) -> Self:  # noqa: ARG002 - for those that override it
+        """With what follows from several flags, or from arguments that are no fields. Raises CommandError."""
+        return self
 
     @property
     def command(self) -> str:
@@ -60,12 +84,56 @@ class Options:
         return " ".join([f"paceline bench {self.BENCH}", *words])
 
     @classmethod
+    def add(cls, parser: Parser) -> None:
+        """Its flags."""
+        add_flags(parser, cls)
+
+    @classmethod
     def read(cls, args: argparse.Namespace) -> Self:
         """What the flags amount to, checked. Raises :class:`cluster.console.CommandError`."""
         given = {one.name: _checked(one, args) for one in flags(cls) if hasattr(args, one.name)}
         options = cls(**given)
         options.check()
-        return options
+        return options.completed(args)
+
+
+def run(options: type[Options], args: argparse.Namespace, what: str = "benchmark") -> int:
+    """Measure and report. Raises :class:`cluster.console.CommandError`."""
+    # What would only fail when all is measured is refused before anything is.
+    _check_files(getattr(args, "json", None), getattr(args, "out", None))
+    if options.FOLDER is not None:
+        if args.out and args.quick:
+            raise BadInput("--out belongs to a full run; with --quick, use --json")
+        args.out = args.out or RESULTS / f"{datetime.now(UTC).date().isoformat()}{options.FOLDER}"
+    given = options.read(args)
+    try:
+        code: int = getattr(import_module(options.MODULE), options.MAIN)(given)
+    except Exception as error:
+        # Only a benchmark that has imported what raises these can end so.
+        if isinstance(error, _loaded("router.text.tokenizer.TokenizerError", "engine.model.ModelError")):
+            raise BadInput(str(error)) from error
+        if not isinstance(error, (BenchError, OSError, *_loaded("router.generation.GenerationError"))):
+            raise
+        raise CommandError(f"the {what} ended early: {error or 'a worker did not answer'}", FAILED) from error
+    return code
+
+
+def _loaded(*names: str) -> tuple[type[Exception], ...]:
+    """Errors, by their names with those of their modules, of which some may not be imported."""
+    parts = (name.rpartition(".") for name in names)
+    return tuple(getattr(sys.modules[module], error) for module, _, error in parts if module in sys.modules)
+
+
+def _check_files(json: Path | None, out: Path | None) -> None:
+    if json and not is_folder(json.absolute().parent):
+        raise BadInput(f"--json {json}: no such folder")
+    if json and is_folder(json):
+        raise BadInput(f"--json {json}: a folder, not a file")
+    if out:
+        place = out.absolute()
+        nearest = next(path for path in (place, *place.parents) if os.path.lexists(path))
+        if not is_folder(nearest):
+            raise BadInput(f"--out {out}: {nearest} is not a folder")
 
 
 def flags(options: type[Options]) -> list[Field[Any]]:

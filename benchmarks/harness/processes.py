@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness.command import BenchError
+from benchmarks.harness.options import BenchError
 from cluster.console import say
 from router.dispatch import Dispatcher
 from speculation.events import Role

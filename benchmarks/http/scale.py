@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any
 
-from benchmarks.harness.command import Bench, BenchError
-from benchmarks.harness.options import FIGURES, Options, flag
+from benchmarks.harness.options import FIGURES, BenchError, Options, flag
 from benchmarks.harness.report import Goal, Result, Table, against, cell, goals_table
 from cluster.config.flags import count
 
@@ -36,7 +35,12 @@ def _rate(text: str) -> int:
 class ScaleOptions(Options):
     """How many streams, at which paces."""
 
-    BENCH: ClassVar[str] = "scale"
+    BENCH = "scale"
+    ABOUT = (
+        "what one router carries (streams, tokens a second, processor and memory), beside a bare server that streams"
+    )
+    DETAILS = "No model is computed; the router has a core of its own where there are two. Takes two to four minutes."
+    MODULE = "benchmarks.http.load"
     json: Path | None = flag(None, FIGURES)
     streams: tuple[int, ...] = flag((64, 512, 2048), "streams at once, one number or more", parse=_streams)
     tokens: tuple[int, ...] = flag(
@@ -55,14 +59,6 @@ class ScaleOptions(Options):
     def contenders(self) -> list[str]:
         """What is measured."""
         return [one for one in CONTENDERS if self.only in ("", one) and (one != FEATURES or self.features)]
-
-
-BENCH = Bench(
-    "what one router carries (streams, tokens a second, processor and memory), beside a bare server that streams",
-    "No model is computed; the router has a core of its own where there are two. Takes two to four minutes.",
-    ScaleOptions,
-    "benchmarks.http.load",
-)
 
 
 class BadAnswer(BenchError):

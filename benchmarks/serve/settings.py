@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import SplitResult, urlsplit
 
-from benchmarks.harness.command import Bench
 from benchmarks.harness.options import BadInput, Options, add_flags, between, flag
 from cluster.config.environment import current
 from cluster.config.flags import Parser
@@ -23,8 +22,24 @@ Json = dict[str, Any]
 MOST_OPEN = 4096
 """Requests under way at once; those beyond are not sent, and counted."""
 BUNDLED_PROMPTS = "bundled"
+DEFAULT_URL = "http://127.0.0.1:8000"
+MOST_CONCURRENCY = 4096
+MOST_CONTENDERS = 16
 PLAIN_SUFFIX = " plain"
 """What is added to the name of a contender whose speculation is off."""
+
+
+DETAILS = """\
+Sends the same requests to each --url in turn, round by round. Give several, or --against-plain for Paceline beside
+itself without drafts. Whatever fails is counted by kind; latencies at a --rate count from when a request was due.
+
+  paceline bench serve --url http://127.0.0.1:8000 --against-plain
+  paceline bench serve --url ours=http://127.0.0.1:8000 --url vllm=http://127.0.0.1:8001 --rate 4 --requests 240
+  paceline bench serve --url ours=http://127.0.0.1:8000 --url hf=http://127.0.0.1:8002 --model hf=./llama-8b
+  paceline bench serve --url http://127.0.0.1:8000 --concurrency 8 --out results
+  paceline bench serve --url d3=http://127.0.0.1:8000 --url d7=http://127.0.0.1:8000 \\
+    --extra-body 'd3={"speculation": {"max_depth": 3}}' --extra-body 'd7={"speculation": {"max_depth": 7}}'
+"""
 
 
 class Make(StrEnum):
@@ -74,6 +89,10 @@ class Pace:
 class ServeOptions(Options):
     """One run."""
 
+    BENCH = "serve"
+    ABOUT = "load on running servers with OpenAI's API, of any make, and how they compare"
+    DETAILS = DETAILS
+    MODULE = "benchmarks.serve.report"
     contenders: tuple[ServerContender, ...] = ()
     pace: Pace = Pace(concurrency=1)
     rounds: int = 5
@@ -96,34 +115,9 @@ class ServeOptions(Options):
     json: Path | None = flag(None, "write figures and requests there")
     out: Path | None = flag(None, "write figures and a page there", metavar="DIR")
 
-    @property
-    def command(self) -> str:
-        """See :class:`benchmarks.harness.options.Options`."""
-        return self.typed
-
-
-ABOUT = "load on running servers with OpenAI's API, of any make, and how they compare"
-DETAILS = """\
-Sends the same requests to each --url in turn, round by round. Give several, or --against-plain for Paceline beside
-itself without drafts. Whatever fails is counted by kind; latencies at a --rate count from when a request was due.
-
-  paceline bench serve --url http://127.0.0.1:8000 --against-plain
-  paceline bench serve --url ours=http://127.0.0.1:8000 --url vllm=http://127.0.0.1:8001 --rate 4 --requests 240
-  paceline bench serve --url ours=http://127.0.0.1:8000 --url hf=http://127.0.0.1:8002 --model hf=./llama-8b
-  paceline bench serve --url http://127.0.0.1:8000 --concurrency 8 --out results
-  paceline bench serve --url d3=http://127.0.0.1:8000 --url d7=http://127.0.0.1:8000 \\
-    --extra-body 'd3={"speculation": {"max_depth": 3}}' --extra-body 'd7={"speculation": {"max_depth": 7}}'
-"""
-DEFAULT_URL = "http://127.0.0.1:8000"
-MOST_CONCURRENCY = 4096
-MOST_CONTENDERS = 16
-
-
-class ServeBench(Bench):
-    """With flags that are more than one setting each, or belong to one contender."""
-
-    def add(self, parser: Parser) -> None:
-        """See :class:`benchmarks.harness.command.Bench`."""
+    @classmethod
+    def add(cls, parser: Parser) -> None:
+        """Some are more than one setting each, or belong to one contender."""
         flag = parser.add_argument
         flag("--url", action="append", default=[], metavar="[NAME=]URL",
              help=f"a server; may be given again (default: {DEFAULT_URL})")  # fmt: skip
@@ -140,23 +134,19 @@ class ServeBench(Bench):
         flag("--process", action="append", default=[], metavar="NAME=PID",
              help="stop this contender's process group while others have their turn, "
                   "so that a server that polls takes no time from them")  # fmt: skip
-        add_flags(parser, ServeOptions)
+        add_flags(parser, cls)
 
-    def read(self, args: argparse.Namespace) -> ServeOptions:
-        """See :class:`benchmarks.harness.command.Bench`."""
-        options = ServeOptions.read(args)
-        rounds = min(6, options.requests) if args.rounds is None else args.rounds
-        between("--rounds", rounds, 1, min(1000, options.requests))
-        return replace(
-            options,
-            contenders=_contenders(args),
-            pace=_pace(args),
-            rounds=rounds,
-            typed=shlex.join(["paceline", *sys.argv[1:]]),
-        )
+    def completed(self, args: argparse.Namespace) -> Self:
+        """See :class:`benchmarks.harness.options.Options`."""
+        rounds = min(6, self.requests) if args.rounds is None else args.rounds
+        between("--rounds", rounds, 1, min(1000, self.requests))
+        typed = shlex.join(["paceline", *sys.argv[1:]])
+        return replace(self, contenders=_contenders(args), pace=_pace(args), rounds=rounds, typed=typed)
 
-
-BENCH = ServeBench(ABOUT, DETAILS, ServeOptions, "benchmarks.serve.report")
+    @property
+    def command(self) -> str:
+        """See :class:`benchmarks.harness.options.Options`."""
+        return self.typed
 
 
 def _pace(args: argparse.Namespace) -> Pace:

@@ -11,9 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
 
-from benchmarks.harness.command import Bench
 from benchmarks.harness.options import FIGURES, BadInput, Options, flag
 
 MAIN_ACCEPTANCE = 0.8
@@ -85,8 +83,14 @@ FULL = (
 class SpeculationOptions(Options):
     """How large the benchmark is."""
 
-    BENCH: ClassVar[str] = "speculation"
-    FOLDER: ClassVar[str | None] = ""
+    BENCH = "speculation"
+    ABOUT = "speculative against plain decoding, other ways to draft, and transformers"
+    DETAILS = (
+        "The full run takes an hour or more, the quick one less than ten minutes; building the pairs adds minutes the "
+        "first time."
+    )
+    MODULE = "benchmarks.speculation.run"
+    FOLDER = ""
     quick: bool = flag(False, "only the settings for which there are goals; writes no folder")
     json: Path | None = flag(None, FIGURES)
     out: Path | None = flag(None, "folder of a full run (default: benchmarks/results/DATE)", metavar="DIR")
@@ -109,12 +113,3 @@ class SpeculationOptions(Options):
     def plans(self) -> tuple[PairPlan, ...]:
         """The pairs and settings that are measured; the main pair comes first."""
         return QUICK if self.quick else FULL
-
-
-BENCH = Bench(
-    "speculative against plain decoding, other ways to draft, and transformers",
-    "The full run takes an hour or more, the quick one less than ten minutes; building the pairs adds minutes the "
-    "first time.",
-    SpeculationOptions,
-    "benchmarks.speculation.run",
-)

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.fit import main, report, serving, teacher, validate
+from benchmarks.fit.command import FitError, FitOptions, Way
 from benchmarks.fit.predict import Known, Loaded, Predictor, forecast
-from benchmarks.fit.settings import FitError, FitOptions, Way
 from benchmarks.harness.processes import ReadyProcess, connected
 from benchmarks.harness.prompts import Prompt, PromptError
 from draft_service.lookahead import Lookahead

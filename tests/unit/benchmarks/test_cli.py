@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import drafting
-from benchmarks.harness.command import RESULTS
+from benchmarks.harness.options import RESULTS
 from benchmarks.harness.processes import WorkerPlan, running
 from benchmarks.speculation import run as speculation
 from cluster.cli import main

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from benchmarks.fit.agreement import agreement
-from benchmarks.fit.settings import DEPTH, Way
+from benchmarks.fit.command import DEPTH, Way
 from simulation.agreement import AgreementPassage
 from speculation.drafting.draft_session import Candidate
 from speculation.messages import Source

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.fit import main as fit
 from benchmarks.fit import serving
-from benchmarks.fit.settings import FitError, FitOptions, Way
+from benchmarks.fit.command import FitError, FitOptions, Way
 from cluster.cli import main
 from cluster.config import environment
 from draft_service.translation import tokenizer

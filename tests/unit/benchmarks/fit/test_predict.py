@@ -8,6 +8,7 @@ import yaml
 
 from benchmarks.fit import advice, predict
 from benchmarks.fit.agreement import Agreement, DraftRun
+from benchmarks.fit.command import FitOptions, Way
 from benchmarks.fit.predict import (
     Forecast,
     Known,
@@ -20,7 +21,6 @@ from benchmarks.fit.predict import (
     pays_until,
     recommended,
 )
-from benchmarks.fit.settings import FitOptions, Way
 from cluster.config.config import load
 from simulation import costs
 from simulation.agreement import AgreementPassage

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.fit.settings import DEPTH, Way
+from benchmarks.fit.command import DEPTH, Way
 from benchmarks.fit.validate import Checked, Validation, depths_around
 
 
