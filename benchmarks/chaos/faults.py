@@ -10,8 +10,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from random import Random
 from typing import Any
 
@@ -46,10 +46,7 @@ def kill_replica(role: Role) -> Fault:
 
 async def kill_rank(stage: Stage, rng: Random) -> None:
     """Kill -9 of rank 1 of a target."""
-    worker = await _victim(stage, Role.TARGET, rng)
-    if not worker.ranks:
-        raise StageError(f"the target on {worker.node} has no rank 1")
-    await kill(worker.ranks[0])
+    await kill((await _ranked(stage, rng)).ranks[0])
 
 
 async def kill_active(stage: Stage, rng: Random) -> None:
@@ -65,18 +62,26 @@ async def kill_active(stage: Stage, rng: Random) -> None:
 
 async def stop_rank(stage: Stage, rng: Random) -> None:
     """SIGSTOP of rank 1 of a target, until the target has ended itself for its stuck step."""
-    worker = await _victim(stage, Role.TARGET, rng)
-    if not worker.ranks:
-        raise StageError(f"the target on {worker.node} has no rank 1")
-    worker.ranks[0].send(signal.SIGSTOP)
+    worker = await _ranked(stage, rng)
+    with stopped(worker.ranks[0]):
+        try:
+            async with asyncio.timeout(STUCK_SECONDS):
+                while worker.replica.running:
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError:
+            raise StageError(f"a target whose rank 1 hangs still ran after {STUCK_SECONDS:.0f} s") from None
+
+
+@contextmanager
+def stopped(*processes: Process) -> Iterator[None]:
+    """Meanwhile they are held by SIGSTOP."""
     try:
-        async with asyncio.timeout(STUCK_SECONDS):
-            while worker.replica.running:
-                await asyncio.sleep(POLL_SECONDS)
-    except TimeoutError:
-        raise StageError(f"a target whose rank 1 hangs still ran after {STUCK_SECONDS:.0f} s") from None
+        for process in processes:
+            process.send(signal.SIGSTOP)
+        yield
     finally:
-        worker.ranks[0].send(signal.SIGCONT)
+        for process in processes:
+            process.send(signal.SIGCONT)
 
 
 def kill_all(role: Role) -> Fault:
@@ -93,12 +98,8 @@ def stop_replica(role: Role, seconds: float) -> Fault:
     """SIGSTOP of a worker's replica, and SIGCONT later."""
 
     async def inject(stage: Stage, rng: Random) -> None:
-        replica = (await _victim(stage, role, rng)).replica
-        replica.send(signal.SIGSTOP)
-        try:
+        with stopped((await _victim(stage, role, rng)).replica):
             await asyncio.sleep(seconds)
-        finally:
-            replica.send(signal.SIGCONT)
 
     return inject
 
@@ -111,11 +112,8 @@ def starve_drafter(seconds: float) -> Fault:
         before = max((event["number"] for event in (await stage.view())["events"]), default=0)
         async with _busy_cores():
             for _ in range(max(1, round(seconds / (STARVED_SECONDS + FED_SECONDS)))):
-                worker.replica.send(signal.SIGSTOP)
-                try:
+                with stopped(worker.replica):
                     await asyncio.sleep(STARVED_SECONDS)
-                finally:
-                    worker.replica.send(signal.SIGCONT)
                 await asyncio.sleep(FED_SECONDS)
         lost = times_lost((await stage.view())["events"], f"draft@{worker.address}", before)
         if lost > MAX_LOST:
@@ -179,3 +177,11 @@ async def _victim(stage: Stage, role: Role, rng: Random) -> WorkerReplica:
     if not running:
         raise StageError(f"no {role} worker runs")
     return rng.choice(running)
+
+
+async def _ranked(stage: Stage, rng: Random) -> WorkerReplica:
+    """Any target that runs on several ranks."""
+    worker = await _victim(stage, Role.TARGET, rng)
+    if not worker.ranks:
+        raise StageError(f"the target on {worker.node} has no rank 1")
+    return worker

@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import re
-import signal
-import sys
-import tempfile
 import time
-from asyncio.subprocess import DEVNULL, STDOUT
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, closing
-from pathlib import Path
+from contextlib import asynccontextmanager, closing
 from typing import Any
 
-from benchmarks.chaos.records import FaultResult, tally
-from benchmarks.chaos.settings import BEGIN_SECONDS, FINISH_SECONDS, FRESH, HEAL_SECONDS, MAX_SESSIONS, ChaosOptions
-from benchmarks.chaos.stage import POLL_SECONDS, READY_SECONDS, STOP_SECONDS, Stage, StageError, environment
+from benchmarks.chaos.records import FaultResult
+from benchmarks.chaos.settings import BEGIN_SECONDS, FINISH_SECONDS, HEAL_SECONDS, MAX_SESSIONS, ChaosOptions
+from benchmarks.chaos.stage import POLL_SECONDS, Stage, StageError
 from benchmarks.chaos.workload import Workload, client
-from cluster.config.environment import CHECKOUT
+from benchmarks.harness.processes import READY, WorkerPlan, all_running, child
+from cluster.config.environment import BUNDLED
 from cluster.processes.child import HeldPort
 from router.sessions.event_log import EventKind
+from speculation.events import Role
 from transport.address import parse
 
 HELD_SECONDS = 12.0
@@ -105,56 +100,22 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, m
 
 
 @asynccontextmanager
-async def _part(folder: Path, name: str, *arguments: str) -> AsyncIterator[str]:
-    """``paceline`` with these arguments: where it serves, once it is ready. Raises :class:`StageError`."""
-    log = folder / f"{name}.log"
-    with log.open("w") as output:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "cluster.cli", *arguments, "--exit-with", str(os.getpid())),
-            cwd=CHECKOUT,
-            stdin=DEVNULL,
-            stdout=output,
-            stderr=STDOUT,
-            env=environment(),
-        )
-    try:
-        deadline = time.monotonic() + READY_SECONDS
-        while not (ready := re.search(r"^\w.* ready on (\S+)", log.read_text(encoding="utf-8"), re.MULTILINE)):
-            if process.returncode is not None or time.monotonic() > deadline:
-                raise StageError(f"the {name} did not start:\n{log.read_text(encoding='utf-8')}")
-            await asyncio.sleep(POLL_SECONDS)
-        yield ready[1]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGINT)
-        try:
-            await asyncio.wait_for(process.wait(), STOP_SECONDS)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-
-
-@asynccontextmanager
 async def two_targets(dtype: str) -> AsyncIterator[tuple[str, OneWayProxy]]:
-    """A router, a drafter and two targets, one of them behind the proxy; where they serve. Raises StageError."""
-    async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-one-way-")))
-        worker = ["--listen", "127.0.0.1:0", "--dtype", dtype, "--threads", "1"]
-        one, other, draft = [
-            await stack.enter_async_context(_part(folder, f"worker {number}", "worker", role, *worker))
-            for number, role in enumerate(("target", "target", "draft"), 1)
-        ]
-        proxy = await stack.enter_async_context(OneWayProxy(one))
-        known = ["--target", proxy.address, "--target", other, "--draft", draft]
-        port = stack.enter_context(closing(HeldPort()))
-        served = ["--port", str(port.number), "--max-sessions", str(MAX_SESSIONS)]
-        await stack.enter_async_context(_part(folder, "router", "router", *known, *served))
-        yield f"http://{port.address}", proxy
+    """A router, a drafter and two targets, one of them behind the proxy; where they serve. Raises WorkerFailed."""
+    flags = ("--dtype", dtype, "--threads", "1")
+    roles = (Role.TARGET, Role.TARGET, Role.DRAFT)
+    plans = [WorkerPlan(role, BUNDLED / role.value, None, flags=flags) for role in roles]
+    with closing(HeldPort()) as port:
+        async with all_running(plans) as (one, other, draft), OneWayProxy(one.first) as proxy:
+            known = ("--target", proxy.address, "--target", other.first, "--draft", draft.first)
+            served = ("--port", str(port.number), "--max-sessions", str(MAX_SESSIONS))
+            async with child("router", "cluster.cli", "router", *known, *served, ready=READY):
+                yield f"http://{port.address}", proxy
 
 
 async def one_way_stall(stage: Stage, options: ChaosOptions) -> FaultResult:
     """Hold back what goes to one of two targets under the steady load, for a while."""
-    requests = options.requests(options.tokens, FRESH, first=stage.take_numbers(FRESH))
+    requests = stage.fresh(options, options.tokens)
     async with (
         two_targets(options.dtype) as (url, proxy),
         Workload(url, requests, options.streams) as load,
@@ -167,7 +128,7 @@ async def one_way_stall(stage: Stage, options: ChaosOptions) -> FaultResult:
         healed = time.monotonic() - began
         await load.finish(FINISH_SECONDS)
     complaints, notes = noticed(events, f"target@{proxy.address}", held_at)
-    counted = tally(load.replies, await stage.right_texts(requests, load.replies))
+    counted = await stage.tally(requests, load.replies)
     return FaultResult(options.streams, counted, healed, complaints, notes)
 
 

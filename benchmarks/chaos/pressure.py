@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.chaos.records import FaultResult, tally
+from benchmarks.chaos.records import FaultResult
 from benchmarks.chaos.settings import (
     DRAFTS,
     FINISH_SECONDS,
@@ -100,13 +100,8 @@ async def sampled(sample: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
 
 async def ramp(stage: Stage, options: ChaosOptions) -> FaultResult:
     """One stream more every second, then one less; the pools may follow from one worker to all that fit."""
-    async with stage.changed(FOLLOW):
-        await stage.shrunk(HEAL_SECONDS)
-        await stage.whole(HEAL_SECONDS)
-        return await _up_and_down(stage, options)
-
-
-async def _up_and_down(stage: Stage, options: ChaosOptions) -> FaultResult:
+    await stage.shrunk(HEAL_SECONDS)
+    await stage.whole(HEAL_SECONDS)
     requests, sizes = options.requests(RAMP_TOKENS), PoolSizes()
 
     async def sample() -> None:
@@ -124,8 +119,7 @@ async def _up_and_down(stage: Stage, options: ChaosOptions) -> FaultResult:
             await asyncio.sleep(STEP_SECONDS)
         await load.finish(FINISH_SECONDS)
         await asyncio.sleep(QUIET_SECONDS)
-    counted = tally(load.replies, await stage.right_texts(requests, load.replies))
-    outcome = FaultResult(RAMP_STREAMS, counted)
+    outcome = FaultResult(RAMP_STREAMS, await stage.tally(requests, load.replies))
     outcome.complaints += sizes.objections()
     if outcome.tally.refused:
         outcome.complaints.append(f"{outcome.tally.refused} requests were refused")
@@ -152,8 +146,7 @@ async def overload(stage: Stage, options: ChaosOptions) -> FaultResult:
         await asyncio.sleep(options.overload)
         await load.finish(FINISH_SECONDS)
     seconds = time.monotonic() - began
-    counted = tally(load.replies, await stage.right_texts(requests, load.replies))
-    outcome = FaultResult(OVERLOAD * MAX_SESSIONS, counted)
+    outcome = FaultResult(OVERLOAD * MAX_SESSIONS, await stage.tally(requests, load.replies))
     grown, first = (most - before) / MEGABYTE, outcome.tally.first_token
     accepted = outcome.tally.requests - outcome.tally.refused
     outcome.notes = [

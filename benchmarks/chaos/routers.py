@@ -7,7 +7,6 @@ they have ended.
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,7 +19,6 @@ from benchmarks.chaos.settings import (
     AFTER_SECONDS,
     BEGIN_SECONDS,
     FINISH_SECONDS,
-    FRESH,
     HEAL_SECONDS,
     LONG_TOKENS,
     MAX_SESSIONS,
@@ -45,19 +43,14 @@ RESTS_SECONDS, WORKS_SECONDS = 1.0, 0.1
 
 
 async def kill_router(stage: Stage, options: ChaosOptions) -> FaultResult:
-    """Deploy two, kill one under the steady load, and let clients whose streams broke ask again.
+    """Of two, kill one under the steady load, and let clients whose streams broke ask again.
 
     A router alone holds the connections of its clients, so their streams break: nothing can hide that. What must hold
     is that nobody else's do, that what was said until then was right, that the other router gives the same text for the
     same seed when it is asked again, and that the workers forget the sessions.
     """
-    async with stage.changed({"router": {"replicas": 2}}):
-        return await _one_killed(stage, options)
-
-
-async def _one_killed(stage: Stage, options: ChaosOptions) -> FaultResult:
     rng = Random(f"{options.seed} kill-router")
-    requests = options.requests(options.tokens, FRESH, first=stage.take_numbers(FRESH))
+    requests = stage.fresh(options, options.tokens)
     async with Workload(stage.url, requests, options.streams) as load:
         await load.begun(BEGIN_SECONDS)
         routers = await asyncio.to_thread(stage.processes.routers)
@@ -109,18 +102,11 @@ def objections(replies: Sequence[Reply], killed: float, right: Mapping[int, str]
 async def long_streams(stage: Stage, options: ChaosOptions) -> FaultResult:
     """A router comes while streams last, then all are replaced, the streams' own one too, which stays until they end.
 
-    With every change Serve replaces HAProxy: the one that carries the streams has to stay as well.
-
-    Not how fast a machine is decides how long a stream lasts, but that its target is stopped wherever it is ahead.
+    With every change Serve replaces HAProxy: the one that carries the streams has to stay as well. Not how fast a
+    machine is decides how long a stream lasts, but that its target is stopped wherever it is ahead.
     """
-    async with stage.changed():
-        return await _all_replaced(stage, options)
-
-
-async def _all_replaced(stage: Stage, options: ChaosOptions) -> FaultResult:
     plain = {"speculation": {"enabled": False}}
-    first = stage.take_numbers(options.streams)
-    requests = [body | plain for body in options.requests(LONG_TOKENS, options.streams, first=first)]
+    requests = [body | plain for body in stage.fresh(options, LONG_TOKENS, options.streams)]
     before = {router.pid for router in await asyncio.to_thread(stage.processes.routers)}
     carriers = {haproxy.pid for haproxy in await asyncio.to_thread(stage.processes.haproxies)}
     came, successors = set[int](), set[int]()
@@ -145,7 +131,7 @@ async def _all_replaced(stage: Stage, options: ChaosOptions) -> FaultResult:
         complaints.append(f"{len(came)} routers came while streams lasted, wanted at least {COMING_ROUTERS}")
     if not (carriers and successors):
         complaints.append(f"HAProxy was not replaced below the streams: {len(carriers)} ran, {len(successors)} came")
-    counted = tally(load.replies, await stage.right_texts(requests, load.replies))
+    counted = await stage.tally(requests, load.replies)
     lasted = [(reply.ended or 0.0) - reply.sent for reply in load.replies]
     when = (
         f"all routers were replaced {replaced - began:.0f} s after they had begun; {len(came)} routers and "
@@ -172,16 +158,9 @@ async def _held_back(stage: Stage, replies: Sequence[Reply]) -> AsyncIterator[No
         while True:
             due = LONG_TOKENS * (time.monotonic() - began) / HELD_BACK_SECONDS
             if max(len(reply.chunks) for reply in replies) > due:
-                for process in processes:
-                    process.send(signal.SIGSTOP)
-                await asyncio.sleep(RESTS_SECONDS)
-                for process in processes:
-                    process.send(signal.SIGCONT)
+                with faults.stopped(*processes):
+                    await asyncio.sleep(RESTS_SECONDS)
             await asyncio.sleep(WORKS_SECONDS)
 
-    try:
-        async with meanwhile(hold()):
-            yield
-    finally:
-        for process in processes:
-            process.send(signal.SIGCONT)
+    async with meanwhile(hold()):
+        yield

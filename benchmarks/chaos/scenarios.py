@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 import httpx
 
 from benchmarks.chaos import faults
 from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.one_way import one_way_stall
-from benchmarks.chaos.pressure import overload, ramp
+from benchmarks.chaos.pressure import FOLLOW, overload, ramp
 from benchmarks.chaos.records import FaultResult, Requirement, tally
 from benchmarks.chaos.routers import LONG_SECONDS, kill_router, long_streams
 from benchmarks.chaos.settings import (
     AFTER_SECONDS,
     BEGIN_SECONDS,
     FINISH_SECONDS,
-    FRESH,
     HEAL_SECONDS,
     TARGETS,
     ChaosOptions,
 )
 from benchmarks.chaos.stage import Stage, StageError
 from benchmarks.chaos.workload import Workload
+from benchmarks.harness.options import BenchError
 from speculation.events import Role
 
 BETWEEN_SECONDS = 3.0
@@ -49,6 +51,8 @@ class Scenario:
     fault: str
     wanted: Requirement
     drive: Drive
+    changes: Mapping[str, Mapping[str, Any]] | None = None
+    """Settings that are deployed meanwhile, by section; not None: what was deployed before is deployed afterwards."""
     haproxy: bool = False
     """Whether clients come by HAProxy, and not by Serve's own proxy."""
 
@@ -71,28 +75,32 @@ def scenarios(options: ChaosOptions) -> list[Scenario]:
         _row("kill-controller", "Serve controller killed", under[1.0], faults.kill_controller),
         _row("replace-targets", "target pool drained and replaced", under[1.0], _replace_targets),
     ]
-    rows.append(
-        Scenario("standby", "kill -9 of the only active target, another one standing by", under[REOPENED], _takeover)
+    takeover = _row(
+        "standby", "kill -9 of the only active target, another one standing by", under[REOPENED], faults.kill_active
     )
+    rows.append(replace(takeover, changes={"target": {"replicas": TARGETS - 1, "standby": 1}}))
     heard = "the way to a target stalls, not the way back"
     rows.append(Scenario("one-way", heard, Requirement("found by pings; silence under 5 s", 5.0), one_way_stall))
     again = Requirement("only its streams break; asked again, the same text", 1.0)
-    rows.append(Scenario("kill-router", "kill -9 of one of two routers", again, kill_router))
+    rows.append(
+        Scenario("kill-router", "kill -9 of one of two routers", again, kill_router, {"router": {"replicas": 2}})
+    )
     follow = Requirement("pools follow, no flapping")
     bounded = Requirement("429s before acceptance only, bounded queue")
-    rows.append(Scenario("ramp", "load ramp 1 to 32 to 0 streams", follow, ramp))
+    rows.append(Scenario("ramp", "load ramp 1 to 32 to 0 streams", follow, ramp, FOLLOW))
     rows.append(Scenario("overload", f"4 times capacity for {options.overload:g} s", bounded, overload))
     replaced = "a router comes, then all are replaced, and HAProxy with each change, below long streams"
     whole = Requirement(f"streams complete, {LONG_SECONDS:.0f} s later and more")
-    rows.append(Scenario("long-streams", replaced, whole, long_streams, haproxy=True))
+    rows.append(Scenario("long-streams", replaced, whole, long_streams, {}, haproxy=True))
     return rows
 
 
 async def run(scenario: Scenario, stage: Stage, options: ChaosOptions) -> FaultResult:
     """Drive it, and look at what is left afterwards."""
     try:
-        outcome = await scenario.drive(stage, options)
-    except (StageError, TimeoutError, httpx.HTTPError) as error:
+        async with nullcontext() if scenario.changes is None else stage.changed(scenario.changes):
+            outcome = await scenario.drive(stage, options)
+    except (BenchError, TimeoutError, httpx.HTTPError) as error:
         outcome = FaultResult(options.streams, tally([], {}), complaints=[_words(error)])
     outcome.name, outcome.fault, outcome.wanted = scenario.name, scenario.fault, scenario.wanted
     outcome.complaints += [words for words in (stage.ended, await stage.left()) if words]
@@ -112,7 +120,7 @@ async def disturbed(stage: Stage, options: ChaosOptions, inject: Fault, rng: Ran
     Every request is a new one, computed undisturbed only afterwards: a target that takes over a session must not find
     its text in the cache because it has computed the same before.
     """
-    requests = options.requests(options.tokens, FRESH, first=stage.take_numbers(FRESH))
+    requests = stage.fresh(options, options.tokens)
     complaints, healed, began = [], 0.0, time.monotonic()
     async with Workload(stage.url, requests, options.streams) as load:
         try:
@@ -122,10 +130,10 @@ async def disturbed(stage: Stage, options: ChaosOptions, inject: Fault, rng: Ran
             await stage.whole(HEAL_SECONDS)
             healed = time.monotonic() - began
             await asyncio.sleep(AFTER_SECONDS)
-        except (StageError, TimeoutError) as error:
+        except (BenchError, TimeoutError) as error:
             complaints.append(_words(error))
         await load.finish(FINISH_SECONDS)
-    counted = tally(load.replies, await stage.right_texts(requests, load.replies))
+    counted = await stage.tally(requests, load.replies)
     notes = [f"the longest silence began {counted.silence.began - began:.1f} s after the fault"]
     return FaultResult(options.streams, counted, healed, complaints, notes)
 
@@ -156,9 +164,3 @@ async def _replace_targets(stage: Stage, rng: Random) -> None:
     kept = before & {worker.replica.pid for worker in await stage.workers(Role.TARGET)}
     if kept:
         raise StageError(f"target processes {sorted(kept)} were not replaced")
-
-
-async def _takeover(stage: Stage, options: ChaosOptions) -> FaultResult:
-    """One target that takes sessions and one that stands by; then as many as before."""
-    async with stage.changed({"target": {"replicas": TARGETS - 1, "standby": 1}}):
-        return await disturbed(stage, options, faults.kill_active, Random(f"{options.seed} standby"))

@@ -17,7 +17,7 @@ from random import Random
 from benchmarks.chaos import faults
 from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.processes import Process
-from benchmarks.chaos.records import FaultResult, Requirement, tally
+from benchmarks.chaos.records import FaultResult, Requirement
 from benchmarks.chaos.settings import FINISH_SECONDS, HEAL_SECONDS, SoakOptions
 from benchmarks.chaos.stage import Stage, StageError
 from benchmarks.chaos.workload import Workload
@@ -134,7 +134,7 @@ async def soak(stage: Stage, options: SoakOptions, say: Callable[[str], None]) -
         for name in warm.memory
     ]
     notes.append(f"files and sockets of routers: {quiet.descriptors} at the start, {end.descriptors} at the end")
-    counted = tally(load.replies, await stage.right_texts(requests, load.replies))
+    counted = await stage.tally(requests, load.replies)
     title = f"random faults for {options.minutes:g} minutes"
     return FaultResult(options.streams, counted, 0.0, complaints, notes, "soak", title, WANTED)
 

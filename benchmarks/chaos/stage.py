@@ -10,12 +10,10 @@ import signal
 import sys
 import tempfile
 import time
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -23,15 +21,15 @@ import yaml
 
 from benchmarks.chaos.nodes import ENVIRONMENT
 from benchmarks.chaos.processes import Processes, WorkerReplica
-from benchmarks.chaos.records import Reply
-from benchmarks.chaos.settings import HEAL_SECONDS, Body, haproxy_environment
+from benchmarks.chaos.records import Reply, ReplyTally, tally
+from benchmarks.chaos.settings import FRESH, HEAL_SECONDS, Body, FaultOptions, haproxy_environment
 from benchmarks.chaos.workload import client, plain_text
 from benchmarks.harness.options import BenchError
+from benchmarks.harness.processes import ReadyProcess, child
 from cluster.config.environment import CHECKOUT, current
+from router.dispatch import Dispatcher
 from speculation.events import Role
-from speculation.messages import FromWorker, Load, Loading, Welcome
-from transport.client import WorkerConnection
-from transport.codec import MalformedMessage
+from speculation.messages import Load
 
 NODES_SECONDS = 300.0
 READY_SECONDS = 600.0
@@ -49,12 +47,12 @@ class StageError(BenchError):
 class Stage:
     """A cluster, as the two processes that hold it: the nodes, and ``paceline up``."""
 
-    def __init__(self, nodes: Process, address: str, folder: Path, settings: dict[str, Any], *, haproxy: bool) -> None:
+    def __init__(self, nodes: ReadyProcess, folder: Path, settings: dict[str, Any], *, haproxy: bool) -> None:
         """Made by :func:`running`."""
-        self.processes = Processes(nodes.pid)
+        self.processes = Processes(nodes.process.pid)
         self.url = f"http://127.0.0.1:{settings['router']['port']}"
         self._ranks = settings["target"]["tensor_parallel_size"]
-        self._nodes, self._address, self._folder = nodes, address, folder
+        self._nodes, self._folder = nodes, folder
         self._settings, self._haproxy = settings, haproxy
         self._texts: dict[str, str] = {}
         self._numbers = 0
@@ -100,7 +98,7 @@ class Stage:
         return (self._folder / "paceline.log").read_text(encoding="utf-8", errors="replace")
 
     @asynccontextmanager
-    async def changed(self, changes: Mapping[str, Mapping[str, Any]] = MappingProxyType({})) -> AsyncIterator[None]:
+    async def changed(self, changes: Mapping[str, Mapping[str, Any]]) -> AsyncIterator[None]:
         """Meanwhile with some settings changed, by section, and whole; afterwards as before, and whole again.
 
         Raises :class:`StageError`, TimeoutError.
@@ -134,13 +132,8 @@ class Stage:
                 await update.wait()
 
     async def node(self, order: str, name: str) -> None:
-        """``add`` or ``remove`` a pretend node."""
-        assert self._nodes.stdin is not None and self._nodes.stdout is not None
-        self._nodes.stdin.write(f"{order} {name}\n".encode())
-        await self._nodes.stdin.drain()
-        answer = (await asyncio.wait_for(self._nodes.stdout.readline(), NODES_SECONDS)).decode()
-        if not answer.startswith("did"):
-            raise StageError(f"the pretend nodes did not {order} {name}: {answer or 'they ended'}")
+        """``add`` or ``remove`` a pretend node. Raises :class:`benchmarks.harness.processes.WorkerFailed`."""
+        await asyncio.wait_for(self._nodes.ask(f"{order} {name}"), NODES_SECONDS)
 
     async def workers(self, role: Role) -> list[WorkerReplica]:
         """Those that there are, running or not."""
@@ -167,17 +160,13 @@ class Stage:
                 return f"router {router.pid} is not connected to {', '.join(sorted(unknown))}"
         return ""
 
-    async def whole(self, seconds: float) -> float:
-        """Wait until all workers run and every router is connected to all; how long that took, in seconds.
-
-        Raises :class:`StageError`.
-        """
-        began = time.monotonic()
+    async def whole(self, seconds: float) -> None:
+        """Wait until all workers run and every router is connected to all. Raises :class:`StageError`."""
+        deadline = time.monotonic() + seconds
         while missing := await self.missing():
-            if time.monotonic() > began + seconds:
+            if time.monotonic() > deadline:
                 raise StageError(f"not whole again within {seconds:.0f} s: {missing}")
             await asyncio.sleep(POLL_SECONDS)
-        return time.monotonic() - began
 
     async def shrunk(self, seconds: float) -> None:
         """Wait until every pool has as few workers as it may have. Raises :class:`StageError`."""
@@ -197,16 +186,17 @@ class Stage:
                     return f"{role} worker on {worker.node} still holds sessions or cache"
         return ""
 
-    def take_numbers(self, count: int) -> int:
-        """The first of so many numbers of requests that were not taken before."""
+    def fresh(self, options: FaultOptions, tokens: int, count: int = FRESH) -> list[Body]:
+        """So many requests that no row has asked for before."""
         first, self._numbers = self._numbers, self._numbers + count
-        return first
+        return options.requests(tokens, count, first)
+
+    async def tally(self, requests: Sequence[Body], replies: Sequence[Reply]) -> ReplyTally:
+        """Compare the replies with what is right. Raises httpx.HTTPError."""
+        return tally(replies, await self.right_texts(requests, replies))
 
     async def right_texts(self, requests: Sequence[Body], replies: Sequence[Reply]) -> dict[int, str]:
-        """The texts of the requests that were asked for, in plain decoding, undisturbed; each computed once.
-
-        Raises httpx.HTTPError.
-        """
+        """The texts of the requests that were asked for, in plain decoding, undisturbed; each computed once."""
         turn = asyncio.Semaphore(AT_ONCE)
 
         async def text(http: httpx.AsyncClient, number: int) -> str:
@@ -237,10 +227,10 @@ class Stage:
     async def _paceline(self, settings: dict[str, Any], log: str, *flags: str) -> Process:
         file = self._folder / "paceline.yaml"
         file.write_text(yaml.safe_dump(settings), encoding="utf-8")
-        command = [sys.executable, "-m", "cluster.cli", "up", "--address", self._address, "--config", str(file), *flags]
+        command = [sys.executable, "-m", "cluster.cli", "up", "--address", self._nodes.first, "--config", str(file)]
         with (self._folder / log).open("w") as output:
             return await asyncio.create_subprocess_exec(
-                *command,
+                *(*command, *flags),
                 cwd=CHECKOUT,
                 stdin=DEVNULL,
                 stdout=output,
@@ -261,18 +251,16 @@ async def running(settings: dict[str, Any], *, haproxy: bool = False) -> AsyncIt
 
     ``haproxy``: behind HAProxy, as in Kubernetes, and not behind Serve's own proxy.
     """
-    port = settings["router"]["port"]
-    command = [sys.executable, "-m", "benchmarks.chaos.nodes", "--serve", str(port)]
-    nodes = await asyncio.create_subprocess_exec(
-        *command, cwd=CHECKOUT, stdin=PIPE, stdout=PIPE, env=environment(haproxy=haproxy)
+    nodes = child(
+        "pretend nodes",
+        "benchmarks.chaos.nodes",
+        *("--serve", str(settings["router"]["port"])),
+        env=environment(haproxy=haproxy),
+        patience=STOP_SECONDS,
     )
-    assert nodes.stdin is not None and nodes.stdout is not None
-    try:
-        address = (await asyncio.wait_for(nodes.stdout.readline(), NODES_SECONDS)).decode().strip()
-        if not address:
-            raise StageError("the pretend nodes did not start; why is on stderr")
+    async with nodes as holding:
         with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as folder:
-            stage = Stage(nodes, address, Path(folder), settings, haproxy=haproxy)
+            stage = Stage(holding, Path(folder), settings, haproxy=haproxy)
             try:
                 await stage.up()
                 yield stage
@@ -281,36 +269,6 @@ async def running(settings: dict[str, Any], *, haproxy: bool = False) -> AsyncIt
                 raise
             if complaint := await stage.down():
                 raise StageError(complaint)
-    finally:
-        nodes.stdin.close()
-        try:
-            await asyncio.wait_for(nodes.wait(), STOP_SECONDS)
-        except TimeoutError:
-            nodes.kill()
-            await nodes.wait()
-
-
-@dataclass
-class _Ear:
-    """Keeps what is heard. Implements :class:`transport.incoming.Listener`."""
-
-    heard: asyncio.Queue[Load] = field(default_factory=asyncio.Queue)
-
-    def up(self, welcome: Welcome) -> None:
-        pass
-
-    def loading(self, loading: Loading | None) -> None:
-        pass
-
-    def received(self, message: FromWorker) -> None:
-        if isinstance(message, Load):
-            self.heard.put_nowait(message)
-
-    def malformed(self, error: MalformedMessage) -> None:
-        pass
-
-    def down(self, why: str) -> None:
-        pass
 
 
 async def load_of(
@@ -320,16 +278,16 @@ async def load_of(
 
     Raises TimeoutError.
     """
-    ear = _Ear()
-    connection = asyncio.create_task(WorkerConnection(address, role.value, ear).run())
+    pool = Dispatcher().pool
+    pool.set_workers(role, [address])
+    (peer,) = pool.peers.values()
     try:
         async with asyncio.timeout(seconds):
-            while not until(load := await ear.heard.get()):
-                pass
-        return load
+            while not (peer.load.capacity_tokens and until(peer.load)):
+                await asyncio.sleep(0.05)
+        return peer.load
     finally:
-        connection.cancel()
-        await asyncio.gather(connection, return_exceptions=True)
+        await pool.close()
 
 
 def idle(load: Load) -> bool:

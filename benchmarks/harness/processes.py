@@ -11,8 +11,8 @@ import os
 import re
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,9 @@ from cluster.console import say
 from router.dispatch import Dispatcher
 from speculation.events import Role
 
-READY_SECONDS = 180.0
+READY_SECONDS = 300.0
+READY = r"ready on (\S+)"
+"""What a worker or a router says when it is, and where."""
 CONNECT_SECONDS = 20.0
 LINE_BYTES = 1 << 28
 """Longest answer."""
@@ -58,15 +60,22 @@ class ReadyProcess:
 
 @asynccontextmanager
 async def child(
-    name: str, module: str, *arguments: str, ready: str = "(.*)", core: int | None = None
+    name: str,
+    module: str,
+    *arguments: str,
+    ready: str = "(.*)",
+    core: int | None = None,
+    env: Mapping[str, str] | None = None,
+    patience: float = 0.0,
 ) -> AsyncIterator[ReadyProcess]:
     """A module run as a program, until it is left; it is ``ready`` with the first line that has this pattern.
 
-    ``core``: the one it is bound to; None: it may use all. Raises :class:`WorkerFailed`, TimeoutError.
+    ``core``: the one it is bound to; None: it may use all. ``patience``: seconds in which it may end by itself when its
+    input does. Raises :class:`WorkerFailed`, TimeoutError.
     """
     command = [sys.executable, "-m", module, *arguments]
     cores = sorted(os.sched_getaffinity(0))
-    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES)
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES, env=env)
     assert process.stdin is not None and process.stdout is not None
     if core is not None:
         # From outside, long before it starts a thread: code run in a fork of this process would upset gRPC.
@@ -77,10 +86,12 @@ async def child(
             while found is None and (line := await process.stdout.readline()):
                 found = re.search(ready, line.decode().strip())
         if found is None:
-            raise WorkerFailed(f"the {name} did not start")
+            raise WorkerFailed(f"the {name} did not start; why is on stderr")
         yield ReadyProcess(name, process, found[1])
     finally:
         process.stdin.close()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), patience)
         if process.returncode is None:
             process.terminate()
         await process.wait()
@@ -116,7 +127,7 @@ async def running(plan: WorkerPlan) -> AsyncIterator[ReadyProcess]:
     # On CPUs unless the plan says otherwise: cores are what it divides, and what others are compared on.
     flags += ["--device", "cpu", "--exit-with", str(os.getpid()), *plan.flags]
     name, command = f"{plan.role.value} worker of {plan.model.name}", ("worker", plan.role.value, *flags)
-    async with child(name, "cluster.cli", *command, ready=r"ready on (\S+)", core=plan.core) as worker:
+    async with child(name, "cluster.cli", *command, ready=READY, core=plan.core) as worker:
         yield worker
 
 

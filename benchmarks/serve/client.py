@@ -150,22 +150,9 @@ async def ask(client: httpx.AsyncClient, body: Json, options: ServeOptions, numb
         error, detail = NO_CONNECTION, f"not connected after {min(CONNECT_SECONDS, options.timeout):g} s"
     except httpx.RequestError as wrong:
         error, detail = LOST, str(wrong) or type(wrong).__name__
-    return Heard(
-        number,
-        due,
-        sent,
-        time.perf_counter(),
-        tuple(answer.times),
-        answer.sizes,
-        answer.tokens,
-        answer.guessed,
-        answer.digest,
-        answer.drafts,
-        answer.cached,
-        error,
-        detail,
-        pause,
-    )
+    said = {name: getattr(answer, name) for name in ("sizes", "tokens", "guessed", "digest", "drafts", "cached")}
+    ended, times = time.perf_counter(), tuple(answer.times)
+    return Heard(number, due, sent, ended, times, **said, error=error, detail=detail, pause=pause)
 
 
 class Refusal(AnswerError):

@@ -40,11 +40,12 @@ class Spread:
     p99: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread | None:
-        """None if there are none."""
-        if not seconds:
+    def of(cls, seconds: Iterable[float | None]) -> Spread | None:
+        """Of those that are not None; None if there are none."""
+        known = [value for value in seconds if value is not None]
+        if not known:
             return None
-        values = 1e3 * np.asarray(seconds)
+        values = 1e3 * np.asarray(known)
         return cls(float(values.mean()), *np.percentile(values, (50, 90, 99)).tolist())
 
 
@@ -97,24 +98,24 @@ def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Figu
     seconds = sum(turn.seconds for turn in turns)
     tokens = sum(one.tokens for one in ok)
     accepted, offered, acceptance_length = _drafts(ok)
-    errors, details = _failures(heard)
+    failed = [one for one in heard if one.error]
     return Figures(
         requests=len(heard),
         ok=len(ok),
         empty=sum(not one.times for one in ok),
         unfinished=sum(turn.running for turn in turns),
-        errors=errors,
-        details=details,
+        errors=dict(Counter(one.error for one in failed).most_common()),
+        details={one.error: one.detail for one in reversed(failed)},
         seconds=seconds,
         tokens=tokens,
         guessed=any(one.guessed for one in ok),
         cached=sum(one.cached for one in ok),
         by_token=all(one.sizes is not None for one in ok),
-        ttft=_spread(map(ttft, ok)),
-        itl=_spread(chain.from_iterable(map(gaps, ok))),
-        tpot=_spread(map(tpot, ok)),
-        e2e=_spread(map(e2e, ok)),
-        late=None if options.pace.rate is None else _spread(map(lateness, heard)),
+        ttft=Spread.of(map(ttft, ok)),
+        itl=Spread.of(chain.from_iterable(map(gaps, ok))),
+        tpot=Spread.of(map(tpot, ok)),
+        e2e=Spread.of(map(e2e, ok)),
+        late=None if options.pace.rate is None else Spread.of(map(lateness, heard)),
         request_rate=_over(len(ok), seconds),
         token_rate=_over(tokens, seconds),
         accepted=accepted,
@@ -122,19 +123,6 @@ def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Figu
         acceptance_length=acceptance_length,
         client_share=_over(sum(turn.client_cpu for turn in turns), seconds),
     )
-
-
-def _failures(heard: Sequence[Heard]) -> tuple[dict[str, int], dict[str, str]]:
-    """How many requests failed by error, the commonest first, and what the first of each said."""
-    failed = [one for one in heard if one.error]
-    details: dict[str, str] = {}
-    for one in failed:
-        details.setdefault(one.error, one.detail)
-    return dict(Counter(one.error for one in failed).most_common()), details
-
-
-def _spread(values: Iterable[float | None]) -> Spread | None:
-    return Spread.of([value for value in values if value is not None])
 
 
 def _drafts(ok: Iterable[Heard]) -> tuple[int | None, int | None, float | None]:

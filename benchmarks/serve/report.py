@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, astuple
 from typing import Any
 
-from benchmarks.harness.prompts import Prompt
 from benchmarks.harness.report import Result, Table, cell, describe_machine, table_of
 from benchmarks.serve.client import Heard, read_prompts, remembers
-from benchmarks.serve.figures import (
-    Comparison,
-    Figures,
-    RatioInterval,
-    Spread,
-    baseline_of,
-    compare,
-    figures,
-)
+from benchmarks.serve.figures import Comparison, Figures, RatioInterval, Spread, baseline_of, compare, figures
 from benchmarks.serve.rounds import Log, Turn, measure
 from benchmarks.serve.settings import Json, Make, ServeOptions
 from cluster.console import complain, stages
@@ -38,9 +29,12 @@ def main(options: ServeOptions) -> int:
 
     Raises :class:`benchmarks.harness.prompts.PromptError` and :class:`benchmarks.serve.probe.ServerError`.
     """
-    prompts, log = read_prompts(options.prompts, options.chat), Log()
+    prompts, log, interrupted = read_prompts(options.prompts, options.chat), Log(), False
     with stages() as progress:
-        interrupted = _measure(options, prompts, log, progress)
+        try:
+            asyncio.run(measure(options, prompts, log, progress))
+        except KeyboardInterrupt:
+            interrupted = True
     if not any(turn.heard for turn in log.turns):
         complain("paceline: interrupted before any request was over")
         return INTERRUPTED
@@ -51,15 +45,6 @@ def main(options: ServeOptions) -> int:
     return int(all(one.error for turn in log.turns for one in turn.heard))
 
 
-def _measure(options: ServeOptions, prompts: list[Prompt], log: Log, progress: Callable[[str], None]) -> bool:
-    """Whether it was interrupted."""
-    try:
-        asyncio.run(measure(options, prompts, log, progress))
-    except KeyboardInterrupt:
-        return True
-    return False
-
-
 def result(log: Log, options: ServeOptions, **about: Any) -> Result:
     """What is in the log so far; without contenders that had no turn yet. Times: milliseconds from when it was due."""
     seen = [one for one in log.contenders if any(turn.contender == one for turn in log.turns)]
@@ -67,29 +52,15 @@ def result(log: Log, options: ServeOptions, **about: Any) -> Result:
     rows = [(one.name, figures(log, one, options)) for one in seen]
     comparisons = [compare(log, one, baseline, options) for one in seen if one != baseline and baseline in seen]
     found = latencies(rows), throughput(rows), ratios(comparisons), errors(rows)
-    tables = [table for table in found if table.lines]
-    said = notes(log, options, rows)
-    return Result(
-        "serve",
-        "Load on a server",
-        options,
-        tables,
-        said,
-        _document(log, rows, comparisons),
-        width=200,
-        indent=None,
-        **about,
-    )
-
-
-def _document(log: Log, rows: Rows, comparisons: Sequence[Comparison]) -> Json:
-    return {
+    document = {
         "machine": describe_machine(),
         "servers": {name: {"make": server.make.value, "model": server.model} for name, server in log.servers.items()},
         "figures": {name: asdict(row) for name, row in rows},
         "comparisons": [asdict(one) for one in comparisons],
         "requests": [_request(turn, one) for turn in log.turns for one in turn.heard],
     }
+    tables, said = [table for table in found if table.lines], notes(log, options, rows)
+    return Result("serve", "Load on a server", options, tables, said, document, width=200, indent=None, **about)
 
 
 def _request(turn: Turn, one: Heard) -> Json:
@@ -168,91 +139,76 @@ def errors(rows: Rows) -> Table:
 
 def notes(log: Log, options: ServeOptions, rows: Rows) -> list[str]:
     """What a reader of the figures must know, a sentence or two each."""
-    servers = "; ".join(
-        f"{one.name}: {log.servers[one.name].model} at {one.url} ({_make(log.servers[one.name].make)})"
+    servers, urls = log.servers, [one.url for one in log.contenders]
+    about = "; ".join(
+        f"{one.name}: {servers[one.name].model} at {one.url} ({_make(servers[one.name].make)})"
         for one in options.contenders
     )
-    said = [f"{servers}. {_load(options)} {_sampling(options)}"]
-    said += sorted({server.note for server in log.servers.values() if server.note})
-    if len(log.contenders) > 1:
-        said.append(
+    ours = [one for one in log.contenders if servers[one.name].make is Make.PACELINE]
+    said: list[tuple[object, str]] = [
+        (True, f"{about}. {_load(options)}"),
+        *((True, note) for note in sorted({server.note for server in servers.values() if server.note})),
+        (
+            len(log.contenders) > 1,
             "Contenders took turns with the same requests, back and forth. Ratios: of means over the requests that "
-            "both answered (tokens/s: over rounds), with 95 % bootstrap intervals of pairs; above 1 is faster."
-        )
-    said += _kept(log)
-    urls = [one.url for one in log.contenders]
-    if len(set(urls)) < len(urls):
-        said.append(
+            "both answered (tokens/s: over rounds), with 95 % bootstrap intervals of pairs; above 1 is faster.",
+        ),
+        (
+            named := ", ".join(one.name for one in ours if not remembers(one)),
+            f"{named}: answers are not kept to draft for later requests (speculation.remember is false), so that no "
+            "contender copies what another said to the same request.",
+        ),
+        (
+            named := ", ".join(one.name for one in ours if remembers(one)),
+            f"{named}: answers may be kept to draft for later requests, as --extra-body wants; contenders at the same "
+            "address may copy them.",
+        ),
+        (
+            len(set(urls)) < len(urls),
             "Contenders at one address share its prefix cache: who comes second in a round finds prompts computed. "
-            "The order changes with each round, so an even number of rounds shares that out evenly."
-        )
-    by_chunk = [name for name, row in rows if not row.by_token and row.ok]
-    if by_chunk:
-        said.append(f"{', '.join(by_chunk)}: how many tokens a chunk has is not said, so latencies are between chunks.")
-    if guessed := [name for name, row in rows if row.guessed]:
-        said.append(f"{', '.join(guessed)}: tokens are not counted by the server; each chunk counts as one.")
-    said += _cached(rows)
-    for name, row in rows:
-        said += _warnings(name, row)
-    return said
-
-
-def _cached(rows: Rows) -> list[str]:
-    if found := [f"{row.cached} of {name}" for name, row in rows if row.cached]:
-        return [
-            f"Prompt tokens that came from a prefix cache: {', '.join(found)}. That flatters whoever has one beside "
-            "whoever has none; prompts that no earlier run had avoid it."
-        ]
-    return []
-
-
-def _kept(log: Log) -> list[str]:
-    ours = [one for one in log.contenders if log.servers[one.name].make is Make.PACELINE]
-    forgotten = [one.name for one in ours if not remembers(one)]
-    kept = [one.name for one in ours if remembers(one)]
-    said = []
-    if forgotten:
-        said.append(
-            f"{', '.join(forgotten)}: answers are not kept to draft for later requests (speculation.remember is "
-            "false), so that no contender copies what another said to the same request."
-        )
-    if kept:
-        said.append(
-            f"{', '.join(kept)}: answers may be kept to draft for later requests, as --extra-body wants; contenders "
-            "at the same address may copy them."
-        )
-    return said
+            "The order changes with each round, so an even number of rounds shares that out evenly.",
+        ),
+        (
+            named := ", ".join(name for name, row in rows if not row.by_token and row.ok),
+            f"{named}: how many tokens a chunk has is not said, so latencies are between chunks.",
+        ),
+        (
+            named := ", ".join(name for name, row in rows if row.guessed),
+            f"{named}: tokens are not counted by the server; each chunk counts as one.",
+        ),
+        (
+            named := ", ".join(f"{row.cached} of {name}" for name, row in rows if row.cached),
+            f"Prompt tokens that came from a prefix cache: {named}. That flatters whoever has one beside whoever has "
+            "none; prompts that no earlier run had avoid it.",
+        ),
+    ]
+    return [words for holds, words in said if holds] + [words for name, row in rows for words in _warnings(name, row)]
 
 
 def _warnings(name: str, row: Figures) -> list[str]:
-    said = []
-    if row.empty:
-        said.append(f"{name}: {row.empty} answers had no text; they are in no latency but end to end.")
-    if row.unfinished:
-        said.append(f"{name}: interrupted with {row.unfinished} requests under way, which are not counted.")
-    if row.client_share > BUSY_CLIENT:
-        said.append(f"{name}: this client used {row.client_share:.0%} of a core and may be what was measured.")
-    if row.late is not None and row.late.p99 > LATE_MS:
-        said.append(
-            f"{name}: 1 of 100 requests was sent {row.late.p99:.0f} ms late or later by this client; "
-            "latencies count from when they were due."
-        )
-    return said
+    late = 0.0 if row.late is None else row.late.p99
+    said = (
+        (row.empty, f"{row.empty} answers had no text; they are in no latency but end to end."),
+        (row.unfinished, f"interrupted with {row.unfinished} requests under way, which are not counted."),
+        (
+            row.client_share > BUSY_CLIENT,
+            f"this client used {row.client_share:.0%} of a core and may be what was measured.",
+        ),
+        (
+            late > LATE_MS,
+            f"1 of 100 requests was sent {late:.0f} ms late or later by this client; latencies count from when they "
+            "were due.",
+        ),
+    )
+    return [f"{name}: {words}" for holds, words in said if holds]
 
 
 def _load(options: ServeOptions) -> str:
     spread = f", Poisson arrivals (seed {options.seed})" if options.pace.rate is not None else ""
     return (
         f"{options.requests} requests of each contender in {options.rounds} rounds, {options.pace}{spread}, "
-        f"after {options.warmup} to warm up."
-    )
-
-
-def _sampling(options: ServeOptions) -> str:
-    kind = "chat" if options.chat else "completions"
-    return (
-        f"{kind.capitalize()} of at most {options.max_tokens} tokens, temperature {options.temperature:g}, "
-        f"seeds from {options.seed}."
+        f"after {options.warmup} to warm up. {'Chat' if options.chat else 'Completions'} of at most "
+        f"{options.max_tokens} tokens, temperature {options.temperature:g}, seeds from {options.seed}."
     )
 
 
@@ -260,11 +216,8 @@ def _make(make: Make) -> str:
     return "a server of another make" if make is Make.OTHER else make.value
 
 
-def _cells(spread: Spread | None) -> tuple[str, str, str, str]:
-    if spread is None:
-        return (MISSING,) * 4
-    mean, p50, p90, p99 = (f"{value:.1f}" for value in (spread.mean, spread.p50, spread.p90, spread.p99))
-    return mean, p50, p90, p99
+def _cells(spread: Spread | None) -> list[str]:
+    return [MISSING] * 4 if spread is None else [f"{value:.1f}" for value in astuple(spread)]
 
 
 def _share(part: float | None, whole: float | None) -> str:

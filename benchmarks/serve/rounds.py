@@ -17,9 +17,10 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import httpx
 
@@ -30,7 +31,7 @@ from benchmarks.serve.settings import MOST_OPEN, PLAIN_SUFFIX, Make, ServeOption
 
 RESUMED = 0.2
 """Seconds that servers which stood still have for what is overdue, such as closing connections that were idle."""
-Ask = Callable[[int, float], Awaitable[float]]
+Ask = Callable[[int, float], Coroutine[Any, Any, float]]
 """Send the request of this number, due then; when it is over, for how long its sender should pause."""
 Skip = Callable[[int, float], None]
 """Note that a request was not sent, as too many were under way."""
@@ -55,13 +56,9 @@ async def at_rate(numbers: Iterator[int], due: Iterator[float], ask: Ask, skip: 
             if len(running) >= MOST_OPEN:
                 skip(number, began + offset)
                 continue
-            task = group.create_task(_asked(ask, number, began + offset))
+            task = group.create_task(ask(number, began + offset))
             running.add(task)
             task.add_done_callback(running.discard)
-
-
-async def _asked(ask: Ask, number: int, due: float) -> float:
-    return await ask(number, due)
 
 
 async def at_once(numbers: Iterator[int], concurrency: int, ask: Ask) -> None:
@@ -75,9 +72,6 @@ async def at_once(numbers: Iterator[int], concurrency: int, ask: Ask) -> None:
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
             group.create_task(send())
-
-
-Report = Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -112,7 +106,9 @@ class Log:
     turns: list[Turn] = field(default_factory=list)
 
 
-async def measure(options: ServeOptions, prompts: list[Prompt], log: Log, report: Report = lambda _: None) -> None:
+async def measure(
+    options: ServeOptions, prompts: list[Prompt], log: Log, report: Callable[[str], None] = lambda _: None
+) -> None:
     """Fill ``log``. Raises :class:`benchmarks.serve.probe.ServerError` before any load."""
     async with AsyncExitStack() as stack:
         clients: dict[str, httpx.AsyncClient] = {}
@@ -158,11 +154,6 @@ def order(everyone: Sequence[ServerContender], number: int) -> Sequence[ServerCo
     return everyone if number % 2 == 0 else everyone[::-1]
 
 
-def numbers(options: ServeOptions, turn: int) -> Iterator[int]:
-    """Of the requests of a round."""
-    return iter(range(turn, options.requests, options.rounds))
-
-
 def with_plain(options: ServeOptions, servers: dict[str, Server]) -> tuple[ServerContender, ...]:
     """Each contender, followed by the same without speculation if that is wanted. Raises :class:`ServerError`."""
     if not options.against_plain:
@@ -179,30 +170,23 @@ def with_plain(options: ServeOptions, servers: dict[str, Server]) -> tuple[Serve
     return tuple(found)
 
 
+@dataclass(frozen=True, slots=True)
 class _Runner:
     """Sends the requests of one contender after the other."""
 
-    def __init__(
-        self,
-        options: ServeOptions,
-        prompts: list[Prompt],
-        servers: dict[str, Server],
-        clients: dict[str, httpx.AsyncClient],
-    ) -> None:
-        """``servers``, ``clients``: by contender."""
-        self._options = options
-        self._prompts = prompts
-        self._servers = servers
-        self._clients = clients | {name + PLAIN_SUFFIX: client for name, client in clients.items()}
+    options: ServeOptions
+    prompts: list[Prompt]
+    servers: dict[str, Server]
+    clients: dict[str, httpx.AsyncClient]
 
     async def warm_up(self, contender: ServerContender) -> None:
         """With the last prompts, counted from behind, so that as few as possible are measured again."""
-        for number in range(1, self._options.warmup + 1):
+        for number in range(1, self.options.warmup + 1):
             await self._ask(contender, -number, time.perf_counter())
 
     async def take(self, contender: ServerContender, number: int, log: Log) -> None:
         """One turn, into ``log`` from its beginning."""
-        options, pace = self._options, self._options.pace
+        options, pace = self.options, self.options.pace
         turn = Turn(contender, number, time.perf_counter())
         log.turns.append(turn)
         used = time.process_time()
@@ -217,18 +201,18 @@ class _Runner:
         def skip(request: int, due: float) -> None:
             turn.heard.append(Heard(request, due, due, due, error=NOT_SENT))
 
+        requests = iter(range(number, options.requests, options.rounds))
         try:
             if pace.rate is not None:
-                due = offsets(pace.rate, options.seed, number)
-                await at_rate(numbers(options, number), due, send, skip)
+                await at_rate(requests, offsets(pace.rate, options.seed, number), send, skip)
             else:
                 assert pace.concurrency is not None
-                await at_once(numbers(options, number), pace.concurrency, send)
+                await at_once(requests, pace.concurrency, send)
         finally:
             turn.client_cpu = time.process_time() - used
 
     async def _ask(self, contender: ServerContender, number: int, due: float) -> Heard:
-        client = self._clients[contender.name]
-        server, prompt = self._servers[contender.name], self._prompts[number % len(self._prompts)]
-        asked = body(self._options, contender, server.make, server.model, prompt, number)
-        return await ask(client, asked, self._options, number, due)
+        client = self.clients[contender.name.removesuffix(PLAIN_SUFFIX)]
+        server, prompt = self.servers[contender.name], self.prompts[number % len(self.prompts)]
+        asked = body(self.options, contender, server.make, server.model, prompt, number)
+        return await ask(client, asked, self.options, number, due)
