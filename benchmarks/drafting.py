@@ -39,10 +39,8 @@ from speculation.events import Role
 from speculation.messages import RequestOptions, Source, Speculation
 
 Row = Mapping[str, Any]
-"""What a contender came to."""
 ABOUT = "Each contender beside plain decoding, in turn prompt by prompt; ratios are medians over the prompts."
 WARM_UP = 2
-"""Rounds before those that count."""
 SAME, OTHER = ROOT / "models" / "draft", ROOT / "models" / "draft_other"
 OTHER_NAME = "draft, another tokenizer"
 _UNASKED = Speculation(enabled=False, remember=False)
@@ -55,7 +53,6 @@ class Size:
     rounds: int
     """Prompts that count."""
     tokens: int
-    """New tokens a prompt."""
     temperatures: tuple[float, ...]
 
 
@@ -312,7 +309,6 @@ def _told(shape: Shape) -> Path:
 
 
 Found = Mapping[str, Sequence[Row]]
-"""By part."""
 
 
 def _alone(part: str, *contenders: str, **where: object) -> Callable[[Found], float | None]:

@@ -63,7 +63,6 @@ from transport.worker import Outgoing
 
 TARGET_SETTINGS = EngineSettings(str(BUNDLED), dtype="fp32", device="cpu", cache_tokens=4096, threads=1)
 LIMITS = TargetLimits(budget=Budget(drafts_per_session=SpeculationConfig().max_draft))
-"""As a target serves."""
 LINK = "router"
 DEPTHS = range(1, 9)
 """Places at which it is told how many steps kept a draft there."""
@@ -124,9 +123,7 @@ class World:
         self._mail: list[tuple[float, int, Actor, Any]] = []
         self._number = itertools.count()
         self.tokens: list[Token] = []
-        """All that was said."""
         self.accepted: list[int] = []
-        """Drafts kept, of each step."""
         self.offered = self.pushes = 0
 
     def run(self, one: Open) -> None:

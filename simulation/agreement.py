@@ -29,7 +29,6 @@ from speculation.messages import Token
 
 VOCABULARY = 4096
 CANDIDATES = 3
-"""Candidates at each place of a made-up text."""
 HARD_SHARE = 0.3
 """Share of a made-up text that is hard: there the first candidate is right with the acceptance squared."""
 STRETCH = 8.0
@@ -197,7 +196,6 @@ class ReplayedRequest:
     text: ReplayedText
     prompt: tuple[Token, ...]
     end: int
-    """A position."""
     guesses: tuple[HeadGuesses, ...] = ()
     """Of Medusa heads, for each position from the end of the prompt on."""
     head: ReplayedText | None = None

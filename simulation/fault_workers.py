@@ -60,7 +60,6 @@ class SimulatedPeer:
     """The stream that the router uses; what comes on an earlier one is not heard."""
     up: bool = True
     revision: int = 0
-    """Of its model; another says something else."""
     becomes: int = 0
     """The revision that the next process in its place has."""
     stopped_until: float = 0.0
@@ -98,7 +97,6 @@ class SimulatedWorkers(ABC):
         self.upgraded = False
         self.poison: dict[SessionId, Poison] = {}
         self.harmed: dict[SessionId, int] = {}
-        """Targets that a poison request has harmed."""
 
     # -- what a router learns ------------------------------------------------------------------------------------------
 

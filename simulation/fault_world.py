@@ -90,7 +90,6 @@ class FaultWorld(SimulatedWorkers):
         self.events = 0
         self.accepted = 0
         self.longest_silence = 0.0
-        """Between two emissions of a session."""
         self.limits = SessionLimits(
             fruitless_openings=30 if loss else 3,
             draft_openings=50,
@@ -105,7 +104,6 @@ class FaultWorld(SimulatedWorkers):
         self.truth: dict[SessionId, tuple[Token, ...]] = {}
         """What each must say: with the first token that it says, of the revision that said it."""
         self.revisions: dict[SessionId, int] = {}
-        """Which one that was."""
         self.emitted: dict[SessionId, list[Token]] = {}
         self.failed: dict[SessionId, FailureCode] = {}
         self.stopped: set[SessionId] = set()

@@ -58,7 +58,6 @@ class Weather:
     drafts_away_every: float = 0.0
     """All drafters drained, to come back later."""
     scale_every: float = 0.0
-    """A third target comes, or goes."""
     upgrade_after: float = 0.0
     """Mean seconds until all targets are replaced, one after another, by those of another revision; 0: never."""
     router_every: float = 0.0
@@ -70,7 +69,6 @@ class Weather:
     poison: str = ""
     """What a request does to targets that compute it; none if empty."""
     poisonous: int = 0
-    """How many of the requests."""
     agreement: float = 0.8
 
     @classmethod

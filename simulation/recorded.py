@@ -30,7 +30,6 @@ LARGEST_DRAFT = 64
 RELAY = 0.0014
 """Seconds from worker to worker through the router on one machine, where a record shows too few cases to tell."""
 FEWEST = 5
-"""Cases from which a time is taken."""
 
 FREE = Curve.straight(0.0, 0.0)
 """Steps of a drafter that does not take part."""
@@ -51,7 +50,6 @@ class Recorded:
 
     costs: Costs
     outcomes: list[Outcome]
-    """The texts one after another."""
 
 
 def read(lines: Iterable[Line]) -> Recorded:

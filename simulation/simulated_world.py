@@ -33,7 +33,6 @@ class Bounds:
     verify: int = 64
     """Most tokens of a target's step."""
     places: int = 64
-    """Most places of a drafter's step."""
     draft: DraftLimits = DraftLimits()
     suffix_tokens: int = 65_536
     """Of earlier outputs that a target keeps; used where requests allow that source."""
@@ -59,7 +58,6 @@ class SimulationSettings:
     """Requests at a time; when one ends, the next begins. Spread evenly over targets and over drafters."""
     targets: int = 1
     drafters: int = 1
-    """0: none ever answers."""
     request_tokens: int = 128
     """Of texts that are replayed; at least 2: a request's pace counts from its first token."""
     max_depth: int = Speculation().max_depth
@@ -125,7 +123,6 @@ class SimulatedWorld:
         self.now = 0.0
         self.totals = SimulationTotals()
         self.verifying = 0
-        """Targets that compute."""
         self.drafted_until = -inf
         """When the last step of a drafter ended, or will."""
         self._rng = rng

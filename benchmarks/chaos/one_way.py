@@ -36,7 +36,6 @@ class OneWayProxy:
     def __init__(self, address: str) -> None:
         """``address``: where to, HOST:PORT."""
         self.address = ""
-        """Where it listens, once it is entered."""
         self._there = parse(address)
         self._open = asyncio.Event()
         self._open.set()

@@ -11,17 +11,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from benchmarks.chaos import settings
 from benchmarks.chaos.records import FaultResult
-from benchmarks.chaos.settings import (
-    DRAFTS,
-    FINISH_SECONDS,
-    HEAL_SECONDS,
-    MAX_SESSIONS,
-    OVERLOAD,
-    RAMP_STREAMS,
-    TARGETS,
-    ChaosOptions,
-)
+from benchmarks.chaos.settings import ChaosOptions
 from benchmarks.chaos.stage import Stage, load_of
 from benchmarks.chaos.workload import Workload
 from speculation.events import Role
@@ -33,8 +25,8 @@ HOLD_SECONDS = 15.0
 QUIET_SECONDS = 45.0
 """After the ramp, in which the pools are to shrink."""
 FOLLOW = {
-    "target": {"min_replicas": 1, "max_replicas": TARGETS},
-    "draft": {"min_replicas": 1, "max_replicas": DRAFTS},
+    "target": {"min_replicas": 1, "max_replicas": settings.TARGETS},
+    "draft": {"min_replicas": 1, "max_replicas": settings.DRAFTS},
     "autoscaling": {"up_s": 2, "down_s": 10, "pause_s": 5},
 }
 """Pools that follow the load, with delays short enough to be watched."""
@@ -100,8 +92,8 @@ async def sampled(sample: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
 
 async def ramp(stage: Stage, options: ChaosOptions) -> FaultResult:
     """One stream more every second, then one less; the pools may follow from one worker to all that fit."""
-    await stage.shrunk(HEAL_SECONDS)
-    await stage.whole(HEAL_SECONDS)
+    await stage.shrunk(settings.HEAL_SECONDS)
+    await stage.whole(settings.HEAL_SECONDS)
     requests, sizes = options.requests(RAMP_TOKENS), PoolSizes()
 
     async def sample() -> None:
@@ -110,16 +102,16 @@ async def ramp(stage: Stage, options: ChaosOptions) -> FaultResult:
             seen.append(sum(worker.running and bool(worker.address) for worker in workers))
 
     async with sampled(sample), Workload(stage.url, requests, 1) as load:
-        for streams in range(1, RAMP_STREAMS + 1):
+        for streams in range(1, settings.RAMP_STREAMS + 1):
             load.resize(streams)
             await asyncio.sleep(STEP_SECONDS)
         await asyncio.sleep(HOLD_SECONDS)
-        for streams in reversed(range(RAMP_STREAMS)):
+        for streams in reversed(range(settings.RAMP_STREAMS)):
             load.resize(streams)
             await asyncio.sleep(STEP_SECONDS)
-        await load.finish(FINISH_SECONDS)
+        await load.finish(settings.FINISH_SECONDS)
         await asyncio.sleep(QUIET_SECONDS)
-    outcome = FaultResult(RAMP_STREAMS, await stage.tally(requests, load.replies))
+    outcome = FaultResult(settings.RAMP_STREAMS, await stage.tally(requests, load.replies))
     outcome.complaints += sizes.objections()
     if outcome.tally.refused:
         outcome.complaints.append(f"{outcome.tally.refused} requests were refused")
@@ -142,11 +134,11 @@ async def overload(stage: Stage, options: ChaosOptions) -> FaultResult:
                 longest = max(longest, (await load_of(worker.address, Role.TARGET)).waiting)
 
     began = time.monotonic()
-    async with sampled(sample), Workload(stage.url, requests, OVERLOAD * MAX_SESSIONS) as load:
+    async with sampled(sample), Workload(stage.url, requests, settings.OVERLOAD * settings.MAX_SESSIONS) as load:
         await asyncio.sleep(options.overload)
-        await load.finish(FINISH_SECONDS)
+        await load.finish(settings.FINISH_SECONDS)
     seconds = time.monotonic() - began
-    outcome = FaultResult(OVERLOAD * MAX_SESSIONS, await stage.tally(requests, load.replies))
+    outcome = FaultResult(settings.OVERLOAD * settings.MAX_SESSIONS, await stage.tally(requests, load.replies))
     grown, first = (most - before) / MEGABYTE, outcome.tally.first_token
     accepted = outcome.tally.requests - outcome.tally.refused
     outcome.notes = [
@@ -156,7 +148,7 @@ async def overload(stage: Stage, options: ChaosOptions) -> FaultResult:
     ]
     checks = [
         (outcome.tally.refused > 0, "nothing was refused"),
-        (longest <= MAX_SESSIONS, f"{longest} sessions waited at a target"),
+        (longest <= settings.MAX_SESSIONS, f"{longest} sessions waited at a target"),
         (grown <= GROWTH_MB, f"the router grew by {grown:.0f} MB, wanted at most {GROWTH_MB}"),
         (first <= FIRST_TOKEN_SECONDS, f"an accepted request waited {first:.1f} s for its first token"),
     ]

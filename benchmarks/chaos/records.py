@@ -29,19 +29,15 @@ class Reply:
     """One streamed request, from the moment it was sent."""
 
     request: int
-    """Which one of the workload's."""
     sent: float
     status: int | None = None
     """Of HTTP; None while there was no answer. A status of 200 accepts the request."""
     retry_after: str = ""
-    """The header that a refusal must have."""
     chunks: list[float] = field(default_factory=list)
-    """When each piece of text came."""
     parts: list[str] = field(default_factory=list)
     done: bool = False
     """Whether the stream said that it is complete."""
     error: str = ""
-    """Why it ended otherwise."""
     ended: float | None = None
 
     @property
@@ -95,11 +91,9 @@ class ReplyTally:
     failed: int
     different: int
     silence: Silence
-    """The longest of all."""
     first_token: float
     """The longest wait for one, in seconds."""
     complaints: tuple[str, ...] = ()
-    """The first few failures and differences."""
 
 
 COMPLAINTS = 5
@@ -134,7 +128,6 @@ class Requirement:
     """What a row must show, besides no failed request and no different text."""
 
     text: str
-    """For the table."""
     silence: float | None = None
     """Seconds that the longest silence stays below; None: no bound."""
 
@@ -144,17 +137,13 @@ class FaultResult:
     """What was measured under one fault."""
 
     streams: int
-    """At once."""
     tally: ReplyTally
     seconds: float = 0.0
     """From the fault until all workers were back; 0 where nothing was lost."""
     complaints: list[str] = field(default_factory=list)
-    """What else was not as it must be."""
     notes: list[str] = field(default_factory=list)
-    """Further figures."""
     name: str = ""
     fault: str = ""
-    """What was done, for the table."""
     wanted: Requirement = Requirement("")
 
     @property

@@ -12,19 +12,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 
-from benchmarks.chaos import faults
+from benchmarks.chaos import faults, settings
 from benchmarks.chaos.pressure import meanwhile, sampled
 from benchmarks.chaos.records import FaultResult, Reply, difference, tally
-from benchmarks.chaos.settings import (
-    AFTER_SECONDS,
-    BEGIN_SECONDS,
-    FINISH_SECONDS,
-    HEAL_SECONDS,
-    LONG_TOKENS,
-    MAX_SESSIONS,
-    Body,
-    ChaosOptions,
-)
+from benchmarks.chaos.settings import Body, ChaosOptions
 from benchmarks.chaos.stage import Stage, StageError
 from benchmarks.chaos.workload import Workload, client, stream
 from speculation.events import Role
@@ -52,16 +43,16 @@ async def kill_router(stage: Stage, options: ChaosOptions) -> FaultResult:
     rng = Random(f"{options.seed} kill-router")
     requests = stage.fresh(options, options.tokens)
     async with Workload(stage.url, requests, options.streams) as load:
-        await load.begun(BEGIN_SECONDS)
+        await load.begun(settings.BEGIN_SECONDS)
         routers = await asyncio.to_thread(stage.processes.routers)
         if len(routers) != 2:
             raise StageError(f"{len(routers)} routers run, wanted 2")
         killed = time.monotonic()
         await faults.kill(rng.choice(routers))
-        await stage.whole(HEAL_SECONDS)
+        await stage.whole(settings.HEAL_SECONDS)
         healed = time.monotonic() - killed
-        await asyncio.sleep(AFTER_SECONDS)
-        await load.finish(FINISH_SECONDS)
+        await asyncio.sleep(settings.AFTER_SECONDS)
+        await load.finish(settings.FINISH_SECONDS)
     broken = [reply for reply in load.replies if reply.failed]
     again = await ask_again(stage.url, requests, broken)
     right = await stage.right_texts(requests, load.replies)
@@ -106,7 +97,7 @@ async def long_streams(stage: Stage, options: ChaosOptions) -> FaultResult:
     machine is decides how long a stream lasts, but that its target is stopped wherever it is ahead.
     """
     plain = {"speculation": {"enabled": False}}
-    requests = [body | plain for body in stage.fresh(options, LONG_TOKENS, options.streams)]
+    requests = [body | plain for body in stage.fresh(options, settings.LONG_TOKENS, options.streams)]
     before = {router.pid for router in await asyncio.to_thread(stage.processes.routers)}
     carriers = {haproxy.pid for haproxy in await asyncio.to_thread(stage.processes.haproxies)}
     came, successors = set[int](), set[int]()
@@ -116,15 +107,15 @@ async def long_streams(stage: Stage, options: ChaosOptions) -> FaultResult:
         successors.update({haproxy.pid for haproxy in await asyncio.to_thread(stage.processes.haproxies)} - carriers)
 
     async with Workload(stage.url, requests, options.streams) as load:
-        await load.begun(BEGIN_SECONDS)
+        await load.begun(settings.BEGIN_SECONDS)
         load.resize(0)
         began = time.monotonic()
         async with _held_back(stage, load.replies), sampled(sample):
             await stage.update({"router": {"replicas": 2}})
             replaced = time.monotonic()  # that takes until the last stream has ended
-            replacing = asyncio.create_task(stage.update({"router": {"max_sessions": MAX_SESSIONS + 1}}))
+            replacing = asyncio.create_task(stage.update({"router": {"max_sessions": settings.MAX_SESSIONS + 1}}))
             await asyncio.sleep(LONG_SECONDS + SLACK_SECONDS)
-        await load.finish(FINISH_SECONDS)
+        await load.finish(settings.FINISH_SECONDS)
         await replacing
     complaints = too_short(load.replies, replaced, LONG_SECONDS)
     if len(came) < COMING_ROUTERS:
@@ -156,7 +147,7 @@ async def _held_back(stage: Stage, replies: Sequence[Reply]) -> AsyncIterator[No
     async def hold() -> None:
         began = time.monotonic()
         while True:
-            due = LONG_TOKENS * (time.monotonic() - began) / HELD_BACK_SECONDS
+            due = settings.LONG_TOKENS * (time.monotonic() - began) / HELD_BACK_SECONDS
             if max(len(reply.chunks) for reply in replies) > due:
                 with faults.stopped(*processes):
                     await asyncio.sleep(RESTS_SECONDS)

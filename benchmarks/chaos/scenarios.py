@@ -12,20 +12,13 @@ from typing import Any
 
 import httpx
 
-from benchmarks.chaos import faults
+from benchmarks.chaos import faults, settings
 from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.one_way import one_way_stall
 from benchmarks.chaos.pressure import FOLLOW, overload, ramp
 from benchmarks.chaos.records import FaultResult, Requirement, tally
 from benchmarks.chaos.routers import LONG_SECONDS, kill_router, long_streams
-from benchmarks.chaos.settings import (
-    AFTER_SECONDS,
-    BEGIN_SECONDS,
-    FINISH_SECONDS,
-    HEAL_SECONDS,
-    TARGETS,
-    ChaosOptions,
-)
+from benchmarks.chaos.settings import ChaosOptions
 from benchmarks.chaos.stage import Stage, StageError
 from benchmarks.chaos.workload import Workload
 from benchmarks.harness.options import BenchError
@@ -78,7 +71,7 @@ def scenarios(options: ChaosOptions) -> list[Scenario]:
     takeover = _row(
         "standby", "kill -9 of the only active target, another one standing by", under[REOPENED], faults.kill_active
     )
-    rows.append(replace(takeover, changes={"target": {"replicas": TARGETS - 1, "standby": 1}}))
+    rows.append(replace(takeover, changes={"target": {"replicas": settings.TARGETS - 1, "standby": 1}}))
     heard = "the way to a target stalls, not the way back"
     rows.append(Scenario("one-way", heard, Requirement("found by pings; silence under 5 s", 5.0), one_way_stall))
     again = Requirement("only its streams break; asked again, the same text", 1.0)
@@ -124,15 +117,15 @@ async def disturbed(stage: Stage, options: ChaosOptions, inject: Fault, rng: Ran
     complaints, healed, began = [], 0.0, time.monotonic()
     async with Workload(stage.url, requests, options.streams) as load:
         try:
-            await load.begun(BEGIN_SECONDS)
+            await load.begun(settings.BEGIN_SECONDS)
             began = time.monotonic()
             await inject(stage, rng)
-            await stage.whole(HEAL_SECONDS)
+            await stage.whole(settings.HEAL_SECONDS)
             healed = time.monotonic() - began
-            await asyncio.sleep(AFTER_SECONDS)
+            await asyncio.sleep(settings.AFTER_SECONDS)
         except (BenchError, TimeoutError) as error:
             complaints.append(_words(error))
-        await load.finish(FINISH_SECONDS)
+        await load.finish(settings.FINISH_SECONDS)
     counted = await stage.tally(requests, load.replies)
     notes = [f"the longest silence began {counted.silence.began - began:.1f} s after the fault"]
     return FaultResult(options.streams, counted, healed, complaints, notes)
@@ -149,7 +142,7 @@ async def _nothing(stage: Stage, rng: Random) -> None:
 
 async def _kill_drafters(stage: Stage, rng: Random) -> None:
     await faults.kill_replica(Role.DRAFT)(stage, rng)
-    await stage.whole(HEAL_SECONDS)
+    await stage.whole(settings.HEAL_SECONDS)
     await asyncio.sleep(BETWEEN_SECONDS)
     await faults.kill_all(Role.DRAFT)(stage, rng)
 
@@ -160,7 +153,7 @@ async def _replace_targets(stage: Stage, rng: Random) -> None:
     before = {worker.replica.pid for worker in await stage.workers(Role.TARGET)}
     now = stage.setting("target", "max_running")
     await stage.update({"target": {"max_running": next(value for value in MAX_RUNNING if value != now)}})
-    await stage.whole(HEAL_SECONDS)
+    await stage.whole(settings.HEAL_SECONDS)
     kept = before & {worker.replica.pid for worker in await stage.workers(Role.TARGET)}
     if kept:
         raise StageError(f"target processes {sorted(kept)} were not replaced")

@@ -26,7 +26,6 @@ from speculation.events import Role
 PAUSE_SECONDS = (3.0, 8.0)
 STOP_SECONDS = (1.0, 15.0)
 REQUESTS = 64
-"""Different ones, asked for in turn."""
 WARM_SECONDS = 30.0
 """Load without faults before memory is first looked at."""
 MEGABYTE = 1 << 20
@@ -45,7 +44,6 @@ class Planned:
     """Seconds from the end of the one before."""
     kind: str
     seed: int
-    """Of the choice of its victim."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,6 @@ STOP_SECONDS = 180.0
 POLL_SECONDS = 0.3
 IDLE_SECONDS = 15.0
 AT_ONCE = 16
-"""Undisturbed texts computed at the same time."""
 
 
 class StageError(BenchError):

@@ -73,7 +73,6 @@ class Workload:
     def __init__(self, url: str, requests: Sequence[Body], streams: int) -> None:
         """``streams``: at the start. They take the requests in turn, and begin again when all were asked for."""
         self.replies: list[Reply] = []
-        """All ever asked for, in the order of asking."""
         self._url, self._requests, self._wanted = url, requests, streams
         self._numbers = itertools.cycle(range(len(requests)))
         self._slots: dict[int, asyncio.Task[None]] = {}

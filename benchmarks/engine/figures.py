@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.engine.contenders import PREFIX
 from benchmarks.engine.model import MEGABYTE, Memory, lengths, parameters
 from benchmarks.engine.settings import CONCURRENT, EngineOptions
-from benchmarks.engine.steps import TREE, chain, many
+from benchmarks.engine.steps import PREFIX, TREE, chain, many
 from benchmarks.harness.measure import Run
 from benchmarks.harness.report import Goal, Result, Table, against, goals_table
 
@@ -39,7 +38,6 @@ class Measured:
     """All that one run of the benchmark measured."""
 
     weight_bytes: int
-    """What a step reads."""
     read_bytes: int
     """What every entry of ``reads`` read."""
     reads: Seconds
@@ -49,7 +47,6 @@ class Measured:
     """In turn, by contender."""
     prefixes: Sequence[Repeated]
     memory: Memory | None
-    """None where the system does not tell."""
     exact: Mapping[str, Sequence[Run]]
     """In float32."""
 
@@ -69,14 +66,9 @@ def ratio(ones: Sequence[float], others: Sequence[float]) -> float:
     return median(one / other for one, other in zip(ones, others, strict=True))
 
 
-def rates(runs: Sequence[Run]) -> list[float]:
-    """Tokens a second of every run, from when all its requests decode."""
-    return [run.rate for run in runs]
-
-
-def whole_rates(runs: Sequence[Run]) -> list[float]:
-    """Tokens a second of every run, the prompts' computation included."""
-    return [run.whole_rate for run in runs]
+def rates(runs: Sequence[Run], *, whole: bool = False) -> list[float]:
+    """Tokens a second of every run, from when all its requests decode; ``whole``: the prompts' computation included."""
+    return [run.whole_rate if whole else run.rate for run in runs]
 
 
 def _step_over_floor(owner: str) -> Callable[[Measured], float]:
@@ -92,7 +84,9 @@ def _batch_over_one(owner: str) -> Callable[[Measured], float]:
 
 
 def _over_transformers(name: str) -> Callable[[Measured], float]:
-    return lambda measured: ratio(whole_rates(measured.runs[name]), whole_rates(measured.runs[PREFIX + name]))
+    return lambda measured: ratio(
+        rates(measured.runs[name], whole=True), rates(measured.runs[PREFIX + name], whole=True)
+    )
 
 
 def _repeated_prefix(measured: Measured) -> float:
@@ -120,7 +114,6 @@ class TextAgreement:
 
     texts: int
     same: int
-    """Texts that are equal to the end."""
     tokens: float
     """Median number of tokens before the first difference."""
 
@@ -168,7 +161,7 @@ def steps(measured: Measured) -> Table:
 def pace(measured: Measured) -> Table:
     """Tokens a second of every contender."""
     rows = [(name if name.startswith(PREFIX) else f"ours, {name}", runs) for name, runs in measured.runs.items()]
-    figures = [(name, rates(runs), whole_rates(runs)) for name, runs in rows]
+    figures = [(name, rates(runs), rates(runs, whole=True)) for name, runs in rows]
     lines = [
         (name, *(f"{rate:.1f}" for rate in (median(found), median(whole), min(found), max(found))))
         for name, found, whole in figures
@@ -253,4 +246,6 @@ def _range(tokens: Sequence[int]) -> str:
 
 
 def _paces(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    return {name: {"decoding": rates(of_one), "with_prompts": whole_rates(of_one)} for name, of_one in runs.items()}
+    return {
+        name: {"decoding": rates(of_one), "with_prompts": rates(of_one, whole=True)} for name, of_one in runs.items()
+    }

@@ -39,7 +39,6 @@ from models.pair import parameter_count
 SEED = 0
 VOCABULARY = 8192
 LONGEST = 4096
-"""Tokens of a sequence, at most."""
 SPREAD = 0.03
 """Standard deviation of the weights. With less, such a model repeats one token for ever."""
 MEAN_PROMPT, MEAN_ANSWER = 161, 338
@@ -48,7 +47,6 @@ SHORTENED = 4
 LENGTH_SPREAD = math.sqrt(math.log(2.0))
 """Standard deviation of a length's logarithm: that of the length equals its mean."""
 LONGEST_PROMPT, LONGEST_ANSWER = 256, 256
-"""Tokens at most."""
 MEGABYTE = 1e6
 
 
@@ -123,7 +121,6 @@ class Memory:
     """Of one worker process, in bytes."""
 
     resident: int
-    """All its pages in memory."""
     private: int
     """Those that no other process shares at the moment."""
     weights: int

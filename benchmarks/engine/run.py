@@ -7,44 +7,53 @@ is looked at is a process of its own.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.status import Status
+from transformers import DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.engine.contenders import PREFIX, Loop, stock_works
 from benchmarks.engine.figures import ALONE, MIXED, TOGETHER, Measured, Repeated, result
 from benchmarks.engine.model import SEED, Memory, memory_of, mixed_batch, parameters, random_prompts, write_model
-from benchmarks.engine.settings import (
-    CACHE_TOKENS,
-    CONCURRENT,
-    CONTEXT,
-    EXACT_NEW,
-    NEW,
-    PROMPT,
-    READ_BYTES,
-    REPEATED_PREFIX,
-    SIZES,
-    SUFFIX,
-    WORKER_CACHE_TOKENS,
-    EngineOptions,
-)
-from benchmarks.engine.steps import TRIES, TimedSteps, in_turn, pinned, reads
+from benchmarks.engine.settings import CONCURRENT, EngineOptions
+from benchmarks.engine.steps import PREFIX, TRIES, TimedSteps, Work, chain, in_turn, pinned, reads
 from benchmarks.harness.contenders import PLAIN
-from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
+from benchmarks.harness.measure import Batch, Decoded, Run, Runner, TimedCommit, served, take_turns
 from benchmarks.harness.processes import WorkerPlan, connected, running
 from benchmarks.harness.transformers_baseline import Stock
-from engine.build import build
+from cluster.config.config import Config
+from cluster.config.serving import target_settings
+from engine.build import build, welcome
 from engine.settings import EngineSettings
 from engine.step import Engine
+from router.generation import GenerationError
 from speculation.events import Role
+from speculation.messages import Limits, Open, Refused, Sampling, SessionId, Token, Verification
+from target_service.verify_loop import VerifyLoop
+from transport.worker import Outgoing
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXT = 200
+PROMPT, NEW = 64, 64
+EXACT_NEW = 16
+"""New tokens a prompt where texts are compared in float32."""
+REPEATED_PREFIX, SUFFIX = 1000, 16
+"""Tokens of a prompt that were, and were not, served before."""
+CACHE_TOKENS = 32_768
+"""More than all that is ever cached, so that nothing is evicted."""
+WORKER_CACHE_TOKENS = CONCURRENT * (PROMPT + NEW + 32)
+"""Of the worker process: room for its requests and their growth, and no more."""
+READ_BYTES = 512 << 20
+"""Many times a last-level cache, and about what the model's weights take."""
 
 
 def main(options: EngineOptions) -> int:
@@ -179,3 +188,70 @@ def _alone(runner: Runner) -> Runner:
 def _together(runner: Runner) -> Runner:
     """All but the last prompt of a batch."""
     return lambda batch: runner(replace(batch, prompts=batch.prompts[:CONCURRENT]))
+
+
+LINK = "benchmark"
+
+
+class Loop:
+    """A target worker without its server, with its usual limits. Every request decodes plainly and ends by length only.
+
+    What the worker refuses raises :class:`router.generation.GenerationError`.
+    """
+
+    def __init__(self, engine: Engine, settings: EngineSettings) -> None:
+        """``settings``: what ``engine`` was built from."""
+        self.engine = engine
+        self._loop = VerifyLoop(engine, welcome(settings, engine.model, "target"), target_settings(Config()).limits)
+        self._numbers = map(SessionId, itertools.count(1))
+
+    async def run(self, batch: Batch) -> Run:
+        """Decode all prompts of a batch at the same time; a :data:`benchmarks.harness.measure.Runner`."""
+        asked = time.perf_counter()
+        sampling = Sampling(temperature=batch.temperature, seed=batch.seed)
+        tokens: dict[SessionId, list[Token]] = {}
+        commits: dict[SessionId, list[TimedCommit]] = {}
+        for prompt, count in zip(batch.prompts, batch.wanted, strict=True):
+            session, end = next(self._numbers), Limits(len(prompt) + count)
+            tokens[session], commits[session] = [], []
+            opened = Open(session, 1, tuple(prompt), sampling, end, PLAIN.speculation)
+            _refuse(self._loop.receive(LINK, opened, time.perf_counter()))
+        unfinished = set(tokens)
+        while unfinished:
+            sent = self._loop.step()
+            assert sent is not None, "the verify loop idles while requests are open"
+            _refuse(sent)
+            now = time.perf_counter()
+            for verification in (message for _, message in sent if isinstance(message, Verification)):
+                tokens[verification.session] += verification.tokens
+                commits[verification.session].append(TimedCommit(now, len(verification.tokens)))
+                if verification.finish:
+                    unfinished.remove(verification.session)
+        decoded = tuple(Decoded(tuple(text), tuple(commits[session])) for session, text in tokens.items())
+        return Run(decoded, asked=asked)
+
+
+def _refuse(sent: Outgoing) -> None:
+    """Raise what the worker refused."""
+    for _, message in sent:
+        if isinstance(message, Refused):
+            raise GenerationError(message.code, message.message)
+
+
+def stock_works(stock: Stock, context: Sequence[int], sizes: Sequence[int]) -> dict[str, Work]:
+    """Steps of transformers over a cached context that can be timed, by the names ours have, prefixed."""
+    cache = DynamicCache(config=stock.model.config)
+    with torch.inference_mode():
+        stock.model(input_ids=torch.tensor([context]), past_key_values=cache, logits_to_keep=1)
+
+    def work(tokens: int) -> Work:
+        ids_1T = torch.arange(1, tokens + 1)[None]
+
+        @torch.inference_mode()
+        def step() -> None:
+            stock.model(input_ids=ids_1T, past_key_values=cache).logits.argmax(-1).tolist()
+            cache.crop(-tokens)
+
+        return step
+
+    return {PREFIX + chain(size): work(size) for size in sizes}

@@ -14,25 +14,7 @@ GROUP = 4
 EXPANSION = 4
 """How many times wider than the model its MLP is."""
 HIDDEN_MULTIPLE = HEAD_SIZE * GROUP
-
-SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Tokens of the steps that are timed."""
-CONTEXT = 200
-"""Tokens before a timed step."""
 CONCURRENT = 16
-"""Requests at once."""
-PROMPT, NEW = 64, 64
-"""Tokens of a request."""
-EXACT_NEW = 16
-"""New tokens a prompt where texts are compared in float32."""
-REPEATED_PREFIX, SUFFIX = 1000, 16
-"""Tokens of a prompt that were, and were not, served before."""
-CACHE_TOKENS = 32_768
-"""More than all that is ever cached, so that nothing is evicted."""
-WORKER_CACHE_TOKENS = CONCURRENT * (PROMPT + NEW + 32)
-"""Of the worker process: room for its requests and their growth, and no more."""
-READ_BYTES = 512 << 20
-"""Many times a last-level cache, and about what the model's weights take."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ from engine.step import Engine
 from speculation.messages import Sampling
 
 SEED = 0
+PREFIX = "transformers "
+"""Of what is named as ours is, and is theirs."""
 TRIES = 4
 """How often a step is timed in a round, one after the other as in decoding. The fastest counts, as it does of reads."""
 Work = Callable[[], object]
@@ -115,8 +117,8 @@ class TimedSteps:
     def __init__(self, engine: Engine, contexts: Sequence[Sequence[int]]) -> None:
         """Computes ``contexts``, each as one sequence."""
         self._engine = engine
-        self._sequences = [engine.cache.sequence() for _ in contexts]
-        for sequence, context in zip(self._sequences, contexts, strict=True):
+        self.sequences = [engine.cache.sequence() for _ in contexts]
+        for sequence, context in zip(self.sequences, contexts, strict=True):
             for start in range(0, len(context), PREFILL):
                 part = context[start : start + PREFILL]
                 engine.run([Chunk(sequence, part)])
@@ -130,7 +132,7 @@ class TimedSteps:
 
     def free(self) -> None:
         """Give the cache back."""
-        for sequence in self._sequences:
+        for sequence in self.sequences:
             sequence.free()
 
     def step(self, contexts: Sequence[int], parents: Sequence[int]) -> Work:
@@ -147,6 +149,6 @@ class TimedSteps:
             for sequence in sequences:
                 sequence.rollback()
 
-        sequences = [self._sequences[context] for context in contexts]
+        sequences = [self.sequences[context] for context in contexts]
         tokens, rows = list(range(1, len(parents) + 1)), range(len(parents))
         return step

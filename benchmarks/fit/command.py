@@ -137,7 +137,6 @@ class FitOptions(Options):
     )
     """Seconds, beyond what this machine's own messages take."""
     sessions: tuple[int, ...] = _case((1, 4, 16), _SESSIONS, metavar="X,Y", parse=_sessions)
-    """Rising."""
     dtype: str = _workers("auto", "number format", choices=DTYPES)
     device: str = _workers("auto", "auto, cpu, cuda ...")
     threads: int = _workers(1, _THREADS, least=1, most=usable_cores())

@@ -27,7 +27,6 @@ PAYS = 1.05
 """Below this speed-up drafting is not worth its machines."""
 DEPTHS = (*range(1, 13), DEPTH)
 DRAFTERS = (1, 2, 4, 8)
-"""For one target."""
 ENOUGH = 0.1
 """Drafters this close to the speed of the most are enough: the last tenth is not worth twice the machines."""
 ROUGH, FINE = 600, 3000
@@ -61,7 +60,6 @@ class Known:
     passages: Mapping[str | None, Sequence[AgreementPassage]]
     """The same texts in the same order, with what each draft model says along them."""
     kinds: Sequence[str]
-    """Of each text."""
     vocabulary: int
     translated: frozenset[str] = frozenset()
     """Draft models with another tokenizer than the target."""

@@ -41,7 +41,6 @@ DEPTHS_TOGETHER = (0, 1, 3)
 TIMED = 3
 """Prompts of one request at a time."""
 DRAFTED = 6
-"""Prompts that each drafter drafts for."""
 SEQUENTIAL = 4
 """Draft length of the requests that wait for their drafts."""
 GPU_SHARES = {Role.TARGET: 0.8, Role.DRAFT: 0.2}
@@ -51,7 +50,6 @@ SHORTEST = 8
 
 Report = Callable[[str], None]
 Span = tuple[float, float]
-"""Begin and end, on the clock of the records."""
 
 
 @dataclass(frozen=True, slots=True)

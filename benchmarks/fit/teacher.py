@@ -49,7 +49,6 @@ from target_service.drafting.features import KEPT
 from target_service.drafting.medusa import WIDTH
 
 FED = 512
-"""Tokens of one forward."""
 PLACES = 32
 """At which the heads are asked at once; each gives as many rows of logits as there are heads."""
 AGES = 16

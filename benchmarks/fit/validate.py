@@ -23,7 +23,6 @@ from speculation.messages import RequestOptions
 
 TEXTS = 24
 WARM_UP = 2
-"""Rounds before those that count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,6 @@ class Checked:
 
     depth: int
     predicted: float
-    """Speed-up over plain decoding."""
     measured: float
     predicted_step: float
     """Tokens a step, which no other work on the machine can change much."""

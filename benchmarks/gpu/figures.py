@@ -7,24 +7,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from benchmarks.gpu.settings import (
-    CHAIN,
-    COMPILED,
-    MANY,
-    MANY_CHAINS,
-    MOST,
-    ONE,
-    OURS,
-    OWN,
-    RIGHT,
-    SHARED,
-    STRETCHED,
-    TREE,
-    TREE_FAR,
-    DraftingSetting,
-    GpuOptions,
-    launched,
-)
+from benchmarks.gpu import settings
+from benchmarks.gpu.settings import DraftingSetting, GpuOptions, launched
 from benchmarks.harness.report import Goal, Result, Table, against, goals_table, table_of
 
 
@@ -42,7 +26,6 @@ class StepTiming:
     layout: float | None
     """On the host, from the call to the first replay."""
     floor: float | None = None
-    """Reading the weights once."""
 
     @property
     def over_floor(self) -> float | None:
@@ -131,7 +114,7 @@ _prompt = _worst("prompt", "8B", lambda step: step.wall)
 
 
 def _draft(shape: str) -> Figure:
-    return _worst("draft", shape, lambda step: step.wall, ONE, CHAIN, TREE)
+    return _worst("draft", shape, lambda step: step.wall, settings.ONE, settings.CHAIN, settings.TREE)
 
 
 def _launch(shape: str) -> Figure:
@@ -146,7 +129,7 @@ def _exact(outcomes: Sequence[StageResult]) -> float | None:
 def _over_compiled(batch: int) -> Figure:
     def figure(outcomes: Sequence[StageResult]) -> float | None:
         rates = _of(outcomes, "transformers", "8B").rates
-        ours, theirs = (rates.get(contender(name, batch), ()) for name in (OURS, COMPILED))
+        ours, theirs = (rates.get(contender(name, batch), ()) for name in (settings.OURS, settings.COMPILED))
         # One that failed on its way has fewer turns.
         return median(one / other for one, other in zip(ours, theirs, strict=False)) if ours and theirs else None
 
@@ -154,11 +137,11 @@ def _over_compiled(batch: int) -> Figure:
 
 
 def _speedups(outcomes: Sequence[StageResult]) -> list[Speedup]:
-    return [one for outcome in outcomes if outcome.shape == STRETCHED for one in outcome.speedups]
+    return [one for outcome in outcomes if outcome.shape == settings.STRETCHED for one in outcome.speedups]
 
 
 def _speedup(placement: str, streams: int, temperature: float = 0.0) -> Figure:
-    wanted = (placement, DraftingSetting(RIGHT, streams, temperature))
+    wanted = (placement, DraftingSetting(settings.RIGHT, streams, temperature))
     return lambda outcomes: next(
         (one.ratio for one in _speedups(outcomes) if (one.placement, one.setting) == wanted), None
     )
@@ -169,10 +152,22 @@ def _slowest(outcomes: Sequence[StageResult]) -> float | None:
 
 
 GOALS: tuple[Goal[Sequence[StageResult]], ...] = (
-    Goal("step_over_floor", "8B, up to 32 tokens, over the floor", 1.3, True, _over_floor(ONE, CHAIN, TREE, MANY)),
-    Goal("step64_over_floor", "8B, 64 tokens, over the floor", 1.4, True, _over_floor(MANY_CHAINS, MOST)),
+    Goal(
+        "step_over_floor",
+        "8B, up to 32 tokens, over the floor",
+        1.3,
+        True,
+        _over_floor(settings.ONE, settings.CHAIN, settings.TREE, settings.MANY),
+    ),
+    Goal(
+        "step64_over_floor",
+        "8B, 64 tokens, over the floor",
+        1.4,
+        True,
+        _over_floor(settings.MANY_CHAINS, settings.MOST),
+    ),
     Goal("wall_over_graph_ms", "8B, a step's wall time over its graph, ms", 0.5, True, _around),
-    Goal("far_tree_over_floor", "8B, tree of 16 behind 8,000 tokens", 1.6, True, _over_floor(TREE_FAR)),
+    Goal("far_tree_over_floor", "8B, tree of 16 behind 8,000 tokens", 1.6, True, _over_floor(settings.TREE_FAR)),
     Goal("draft_1B_ms", "1B, a draft step, ms", 1.6, True, _draft("1B")),
     Goal("draft_tiny_ms", "bundled draft, a draft step, ms", 0.5, True, _draft("tiny")),
     Goal("launch_tiny_ms", "bundled draft, 8 levels in a launch, ms", 1.6, True, _launch("tiny")),
@@ -180,12 +175,12 @@ GOALS: tuple[Goal[Sequence[StageResult]], ...] = (
     Goal("over_compiled_1", "tokens/s over transformers compiled, 1", 1.15, False, _over_compiled(1)),
     Goal("over_compiled_16", "tokens/s over transformers compiled, 16", 2.0, False, _over_compiled(16)),
     Goal("prompt_ms", "8B, a prompt of 2,048 tokens, ms", 75.0, True, _prompt),
-    Goal("own_1", "drafting over plain, own GPU, 1 stream", 2.8, False, _speedup(OWN, 1)),
-    Goal("own_1_sampled", "the same at temperature 0.8", 1.8, False, _speedup(OWN, 1, 0.8)),
-    Goal("own_8", "drafting over plain, own GPU, 8 streams", 1.8, False, _speedup(OWN, 8)),
-    Goal("own_32", "drafting over plain, own GPU, 32 streams", 1.1, False, _speedup(OWN, 32)),
-    Goal("shared_1", "drafting over plain, on one GPU, 1 stream", 2.2, False, _speedup(SHARED, 1)),
-    Goal("shared_8", "drafting over plain, on one GPU, 8 streams", 1.4, False, _speedup(SHARED, 8)),
+    Goal("own_1", "drafting over plain, own GPU, 1 stream", 2.8, False, _speedup(settings.OWN, 1)),
+    Goal("own_1_sampled", "the same at temperature 0.8", 1.8, False, _speedup(settings.OWN, 1, 0.8)),
+    Goal("own_8", "drafting over plain, own GPU, 8 streams", 1.8, False, _speedup(settings.OWN, 8)),
+    Goal("own_32", "drafting over plain, own GPU, 32 streams", 1.1, False, _speedup(settings.OWN, 32)),
+    Goal("shared_1", "drafting over plain, on one GPU, 1 stream", 2.2, False, _speedup(settings.SHARED, 1)),
+    Goal("shared_8", "drafting over plain, on one GPU, 8 streams", 1.4, False, _speedup(settings.SHARED, 8)),
     Goal("slowest", "drafting over plain, the worst of what was run", 0.97, False, _slowest),
 )
 

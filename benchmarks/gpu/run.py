@@ -13,8 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -23,32 +22,19 @@ from typing import Any, cast
 import torch
 from rich.console import Console
 from torch._C._autograd import DeviceType
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.engine.steps import GREEDY, TimedSteps, Work, draw_tokens
 from benchmarks.gpu import device as devices
+from benchmarks.gpu import settings
 from benchmarks.gpu.device import Subject, TimedDevice, floor_ms
 from benchmarks.gpu.figures import StageResult, StepTiming, contender, result
-from benchmarks.gpu.settings import (
-    CASES,
-    COMPILED,
-    DRAFT_CHILDREN,
-    DRAFT_LEVELS,
-    DRAFT_WIDTH,
-    DRAFTING_SESSIONS,
-    GENERATE,
-    OURS,
-    PROFILED,
-    PROMPT,
-    SHAPES,
-    SPECULATION,
-    GpuOptions,
-    launched,
-    one_by_one,
-)
+from benchmarks.gpu.settings import GpuOptions
 from engine.attention.row_attention import first_line
 from engine.attention.rows import ROW_CLASSES
+from engine.cache.kv_cache import CachedSequence
 from engine.cuda.level_memory import LevelExpansion, TreePlace
 from engine.cuda.levels import Levels
 from engine.interface import Chunk
@@ -60,11 +46,9 @@ from speculation.messages import EXACT, Source
 from speculation.verifying.calibration import Calibration
 
 Report = Callable[[StageResult], None]
-"""Takes what was measured, as soon as it was."""
-
-
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+"""Of transformers, as torch chooses it: what we rule out for ourselves, others may use."""
 KERNELS = 12
-"""That are told of a step."""
 
 
 def main(options: GpuOptions) -> int:
@@ -73,17 +57,20 @@ def main(options: GpuOptions) -> int:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     device = torch.device(options.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU, with stand-ins for what a GPU does"
-    told, outcomes, warnings = Console(stderr=True), list[StageResult](), list[str]()
+    told, outcomes, warnings = Console(stderr=True), list[StageResult](), _Warnings()
 
     def report(outcome: StageResult) -> None:
         outcomes.append(outcome)
         what = " ".join(filter(None, (outcome.stage, outcome.shape, outcome.part)))
         told.print(f"{what}: {outcome.failed or 'done'}, {outcome.seconds:.1f} s", highlight=False)
-        result(options, name, outcomes, warnings).save()
+        result(options, name, outcomes, warnings.heard).save()
 
-    with _warnings(warnings):
+    logging.getLogger("engine").addHandler(warnings)
+    try:
         measure(options, device, report, lambda line: told.print(line, highlight=False))
-    result(options, name, outcomes, warnings).show()
+    finally:
+        logging.getLogger("engine").removeHandler(warnings)
+    result(options, name, outcomes, warnings.heard).show()
     return int(any(outcome.failed for outcome in outcomes))
 
 
@@ -96,7 +83,7 @@ def measure(options: GpuOptions, device: torch.device, report: Report, tell: Cal
         for stage in stages:
             started = time.perf_counter()
             try:
-                if stage == SPECULATION:
+                if stage == settings.SPECULATION:
                     # Only here: it needs what serves requests.
                     import_module("benchmarks.gpu.speculation").measure(options, gpu, report, tell)
                     continue
@@ -115,17 +102,17 @@ def measure(options: GpuOptions, device: torch.device, report: Report, tell: Cal
 
 
 def _floor(gpu: TimedDevice) -> StageResult:
-    floors = {f"floor of {name}, ms": floor_ms(shape, gpu) for name, shape in SHAPES.items()}
+    floors = {f"floor of {name}, ms": floor_ms(shape, gpu) for name, shape in settings.SHAPES.items()}
     return StageResult(facts={"GB/s": gpu.bandwidth() / 1e9} | floors)
 
 
 def _cases(subject: Subject) -> tuple[TimedSteps, Callable[[str], Work]]:
     """Sequences with their contexts computed, and the steps of :data:`~benchmarks.gpu.settings.CASES` over them."""
-    most, sizes = max(count for count, _, _ in CASES.values()), subject.gpu.sizes
+    most, sizes = max(count for count, _, _ in settings.CASES.values()), subject.gpu.sizes
     steps = TimedSteps(subject.engine, [subject.text(sizes.context) for _ in range(most)] + [subject.text(sizes.far)])
 
     def work(name: str) -> Work:
-        count, parents, far = CASES[name]
+        count, parents, far = settings.CASES[name]
         return steps.step([most] if far else range(count), parents)
 
     return steps, work
@@ -142,7 +129,7 @@ def _steps(subject: Subject) -> StageResult:
     steps, work = _cases(subject)
     found = {
         name: _timed(subject, work(name), count * len(parents), sizes.rounds, floor)
-        for name, (count, parents, _) in CASES.items()
+        for name, (count, parents, _) in settings.CASES.items()
     }
     steps.free()
     return StageResult(steps=found, facts=facts)
@@ -151,82 +138,65 @@ def _steps(subject: Subject) -> StageResult:
 def _draft(subject: Subject) -> StageResult:
     """Steps of a draft model, and several levels of drafts: each a step that the host prepares, or all one launch."""
     outcome, engine, sizes = _steps(subject), subject.engine, subject.gpu.sizes
-    levels = engine.levels(DRAFT_WIDTH, DRAFT_CHILDREN)
+    levels = engine.levels(settings.DRAFT_WIDTH, settings.DRAFT_CHILDREN)
     found = dict(outcome.steps)
-    for count in DRAFTING_SESSIONS:
-        drafting = GreedyDrafting(engine, [subject.text(sizes.context) for _ in range(count)])
-        tokens = count * (1 + (DRAFT_LEVELS - 1) * DRAFT_WIDTH)
-        works = {one_by_one(count): drafting.one_by_one}
-        works |= {} if levels is None else {launched(count): partial(drafting.launch, levels)}
+    for count in settings.DRAFTING_SESSIONS:
+        texts = [subject.text(sizes.context) for _ in range(count)]
+        cached = TimedSteps(engine, [text[:-1] for text in texts])
+        given = engine, cached.sequences, texts
+        tokens = count * (1 + (settings.DRAFT_LEVELS - 1) * settings.DRAFT_WIDTH)
+        works: dict[str, Work] = {settings.one_by_one(count): partial(one_by_one, *given)}
+        if levels is not None:
+            works[settings.launched(count)] = partial(launch, *given, levels)
         found |= {name: replace(_timed(subject, work, tokens, sizes.rounds), rows=0) for name, work in works.items()}
-        drafting.free()
+        cached.free()
     return replace(outcome, steps=found, failed=outcome.failed or ("" if levels else "levels are not launched"))
 
 
-class GreedyDrafting:
-    """Sequences whose next tokens are drafted, greedily, some levels at a time; nothing of it is kept."""
+def one_by_one(engine: Engine, sequences: Sequence[CachedSequence], texts: Sequence[Sequence[int]]) -> None:
+    """Draft greedily behind texts of which all but the last token is cached: a step for each level; nothing is kept."""
+    expanded: list[list[tuple[int, int]]] = [[(text[-1], -1)] for text in texts]  # token and parent
+    for _ in range(settings.DRAFT_LEVELS):
+        chunks, draws = [], []
+        for sequence, places in zip(sequences, expanded, strict=True):
+            tokens, parents = zip(*places, strict=True)
+            chunks.append(Chunk(sequence, tokens, parents, range(len(places))))
+            draws += [Draw(GREEDY, sequence.length + row) for row in range(len(places))]
+        found = iter(candidates(engine.run(chunks), draws, settings.DRAFT_CHILDREN))
+        for sequence, places in zip(sequences, expanded, strict=True):
+            first = sequence.pending - len(places)
+            drafts = [(each.token, first + row) for row in range(len(places)) for each in next(found)]
+            places[:] = drafts[: settings.DRAFT_WIDTH]
+    for sequence in sequences:
+        sequence.rollback()
 
-    def __init__(self, engine: Engine, texts: Sequence[Sequence[int]]) -> None:
-        """Computes all but the last token of each text."""
-        self._engine, self._texts = engine, texts
-        self._sequences = [engine.cache.sequence() for _ in texts]
-        engine.run([Chunk(each, text[:-1]) for each, text in zip(self._sequences, texts, strict=True)])
-        for each, text in zip(self._sequences, texts, strict=True):
-            each.advance(range(len(text) - 1))
 
-    def one_by_one(self) -> None:
-        """A step for each level, of what the host made of the last one."""
-        expanded: list[list[tuple[int, int]]] = [[(text[-1], -1)] for text in self._texts]  # token and parent
-        for _ in range(DRAFT_LEVELS):
-            chunks = [
-                Chunk(sequence, [token for token, _ in places], [parent for _, parent in places], range(len(places)))
-                for sequence, places in zip(self._sequences, expanded, strict=True)
-            ]
-            draws = [
-                Draw(GREEDY, sequence.length + row)
-                for sequence, places in zip(self._sequences, expanded, strict=True)
-                for row in range(len(places))
-            ]
-            found = iter(candidates(self._engine.run(chunks), draws, DRAFT_CHILDREN))
-            for sequence, places in zip(self._sequences, expanded, strict=True):
-                first = sequence.pending - len(places)
-                drafts = [(each.token, first + row) for row in range(len(places)) for each in next(found)]
-                places[:] = drafts[:DRAFT_WIDTH]
-        for sequence in self._sequences:
-            sequence.rollback()
-
-    def launch(self, levels: Levels) -> None:
-        """The first level as a step, the others behind it."""
-        chunks = [Chunk(each, text[-1:], rows=[0]) for each, text in zip(self._sequences, self._texts, strict=True)]
-        logits_RV = self._engine.run(chunks)
-        odds = Calibration()
-        growths = [
-            LevelExpansion(
-                sampling=GREEDY,
-                stops=(),
-                position=len(text),
-                max_end=len(text) + DRAFT_LEVELS,
-                min_weight=0.0,
-                width=DRAFT_WIDTH,
-                children=DRAFT_CHILDREN,
-                factors=odds.factors(Source.DRAFT),
-                blocks=sequence.blocks,
-                rows=[number],
-                places=[TreePlace(len(text), *sequence.lineage(0))],
-                weights=[1.0],
-                leaves=(),
-                slots=sequence.append([0] * ((DRAFT_LEVELS - 1) * levels.width)),
-            )
-            for number, (sequence, text) in enumerate(zip(self._sequences, self._texts, strict=True))
-        ]
-        levels.read(levels.launch(logits_RV, growths, odds.table(Source.DRAFT), DRAFT_LEVELS))
-        for sequence in self._sequences:
-            sequence.rollback()
-
-    def free(self) -> None:
-        """Give the cache back."""
-        for sequence in self._sequences:
-            sequence.free()
+def launch(engine: Engine, sequences: Sequence[CachedSequence], texts: Sequence[Sequence[int]], levels: Levels) -> None:
+    """The same, with the first level as a step and the others behind it in one launch."""
+    logits_RV = engine.run([Chunk(each, text[-1:], rows=[0]) for each, text in zip(sequences, texts, strict=True)])
+    odds = Calibration()
+    growths = [
+        LevelExpansion(
+            sampling=GREEDY,
+            stops=(),
+            position=len(text),
+            max_end=len(text) + settings.DRAFT_LEVELS,
+            min_weight=0.0,
+            width=settings.DRAFT_WIDTH,
+            children=settings.DRAFT_CHILDREN,
+            factors=odds.factors(Source.DRAFT),
+            blocks=sequence.blocks,
+            rows=[number],
+            places=[TreePlace(len(text), *sequence.lineage(0))],
+            weights=[1.0],
+            leaves=(),
+            slots=sequence.append([0] * ((settings.DRAFT_LEVELS - 1) * levels.width)),
+        )
+        for number, (sequence, text) in enumerate(zip(sequences, texts, strict=True))
+    ]
+    levels.read(levels.launch(logits_RV, growths, odds.table(Source.DRAFT), settings.DRAFT_LEVELS))
+    for sequence in sequences:
+        sequence.rollback()
 
 
 def _timed(subject: Subject, work: Work, tokens: int, rounds: int, floor: float | None = None) -> StepTiming:
@@ -251,7 +221,7 @@ def _kernels(subject: Subject) -> StageResult:
     on_cuda, rounds = subject.gpu.on_cuda, subject.gpu.sizes.turns
     steps, work = _cases(subject)
     facts: dict[str, Any] = {}
-    for name in PROFILED:
+    for name in settings.PROFILED:
         again = work(name)
         again()
         with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as traced:
@@ -280,7 +250,7 @@ def _prompt(subject: Subject) -> StageResult:
         sequence.rollback()
         sequence.free()
 
-    return StageResult(steps={PROMPT: _timed(subject, work, len(text), max(1, subject.gpu.sizes.rounds // 3))})
+    return StageResult(steps={settings.PROMPT: _timed(subject, work, len(text), max(1, subject.gpu.sizes.rounds // 3))})
 
 
 def _transformers(subject: Subject) -> StageResult:
@@ -291,7 +261,7 @@ def _transformers(subject: Subject) -> StageResult:
 
     def generate(prompts: list[list[int]], **how: Any) -> None:
         ids_BT = torch.tensor(prompts, device=gpu.device)
-        with _stock_attention():
+        with sdpa_kernel(ATTENTION):
             module.generate(
                 ids_BT,
                 attention_mask=torch.ones_like(ids_BT),
@@ -302,9 +272,11 @@ def _transformers(subject: Subject) -> StageResult:
             )
 
     contenders: dict[str, Callable[[list[list[int]]], object]] = {
-        OURS: lambda prompts: decode(subject.engine, prompts, sizes.request),
-        GENERATE: generate,
-        COMPILED: lambda prompts: generate(prompts, cache_implementation="static"),  # which it compiles on a GPU
+        settings.OURS: lambda prompts: decode(subject.engine, prompts, sizes.request),
+        settings.GENERATE: generate,
+        settings.COMPILED: lambda prompts: generate(
+            prompts, cache_implementation="static"
+        ),  # which it compiles on a GPU
     }
     rates: dict[str, list[float]] = {}
     failed = []
@@ -363,29 +335,13 @@ MEASURED: dict[str, Callable[[Subject], StageResult]] = {
 }
 
 
-@contextmanager
-def _stock_attention() -> Iterator[None]:
-    """Attention as torch chooses it; what we rule out for ourselves, others may use."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
+class _Warnings(logging.Handler):
+    """Keeps what the engine warns of."""
 
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.heard: list[str] = []
 
-@contextmanager
-def _warnings(heard: list[str]) -> Iterator[None]:
-    """Keep what the engine warns of."""
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
-
-    handler = Keep(logging.WARNING)
-    logger = logging.getLogger("engine")
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
+    def emit(self, record: logging.LogRecord) -> None:
+        """See :class:`logging.Handler`."""
+        self.heard.append(record.getMessage())

@@ -28,7 +28,6 @@ class LlamaShape:
     kv_heads: int
     vocabulary: int = VOCABULARY
     tied: bool = False
-    """Whether the output layer is the embedding."""
 
 
 SHAPES = {
@@ -121,7 +120,6 @@ class Sizes:
     """How much of everything."""
 
     context: int = 200
-    """Tokens before a timed step."""
     far: int = 8000
     """The same of those behind a long text."""
     prompt: int = 2048
@@ -154,7 +152,6 @@ CPU_SIZES = Sizes(
     layers=8,
     streams=(1, 2),
 )
-"""For a stand-in that computes row by row."""
 
 
 def _streams(text: str) -> int:

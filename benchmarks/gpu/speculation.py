@@ -22,22 +22,10 @@ from statistics import fmean, median
 
 import torch
 
+from benchmarks.gpu import settings
 from benchmarks.gpu.device import TimedDevice
 from benchmarks.gpu.figures import Speedup, StageResult
-from benchmarks.gpu.settings import (
-    CPU,
-    CPU_SHAPE,
-    DEAD,
-    OWN,
-    RIGHT,
-    SAME_GPU,
-    SHARED,
-    SPECULATION,
-    STRETCHED,
-    WRONG,
-    DraftingSetting,
-    GpuOptions,
-)
+from benchmarks.gpu.settings import DraftingSetting, GpuOptions
 from benchmarks.harness import contenders
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, wrong_draft
@@ -55,7 +43,6 @@ BRANCHES = 128
 """Room in the cache for the drafts of a text."""
 MIN_CACHE_TOKENS = 4096
 CPU_THREADS = 4
-"""Of a draft worker on the host's CPU."""
 
 
 def measure(
@@ -73,7 +60,7 @@ def measure(
     pair = stretched_pair(Shape(sizes.hidden, sizes.layers, options.agreement), gpu.device)
     gpu.tidy()  # the workers need its memory
     facts = {"parameters": pair.parameters, "agreement": pair.agreement}
-    built = StageResult(SPECULATION, _shape(gpu), "pair", time.perf_counter() - started, facts=facts)
+    built = StageResult(settings.SPECULATION, _shape(gpu), "pair", time.perf_counter() - started, facts=facts)
     report(built)
     bench = DraftingBench(options, gpu, pair, report, tell)
     asyncio.run(bench.run(options.budget_s - built.seconds if options.budget_s else None))
@@ -111,7 +98,7 @@ class DraftingBench:
                 raise
         if left:
             facts = {"not measured for want of time": f"{len(left)} settings, from {left[0]} on"}
-            self.report(StageResult(SPECULATION, _shape(self.gpu), "rest", facts=facts))
+            self.report(StageResult(settings.SPECULATION, _shape(self.gpu), "rest", facts=facts))
 
     async def _start(self, ending: AsyncExitStack) -> dict[Key, ReadyProcess]:
         """All at once: reading weights and recording steps takes each of them a while."""
@@ -132,11 +119,16 @@ class DraftingBench:
 
     def _plans(self) -> dict[Key, WorkerPlan]:
         options = self.options
-        drafters = {RIGHT if setting.drafter == DEAD else setting.drafter for setting in options.settings}
-        models = {RIGHT: self.pair.draft, WRONG: wrong_draft(self.pair) if WRONG in drafters else self.pair.draft}
+        drafters = {
+            settings.RIGHT if setting.drafter == settings.DEAD else setting.drafter for setting in options.settings
+        }
+        models = {
+            settings.RIGHT: self.pair.draft,
+            settings.WRONG: wrong_draft(self.pair) if settings.WRONG in drafters else self.pair.draft,
+        }
         plans: dict[Key, WorkerPlan] = {}
         for placement in options.placed:
-            if placement == SHARED:
+            if placement == settings.SHARED:
                 here = ["--set", f"draft.device={self.gpu.device.type}", "--draft-model"]
                 beside = {drafter: [*here, str(models[drafter])] for drafter in sorted(drafters)}
             else:
@@ -156,7 +148,7 @@ class DraftingBench:
         return ["--device", self.gpu.device.type, "--dtype", "auto", "--cache-tokens", str(max(room, MIN_CACHE_TOKENS))]
 
     def _drafting(self, placement: str) -> list[str]:
-        if placement == CPU or not self.gpu.on_cuda:
+        if placement == settings.CPU or not self.gpu.on_cuda:
             threads = CPU_THREADS if self.gpu.on_cuda else 1
             return ["--device", "cpu", "--threads", str(threads)]
         return ["--device", "cuda:1" if torch.cuda.device_count() > 1 else "cuda"]
@@ -170,39 +162,37 @@ class DraftingBench:
         """Plain decoding, and drafting from every place; plain on a target without a draft model, if there is one."""
         routers: dict[str, Dispatcher] = {}
         for placement in self.options.placed:
-            if placement == SHARED and drafter == DEAD:
+            if placement == settings.SHARED and drafter == settings.DEAD:
                 continue  # it would take the target with it
-            if placement == SHARED:
+            if placement == settings.SHARED:
                 both = [workers[Role.TARGET, placement, drafter]]
             else:
-                draft = workers[Role.DRAFT, placement, RIGHT if drafter == DEAD else drafter]
+                draft = workers[Role.DRAFT, placement, settings.RIGHT if drafter == settings.DEAD else drafter]
                 both = [workers[Role.TARGET, placement, ""], draft]
             routers[placement] = await ending.enter_async_context(connected(*both))
-            if drafter == DEAD:
+            if drafter == settings.DEAD:
                 await draft.kill()
                 await until_lost(routers[placement], Role.DRAFT)
-        alone = next((placement for placement in routers if placement != SHARED), SHARED)
+        alone = next((placement for placement in routers if placement != settings.SHARED), settings.SHARED)
         drafting = {placement: served(router, contenders.OURS.speculation) for placement, router in routers.items()}
         return {PLAIN: served(routers[alone], contenders.PLAIN.speculation), **drafting}
 
     async def _compare(self, setting: DraftingSetting, runners: Mapping[str, Runner], warm_up: int) -> StageResult:
         started, options = time.perf_counter(), self.options
+        prompts = [prompt[:MAX_PROMPT_TOKENS] for prompt in held_out()]
         batches = [
-            Batch(prompts, options.tokens, setting.temperature, seed)
-            for seed, prompts in enumerate(distinct(self._prompts(), setting.streams, options.rounds))
+            Batch(some, options.tokens, setting.temperature, seed)
+            for seed, some in enumerate(distinct(prompts, setting.streams, options.rounds))
         ]
         runs = await take_turns(runners, batches, warm_up)
         plain = runs.pop(PLAIN)
         speedups = [speedup_of(self._label(placement), setting, plain, drafted) for placement, drafted in runs.items()]
         seconds = time.perf_counter() - started
-        return StageResult(SPECULATION, _shape(self.gpu), str(setting), seconds, speedups=speedups)
-
-    def _prompts(self) -> list[tuple[Token, ...]]:
-        return [prompt[:MAX_PROMPT_TOKENS] for prompt in held_out()]
+        return StageResult(settings.SPECULATION, _shape(self.gpu), str(setting), seconds, speedups=speedups)
 
     def _label(self, placement: str) -> str:
         alone = self.gpu.on_cuda and torch.cuda.device_count() == 1
-        return SAME_GPU if placement == OWN and alone else placement
+        return settings.SAME_GPU if placement == settings.OWN and alone else placement
 
 
 def distinct(prompts: Sequence[tuple[Token, ...]], count: int, rounds: int) -> list[tuple[tuple[Token, ...], ...]]:
@@ -237,7 +227,7 @@ def _between_commits(runs: Sequence[Run]) -> float:
 
 def _shape(gpu: TimedDevice) -> str:
     """Goals are those of a GPU."""
-    return STRETCHED if gpu.on_cuda else CPU_SHAPE
+    return settings.STRETCHED if gpu.on_cuda else settings.CPU_SHAPE
 
 
 def _name(key: Key) -> str:

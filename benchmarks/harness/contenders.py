@@ -18,9 +18,7 @@ from benchmarks.harness.measure import Run
 from speculation.messages import Schedule, Source, Speculation
 
 LENGTHS = (2, 4, 6, 8, 10, 12)
-"""Draft lengths K that the sequential baseline is tried with."""
 PARALLEL_LENGTHS = (6, 8, 10, 12)
-"""Draft lengths that the PEARL-like baseline is tried with."""
 
 
 Choice = TypeVar("Choice")
@@ -40,7 +38,6 @@ class Contender:
 _DRAFT = frozenset({Source.DRAFT})
 
 PLAIN = Contender("plain", Speculation(enabled=False, remember=False))
-"""Ordinary decoding by the same target."""
 OURS = Contender("ours", Speculation(sources=_DRAFT, remember=False))
 """Drafts of the draft model only, so that it is compared with others on equal terms."""
 OURS_AND_LOOKUP = Contender("ours with lookup", Speculation(remember=False))

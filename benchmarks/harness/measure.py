@@ -40,7 +40,6 @@ class Batch:
     each: tuple[int, ...] = ()
     """New tokens of every prompt, where they differ; ``tokens`` is the most then."""
     grammar: str = ""
-    """Of all answers; empty: none."""
 
     def __post_init__(self) -> None:
         assert not self.each or (len(self.each) == len(self.prompts) and max(self.each) == self.tokens)
@@ -127,7 +126,6 @@ class Run:
 
 
 Runner = Callable[[Batch], Awaitable[Run]]
-"""A contender at work."""
 
 
 def served(dispatcher: Dispatcher, speculation: Speculation, extras: RequestOptions = RequestOptions()) -> Runner:

@@ -24,7 +24,6 @@ RESULTS = Path(__file__).parent.parent / "results"
 FIGURES = "write the figures there too"
 METAVARS = {int: "N", float: "N", str: "TEXT", type(None): "FILE", tuple: "NAME"}
 PLACES = ("json", "out")
-"""Flags that come last in a help text."""
 
 
 class BadInput(CommandError):
@@ -54,7 +53,6 @@ class Options:
     """What every run is told. A benchmark adds its own, and declares anew as flags those of these that it takes."""
 
     BENCH: ClassVar[str]
-    """Name of its command."""
     ABOUT: ClassVar[str]
     DETAILS: ClassVar[str]
     MODULE: ClassVar[str]
@@ -65,7 +63,6 @@ class Options:
     quick: bool = False
     json: Path | None = None
     out: Path | None = None
-    """A folder."""
 
     def check(self) -> None:
         """Refuse what only the options together, or this machine, can refuse. Raises CommandError."""

@@ -52,9 +52,7 @@ class Pair:
     target: Path
     draft: Path
     parameters: int
-    """Of the target."""
     about: str
-    """What a reader of the figures must know."""
     agreement: float | None = None
     """How often the draft is right greedily, as measured when the pair was built; None: it was not."""
 

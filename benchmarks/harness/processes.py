@@ -26,7 +26,6 @@ READY = r"ready on (\S+)"
 """What a worker or a router says when it is, and where."""
 CONNECT_SECONDS = 20.0
 LINE_BYTES = 1 << 28
-"""Longest answer."""
 
 
 class WorkerFailed(BenchError):

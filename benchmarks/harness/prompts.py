@@ -24,9 +24,7 @@ KINDS = ("code", "json", "prose", "creative")
 MOST_PROMPTS = 2000
 """In one file; measuring takes seconds a prompt."""
 MOST_BYTES = 64 << 20
-"""Of one file."""
 LONGEST_KIND = 40
-"""Characters."""
 
 
 class PromptError(BadInput):
@@ -40,7 +38,6 @@ class Prompt:
     kind: str
     """Kind of text, for the tables: as its line says, else the file's name without its ending."""
     where: str
-    """File and line, for messages."""
     text: str = ""
     messages: tuple[Mapping[str, Any], ...] = ()
     """Of a chat; then there is no ``text``."""

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 120
-"""Of plots."""
 MISSING = "not measured"
 Measured = TypeVar("Measured")
 
@@ -79,7 +78,6 @@ class Goal(Generic[Measured]):
     """Whether ``bound`` is the most it may be; else it is the least."""
     ours: Callable[[Measured], float | None]
     transformers: Callable[[Measured], float] | None = None
-    """The same of transformers, where it has one."""
 
     def reached(self, figure: float) -> bool:
         """Whether a figure is good enough."""
@@ -96,7 +94,6 @@ class Result:
     """One run, as it is shown. ``figures``: what its JSON has besides the date, the machine, the command and notes."""
 
     name: str
-    """Of its JSON file, without the ending."""
     title: str
     options: Options
     tables: Sequence[Table]
@@ -105,11 +102,9 @@ class Result:
     """What a reader of the figures must know, a sentence or two each."""
     figures: Mapping[str, Any]
     plots: Callable[[Path], Iterable[Plot]] | None = None
-    """Draws into a folder."""
     width: int = 160
     """Columns of a table that goes to a file."""
     indent: int | None = 2
-    """Of the JSON."""
     day: date = field(default_factory=lambda: datetime.now(UTC).date())
     machine: Mapping[str, Any] = field(default_factory=lambda: describe_machine())
 

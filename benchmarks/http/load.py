@@ -67,7 +67,6 @@ class ProcessUsage:
     load_cpu: float
     memory_kb: float
     relayed: int
-    """Bytes that have come from worker to worker."""
 
 
 class Client(asyncio.Protocol):

@@ -90,7 +90,6 @@ class LoadPoint:
     verified_ms: float | None = None
     """A commit's way from its target to its drafter, in the median; None: there are no drafters."""
     proposed_ms: float | None = None
-    """And a proposal's way back."""
     relayed_bytes: float = 0.0
     """Of what workers say to each other through the server, by committed token."""
 

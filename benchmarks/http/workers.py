@@ -41,7 +41,6 @@ LOAD_SECONDS = 0.25
 PAUSE = 1e9
 """An interval without steps: what is opened gets its first commit, and no other."""
 LOOK_SECONDS = 0.1
-"""In which a change of pace is noticed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,6 @@ class Script:
 
     prompt: tuple[int, ...]
     text: tuple[int, ...]
-    """Said over and over."""
     commit: int
     """Tokens of a commit, all but the last of them drafted, out of one draft more than were kept."""
     welcome: Welcome

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_BYTES = 1 << 24
-"""Of one event."""
 REASONING = ("reasoning_content", "reasoning")
 
 
@@ -79,7 +78,6 @@ class Answer:
     done: bool = False
     """The last event came that OpenAI's streams end with."""
     drafts: Drafts | None = None
-    """None: not said."""
     cached: int = 0
     """Prompt tokens that the server says it had computed before."""
     _totals: list[int | None] = field(default_factory=list)

@@ -108,14 +108,11 @@ class Heard:
     guessed: bool = False
     """``tokens`` are chunks, as the server does not count tokens."""
     digest: str = ""
-    """Of the text."""
     drafts: Drafts | None = None
     cached: int = 0
-    """Prompt tokens that the server had computed before."""
     error: str = ""
     """Its kind; empty: it went well."""
     detail: str = ""
-    """What the server said of the error."""
     pause: float = 0.0
     """Seconds after which the server wants to hear of its client again."""
 

@@ -27,7 +27,6 @@ RESAMPLES = 2000
 MOST_DRAWS = 4_000_000
 """Of all resamples of one ratio together: long runs are resampled less often."""
 LEVEL = 0.95
-"""Of the intervals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +59,11 @@ class Figures:
     unfinished: int
     """Under way when the run was interrupted; in no other figure."""
     errors: Mapping[str, int]
-    """By kind."""
     details: Mapping[str, str]
     """By kind: what the server said first."""
     seconds: float
-    """Of its turns together."""
     tokens: int
     guessed: bool
-    """``tokens`` are chunks."""
     cached: int
     """Prompt tokens found in the server's prefix cache, as answers say."""
     by_token: bool
@@ -87,7 +83,6 @@ class Figures:
     acceptance_length: float | None
     """Tokens of a verification with drafts, its own included: 1 + accepted / verifications; None: not said."""
     client_share: float
-    """Of a core, that this process used."""
 
 
 def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Figures:

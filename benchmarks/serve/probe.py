@@ -22,7 +22,6 @@ from cluster.console import FAILED, CommandError
 TOKENS = 4
 LIST_SECONDS = 10.0
 MAKES = {"paceline": Make.PACELINE, "vllm": Make.VLLM, "llamacpp": Make.LLAMA_CPP}
-"""By the owner of its models."""
 
 
 class ServerError(CommandError):
@@ -39,7 +38,6 @@ class Server:
     make: Make
     model: str
     note: str = ""
-    """What a reader of the figures should know."""
 
 
 async def identify(

@@ -15,9 +15,7 @@ from benchmarks.serve.settings import Json, Make, ServeOptions
 from cluster.console import complain, stages
 
 Rows = Sequence[tuple[str, Figures]]
-"""By the name of the contender."""
 INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 BUSY_CLIENT = 0.5
 """Of a core: beyond, this process may be what is measured."""
 LATE_MS = 5.0

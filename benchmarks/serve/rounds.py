@@ -100,7 +100,6 @@ class Log:
     """All that was measured so far; it stays if the run is interrupted."""
 
     servers: dict[str, Server] = field(default_factory=dict)
-    """By contender."""
     contenders: tuple[ServerContender, ...] = ()
     """With those that only differ in being plain."""
     turns: list[Turn] = field(default_factory=list)

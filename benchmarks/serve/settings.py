@@ -97,7 +97,6 @@ class ServeOptions(Options):
     pace: Pace = Pace(concurrency=1)
     rounds: int = 5
     typed: str = "paceline bench serve"
-    """The command, as it was typed."""
     prompts: str = flag(
         BUNDLED_PROMPTS,
         "a prompt a line: text, or JSON in *.jsonl; bundled (default): some beginnings of code",

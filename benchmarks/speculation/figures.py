@@ -15,6 +15,7 @@ from benchmarks.harness import contenders
 from benchmarks.harness.measure import Run
 from benchmarks.harness.pair import Pair
 from benchmarks.harness.report import Goal
+from benchmarks.speculation import settings
 from benchmarks.speculation.records import (
     Depth,
     Profile,
@@ -24,7 +25,7 @@ from benchmarks.speculation.records import (
     profile,
     verify_seconds,
 )
-from benchmarks.speculation.settings import BATCH_16, DEAD, FAR, NEAR, TRANSFORMERS, WRONG, ComparisonSetting
+from benchmarks.speculation.settings import ComparisonSetting
 
 OURS, PLAIN, SEQUENTIAL, PARALLEL = contenders.OURS.name, contenders.PLAIN.name, "sequential", "PEARL-like"
 ASSISTED = "transformers assisted"
@@ -39,7 +40,6 @@ class MeasuredRuns:
     contender: str
     runs: tuple[Run, ...]
     choice: str = ""
-    """What was chosen for it, such as a draft length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,21 +176,21 @@ def _must(rows: Sequence[Row], setting: ComparisonSetting, contender: str) -> Ro
 
 
 GOALS: tuple[Goal[Sequence[Row]], ...] = (
-    Goal("pipeline_efficiency_0ms", "pipeline efficiency, round trip 0 ms", 0.92, False, _efficiency(NEAR)),
-    Goal("pipeline_efficiency_20ms", "pipeline efficiency, 20 ms", 0.85, False, _efficiency(FAR)),
-    Goal("over_sequential_0ms", "over the best sequential, 0 ms", 1.25, False, _over(SEQUENTIAL, NEAR)),
-    Goal("over_sequential_20ms", "over the best sequential, 20 ms", 1.6, False, _over(SEQUENTIAL, FAR)),
-    Goal("over_plain_0ms", "over plain decoding, 0 ms", 2.2, False, _over(PLAIN, NEAR)),
-    Goal("over_plain_20ms", "over plain decoding, 20 ms", 2.0, False, _over(PLAIN, FAR)),
+    Goal("pipeline_efficiency_0ms", "pipeline efficiency, round trip 0 ms", 0.92, False, _efficiency(settings.NEAR)),
+    Goal("pipeline_efficiency_20ms", "pipeline efficiency, 20 ms", 0.85, False, _efficiency(settings.FAR)),
+    Goal("over_sequential_0ms", "over the best sequential, 0 ms", 1.25, False, _over(SEQUENTIAL, settings.NEAR)),
+    Goal("over_sequential_20ms", "over the best sequential, 20 ms", 1.6, False, _over(SEQUENTIAL, settings.FAR)),
+    Goal("over_plain_0ms", "over plain decoding, 0 ms", 2.2, False, _over(PLAIN, settings.NEAR)),
+    Goal("over_plain_20ms", "over plain decoding, 20 ms", 2.0, False, _over(PLAIN, settings.FAR)),
     Goal(
         "over_transformers_assisted",
         "over transformers' assisted generation",
         2.0,
         False,
-        _over(ASSISTED, TRANSFORMERS),
+        _over(ASSISTED, settings.TRANSFORMERS),
     ),
-    Goal("dead_drafter_over_plain", "over plain, drafter dead", 0.97, False, _over(PLAIN, DEAD)),
-    Goal("wrong_drafter_over_plain", "over plain, drafter always wrong", 0.97, False, _over(PLAIN, WRONG)),
-    Goal("batch16_over_plain", "over plain, 16 requests at once", 1.0, False, _over(PLAIN, BATCH_16)),
+    Goal("dead_drafter_over_plain", "over plain, drafter dead", 0.97, False, _over(PLAIN, settings.DEAD)),
+    Goal("wrong_drafter_over_plain", "over plain, drafter always wrong", 0.97, False, _over(PLAIN, settings.WRONG)),
+    Goal("batch16_over_plain", "over plain, 16 requests at once", 1.0, False, _over(PLAIN, settings.BATCH_16)),
 )
 """Of the rows of the main pair, which comes first."""

@@ -69,7 +69,6 @@ class WorkerLog:
     waits: tuple[Span, ...] = ()
     """When the target waited for drafts although it could have gone on."""
     drafting: tuple[Span, ...] = ()
-    """Steps of the drafters."""
 
     def during(self, start: float, end: float) -> WorkerLog:
         """What ended within a run. The step that brought the run's first tokens ended before it."""
@@ -132,7 +131,6 @@ class Profile:
 
     steps: int
     forward_ms: float
-    """The model."""
     own_ms: float
     """The rest of a step: planning, sampling, acceptance, cache."""
     wait_ms: float

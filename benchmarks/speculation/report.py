@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 COLOURS = {OURS: "tab:blue", SEQUENTIAL: "tab:orange", PARALLEL: "tab:green", PLAIN: "tab:grey"}
 TRIED = 10
-"""A depth tried less often is not shown."""
 
 
 def result(options: SpeculationOptions, outcomes: Sequence[PairResult], **about: Any) -> Result:

@@ -26,24 +26,15 @@ from benchmarks.harness.contenders import LENGTHS, PARALLEL_LENGTHS, Contender, 
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, trained_pair, wrong_draft
 from benchmarks.harness.processes import ReadyProcess, WorkerPlan, connected, running, until_lost
+from benchmarks.speculation import settings
 from benchmarks.speculation.figures import ASSISTED, MeasuredRuns, PairResult, rows
 from benchmarks.speculation.records import read_log
 from benchmarks.speculation.report import result
-from benchmarks.speculation.settings import (
-    DEAD,
-    SHARED,
-    TRANSFORMERS,
-    WRONG,
-    WRONG_COLD,
-    ComparisonSetting,
-    PairPlan,
-    SpeculationOptions,
-)
+from benchmarks.speculation.settings import ComparisonSetting, PairPlan, SpeculationOptions
 from router.dispatch import Dispatcher
 from speculation.events import Role
 
 WARM_UP = 2
-"""Rounds before those that count."""
 SWEEP_PROMPTS = 2
 """Prompts on which draft lengths are tried; others than those measured."""
 COLD_ROUNDS = 2
@@ -79,7 +70,7 @@ class PairBench:
     ) -> None:
         """Measure the contenders of a setting. ``choices``: what was chosen for whom."""
         batches = self.batches(setting)
-        if setting == WRONG_COLD:
+        if setting == settings.WRONG_COLD:
             batches = batches[:COLD_ROUNDS]
         runs = await self._take_turns(f"{self.pair.name}, {setting.name}", runners, batches, warm_up)
         self.measured += [
@@ -125,26 +116,26 @@ async def compare_transformers(bench: PairBench, dispatcher: Dispatcher) -> None
     """The other library, in turn with ours."""
     async with baseline.transformers(bench.pair, bench.options.dtype) as other:
         modes = {str(mode): baseline.runner(other, mode) for mode in baseline.ASSISTED}
-        chosen = await bench.choose(TRANSFORMERS, ASSISTED, modes)
+        chosen = await bench.choose(settings.TRANSFORMERS, ASSISTED, modes)
         runners = {
             contenders.OURS.name: served(dispatcher, contenders.OURS.speculation),
             "transformers plain": baseline.runner(other, baseline.PLAIN),
             ASSISTED: modes[chosen],
         }
-        await bench.compare(TRANSFORMERS, runners, {ASSISTED: chosen})
+        await bench.compare(settings.TRANSFORMERS, runners, {ASSISTED: chosen})
 
 
 async def compare_dead(bench: PairBench, dispatcher: Dispatcher, draft: ReadyProcess) -> None:
     """Kill the drafter and go on asking for drafts."""
     await draft.kill()
     await until_lost(dispatcher, Role.DRAFT)
-    await bench.compare(DEAD, _plain_and_ours(dispatcher), {})
+    await bench.compare(settings.DEAD, _plain_and_ours(dispatcher), {})
 
 
 async def compare_wrong(bench: PairBench, target: ReadyProcess, wrong: ReadyProcess) -> None:
     """A wrong drafter comes: at once, and when the target has seen its drafts for a while."""
     async with connected(target, wrong) as dispatcher:
-        for setting, warm_up in ((WRONG_COLD, 0), (WRONG, WARM_UP)):
+        for setting, warm_up in ((settings.WRONG_COLD, 0), (settings.WRONG, WARM_UP)):
             await bench.compare(setting, _plain_and_ours(dispatcher), {}, warm_up)
 
 
@@ -182,7 +173,7 @@ async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, progr
                 running(WorkerPlan(Role.DRAFT, pair.draft, None, records[-1], flags)) as draft,
                 connected(target, draft) as dispatcher,
             ):
-                await compare_ours(bench, dispatcher, SHARED, lookup=False)
+                await compare_ours(bench, dispatcher, settings.SHARED, lookup=False)
         log = read_log(records)  # complete only now: workers write when they are idle
     return PairResult(pair, rows(bench.measured, log), rows(bench.tried, log))
 

@@ -26,7 +26,6 @@ class ComparisonSetting:
     """Injected round trip between router and drafter, on top of the real one."""
     temperature: float = 0.0
     batch: int = 1
-    """Requests at once."""
 
 
 NEAR = ComparisonSetting("0 ms")
@@ -95,7 +94,6 @@ class SpeculationOptions(Options):
     json: Path | None = flag(None, FIGURES)
     out: Path | None = flag(None, "folder of a full run (default: benchmarks/results/DATE)", metavar="DIR")
     prompts: int = flag(10, "prompts a setting", least=1, quick=8)
-    """Held out in training."""
     bursts: int = flag(3, "rounds with several requests at once", least=1, quick=2)
     tokens: int = flag(96, "new tokens a prompt", least=40)
     """The first do not count, and those are as many as one step may commit where drafts were there before it."""

@@ -13,7 +13,6 @@ import torch
 
 from benchmarks.engine import figures, model
 from benchmarks.engine import run as engine
-from benchmarks.engine.contenders import PREFIX, Loop
 from benchmarks.engine.figures import (
     ALONE,
     GOALS,
@@ -37,8 +36,9 @@ from benchmarks.engine.model import (
     read_rollup,
     write_model,
 )
-from benchmarks.engine.settings import READ_BYTES, EngineOptions, EngineShape
-from benchmarks.engine.steps import TREE, chain, in_turn, many, reads
+from benchmarks.engine.run import READ_BYTES, Loop
+from benchmarks.engine.settings import EngineOptions, EngineShape
+from benchmarks.engine.steps import PREFIX, TREE, chain, in_turn, many, reads
 from benchmarks.harness.measure import Batch, Decoded, Run, TimedCommit
 from benchmarks.harness.report import Result, against
 from benchmarks.harness.transformers_baseline import ASSISTED, PLAIN, Stock
