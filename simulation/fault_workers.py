@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from simulation.toy_workers import LyingDraftWorker, ToyDraftWorker, ToyTargetWorker
+from simulation.weather import Weather
 from speculation.events import PeerId, Role
 from speculation.messages import (
     Close,
@@ -82,16 +83,11 @@ class SimulatedPeer:
 class SimulatedWorkers(ABC):
     """Two targets and three drafters, all up, and the time and the network that they share with a router."""
 
-    def __init__(
-        self, rng: Random, *, delay: float, loss: float, doubling: float, agreement: float, capacity: int
-    ) -> None:
-        """``delay``: mean seconds one way."""
-        self.rng = rng
+    def __init__(self, rng: Random, weather: Weather) -> None:
+        self.rng, self.weather = rng, weather
         self.now = 0.0
-        self._delay, self._loss, self._doubling = delay, loss, doubling
-        self._agreement, self._capacity = agreement, capacity
         self._serial = 0
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, Callable[[], object]]] = []
         names = [(Role.TARGET, "t0"), (Role.TARGET, "t1"), (Role.DRAFT, "d0"), (Role.DRAFT, "d1"), (Role.DRAFT, "d2")]
         self.peers = {PeerId(name): SimulatedPeer(PeerId(name), role) for role, name in names}
         self.upgraded = False
@@ -118,32 +114,28 @@ class SimulatedWorkers(ABC):
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
-    def at(self, when: float, action: Callable[[], None]) -> None:
+    def at(self, when: float, action: Callable[[], object]) -> None:
         """Run ``action`` at virtual time ``when``."""
         self._serial += 1
         heapq.heappush(self._heap, (when, self._serial, action))
         assert len(self._heap) < MAX_UNDER_WAY, "messages pile up"
 
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
+    def later(self, seconds: float, action: Callable[[], object]) -> None:
         """Run ``action`` so many seconds from now."""
         self.at(self.now + seconds, action)
 
-    @property
-    def faulty(self) -> bool:
-        """Whether faults still happen."""
-        return self.now < HEALED
-
     # -- network -------------------------------------------------------------------------------------------------------
 
-    def _transmit(self, peer: SimulatedPeer, direction: str, action: Callable[[], None]) -> None:
+    def _transmit(self, peer: SimulatedPeer, direction: str, action: Callable[[], object]) -> None:
         """Deliver in order after a delay, unless the stream breaks first; lose or double as the weather has it."""
-        if self.faulty and self.rng.random() < self._loss:
+        faulty = self.now < HEALED
+        if faulty and self.rng.random() < self.weather.loss:
             return
-        for _ in range(2 if self.faulty and self.rng.random() < self._doubling else 1):
+        for _ in range(2 if faulty and self.rng.random() < self.weather.doubling else 1):
             self._carry(peer, direction, action)
 
-    def _carry(self, peer: SimulatedPeer, direction: str, action: Callable[[], None]) -> None:
-        arrival = max(self.now + self.rng.expovariate(1 / self._delay), peer.arrivals.get(direction, 0.0))
+    def _carry(self, peer: SimulatedPeer, direction: str, action: Callable[[], object]) -> None:
+        arrival = max(self.now + self.rng.expovariate(1 / self.weather.delay), peer.arrivals.get(direction, 0.0))
         peer.arrivals[direction] = arrival
         self.at(arrival, action)
 
@@ -173,9 +165,10 @@ class SimulatedWorkers(ABC):
             self._to_router(peer, link, Refused(message.session, message.epoch, RefusalCode.DRAINING))
             message = Close(message.session, message.epoch)
         if link not in peer.links:
-            target = peer.role is Role.TARGET
-            drafter = LyingDraftWorker if peer.lies else ToyDraftWorker
-            peer.links[link] = ToyTargetWorker(self._capacity, peer.revision) if target else drafter(self._agreement)
+            if peer.role is Role.TARGET:
+                peer.links[link] = ToyTargetWorker(self.weather.capacity, peer.revision)
+            else:
+                peer.links[link] = (LyingDraftWorker if peer.lies else ToyDraftWorker)(self.weather.agreement)
         for reply in peer.links[link].receive(message):
             self._to_router(peer, link, reply)
         self._schedule_step(peer)
@@ -267,11 +260,7 @@ class SimulatedWorkers(ABC):
         last = peer.link
         peer.link += 1
         peer.arrivals.clear()
-        self.later(silence, lambda: self._forget_link(peer, last))
-
-    @staticmethod
-    def _forget_link(peer: SimulatedPeer, link: int) -> None:
-        peer.links.pop(link, None)
+        self.later(silence, lambda: peer.links.pop(last, None))
 
     def drain(self, peer: SimulatedPeer, back_in: float | None) -> None:
         """Tell a worker to end; ``back_in``: when its replacement is there, if there is to be one."""
@@ -300,7 +289,7 @@ class SimulatedWorkers(ABC):
             return
         self._end_process(peer)
         link = peer.link
-        self.later(self._delay, lambda: self.notice(peer) if peer.link == link else None)
+        self.later(self.weather.delay, lambda: self.notice(peer) if peer.link == link else None)
         if back_in is not None:
             self.later(back_in, lambda: self.come_back(peer))
 

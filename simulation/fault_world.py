@@ -17,6 +17,7 @@ from random import Random
 
 from simulation.fault_workers import ROUTER_SILENCE, SimulatedPeer, SimulatedWorkers
 from simulation.toy_workers import VOCABULARY, target_only
+from simulation.weather import Weather
 from speculation.events import (
     Available,
     Draining,
@@ -69,37 +70,22 @@ READING = 0.0005
 class FaultWorld(SimulatedWorkers):
     """Clock, network, workers and router shell of one run."""
 
-    def __init__(
-        self,
-        rng: Random,
-        *,
-        delay: float,
-        loss: float,
-        doubling: float,
-        agreement: float,
-        capacity: int,
-        tries: int,
-        upgrades: bool = False,
-    ) -> None:
-        """Two targets and three drafters, all up, and no sessions.
-
-        ``delay``: mean seconds one way; ``tries``: see :class:`speculation.request.poison_detector.PoisonLimits`;
-        ``upgrades``: whether targets of another revision may come.
-        """
-        super().__init__(rng, delay=delay, loss=loss, doubling=doubling, agreement=agreement, capacity=capacity)
+    def __init__(self, rng: Random, weather: Weather) -> None:
+        """Two targets and three drafters, all up, and no sessions."""
+        super().__init__(rng, weather)
         self.events = 0
         self.accepted = 0
         self.longest_silence = 0.0
+        crowded = weather.capacity < len(self.peers)
         self.limits = SessionLimits(
-            fruitless_openings=30 if loss else 3,
+            fruitless_openings=30 if weather.loss else 3,
             draft_openings=50,
-            placement_timeout=20.0 if capacity < len(self.peers) or upgrades else HORIZON,
-            begun_timeout=20.0 if upgrades else HORIZON,
+            placement_timeout=20.0 if crowded or weather.upgrade_after else HORIZON,
+            begun_timeout=20.0 if weather.upgrade_after else HORIZON,
             stall_timeout=2.0,
-            silences=30 if loss else 5,
+            silences=30 if weather.loss else 5,
         )
-        self._poison_limits = PoisonLimits(tries=tries)
-        self.poison_detector = PoisonDetector(self._poison_limits)
+        self.poison_detector = PoisonDetector(PoisonLimits(tries=weather.tries))
         self.sessions: dict[SessionId, Session] = {}
         self.truth: dict[SessionId, tuple[Token, ...]] = {}
         """What each must say: with the first token that it says, of the revision that said it."""
@@ -241,7 +227,7 @@ class FaultWorld(SimulatedWorkers):
         """The router is lost; clients send what was not finished to another one, which knows nothing."""
         for peer in self.peers.values():
             self._leave_link(peer, ROUTER_SILENCE)
-        self.poison_detector = PoisonDetector(self._poison_limits)
+        self.poison_detector = PoisonDetector(PoisonLimits(tries=self.weather.tries))
         for number, session in self.sessions.items():
             if session.phase is not Phase.ENDED:
                 self._admit(number, tuple(session._tokens[: session.prompt_length]), session._sampling.seed)
@@ -265,7 +251,8 @@ class FaultWorld(SimulatedWorkers):
         here, there = (target, draft) if isinstance(message, Verification) else (draft, target)
         if here != Opening(peer.name, message.epoch) or there is None:
             return
-        if not any(said.session == message.session and not _passed(said) for _, said in peer.heard):
+        unread = (said for _, said in peer.heard if said.session == message.session)
+        if all(isinstance(said, Refused) or said.passed for said in unread):  # nobody has to pass those on any more
             self._to_worker(self.peers[there.peer], replace(message, epoch=there.epoch))
             object.__setattr__(message, "passed", there.epoch)
 
@@ -300,8 +287,3 @@ class FaultWorld(SimulatedWorkers):
             if peer.draining:
                 self._hear_draining(peer, peer.link)
             self.broadcast(Available(peer.role))
-
-
-def _passed(message: Verification | Proposal | Refused) -> bool:
-    """Whether nobody has to pass it on any more."""
-    return isinstance(message, Refused) or bool(message.passed)

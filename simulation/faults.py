@@ -2,7 +2,7 @@
 
 The weather of a run says which faults it has and how often. Messages are delayed, lost and doubled, streams break for
 one end or both, workers are killed, stopped, stuck, drained and replaced, alone or many at once, the router itself is
-lost, a drafter lies, and some requests are poison. After that, the promises: :mod:`fault_promises`.
+lost, a drafter lies, and some requests are poison. After that, what must hold after every run (:func:`check`).
 
     python -m simulation.faults --seeds 2000
 """
@@ -14,111 +14,72 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from random import Random
 from time import perf_counter
 
-from simulation.fault_promises import check
 from simulation.fault_workers import HEALED, Poison, SimulatedPeer
 from simulation.fault_world import OUTPUT, FaultWorld
-from speculation.events import PeerId, Role
+from simulation.weather import ROOMY, Weather
+from speculation.events import FailureCode, PeerId, Role
 from speculation.messages import SessionId
 from speculation.request.poison_detector import PoisonLimits
 
 SESSIONS = 6
-ROOMY = 1 << 20
-LIMITS = PoisonLimits()
-STORMY_TRIES = 6
-"""Where a storm begins with the first request, its first two deaths are as often chance as not."""
 CALMER_AFTER = 8.0
 """Virtual seconds in which faults become half as frequent. Who is suspected when a storm ends at once, and it is quiet
 from then on, counts as poison, and rightly so by all that a router can know."""
 
 
-@dataclass(frozen=True, slots=True)
-class Weather:
-    """The faults of one run. Times are mean seconds between two such faults; 0: never."""
+def check(world: FaultWorld, weather: Weather) -> None:
+    """Raise AssertionError where a promise is broken, whatever happened in a run.
 
-    loss: float = 0.0
-    doubling: float = 0.0
-    delay: float = 0.002
-    """Mean one-way delay in seconds, exponentially distributed; order within a stream is kept."""
-    crash_every: float = 0.0
-    """For each worker, as the next ones."""
-    hang_every: float = 0.0
-    """Stopped for a while, as by SIGSTOP."""
-    stuck_every: float = 0.0
-    """A computing thread that does not come back from a step."""
-    cut_every: float = 0.0
-    """A stream that ends for one side only."""
-    drain_every: float = 0.0
-    """A worker drained and replaced."""
-    node_every: float = 0.0
-    """A target and two drafters killed at once."""
-    drafts_away_every: float = 0.0
-    """All drafters drained, to come back later."""
-    scale_every: float = 0.0
-    upgrade_after: float = 0.0
-    """Mean seconds until all targets are replaced, one after another, by those of another revision; 0: never."""
-    router_every: float = 0.0
-    """The router lost, and everything begun again at another."""
-    lies: bool = False
-    """Whether a drafter says what only targets say."""
-    capacity: int = ROOMY
-    """Sessions that a target takes from one router."""
-    poison: str = ""
-    """What a request does to targets that compute it; none if empty."""
-    poisonous: int = 0
-    agreement: float = 0.8
+    That the text is the target's own, and nothing is said twice, is checked at every emission; that every session ends,
+    by the clock of the world.
+    """
+    for number in world.sessions:
+        _check_end(world, number, roomy=weather.capacity == ROOMY)
+    _check_poison(world, quiet=weather.quiet)
+    if weather.quiet and not world.poison:
+        assert not world.unexpected, "a worker left that had not said so"
+        reopened = sum(session.reopened for session in world.sessions.values())
+        assert not reopened, f"{reopened} sessions counted a fault where there was none"
+    if not weather.loss:
+        held = {
+            name: list(worker.sessions)
+            for name, peer in world.peers.items()
+            for worker in peer.links.values()
+            if worker.sessions
+        }
+        assert not held, f"sessions left behind: {held}"
+    known = world.poison_detector
+    assert not known.waiting and not known.on_probation, "a router remembers sessions that are over"
 
-    @classmethod
-    def random(cls, rng: Random) -> Weather:
-        """One of many kinds of weather, calm ones included."""
-        calm = cls(
-            doubling=rng.choice([0.0, 0.05]),
-            delay=rng.choice([0.0005, 0.005, 0.05]),
-            agreement=rng.choice([0.0, 0.5, 0.8, 1.0]),
-            capacity=rng.choice([ROOMY, ROOMY, ROOMY, 2]),
-            poison=rng.choice(["", "", "", "dies", "dies", "hangs", "refuses"]),
-            poisonous=rng.choice([1, 1, 2]),
-            lies=rng.choice([False, False, True]),
+
+def _check_end(world: FaultWorld, number: SessionId, *, roomy: bool) -> None:
+    """Innocent requests end with all their text; what the client stopped, with a part of it."""
+    session, emitted = world.sessions[number], tuple(world.emitted[number])
+    assert emitted == session.output, "what was emitted is not what is committed"
+    code = world.failed.get(number)
+    if code is FailureCode.OVERLOADED:
+        assert not roomy and not emitted, f"session {number} was begun, and then refused for want of room"
+    elif code is FailureCode.UNAVAILABLE and world.upgraded and emitted and not world.revisions[number]:
+        assert emitted == world.truth[number][: len(emitted)]  # no target of its revision was left
+    elif number not in world.poison:
+        assert code is None, f"session {number} is innocent, and was failed: {code}"
+        assert number in world.stopped or emitted == world.truth[number], f"session {number} ended early"
+
+
+def _check_poison(world: FaultWorld, *, quiet: bool) -> None:
+    """Poison is failed, after as many tries as it takes to be sure, and no more."""
+    limits = PoisonLimits()
+    for number in world.poison:
+        code, harmed = world.failed.get(number), world.harmed.get(number, 0)
+        assert code in (FailureCode.FAULTY, FailureCode.OVERLOADED) or number in world.stopped, (
+            f"poison request {number} was not failed"
         )
-        match rng.randrange(6):
-            case 0:
-                return calm
-            case 1:  # planned changes only
-                return replace(
-                    calm,
-                    drain_every=rng.choice([0.0, 1.0, 3.0]),
-                    drafts_away_every=rng.choice([0.0, 1.0]),
-                    scale_every=rng.choice([0.0, 1.0]),
-                )
-            case 2:  # and a new revision
-                return replace(
-                    calm, poison="", upgrade_after=rng.choice([0.3, 1.0]), drain_every=rng.choice([0.0, 1.0])
-                )
-            case _:
-                # Poison that computes on where the router believes it gone cannot be told from chance.
-                believed = not calm.poison
-                return replace(
-                    calm,
-                    loss=rng.choice([0.0, 0.0, 0.01, 0.1]) * believed,
-                    crash_every=rng.choice([0.0, 0.3, 2.0]),
-                    hang_every=rng.choice([0.0, 0.0, 1.0]),
-                    stuck_every=rng.choice([0.0, 0.0, 2.0]),
-                    cut_every=rng.choice([0.0, 0.0, 1.0]) * believed,
-                    drain_every=rng.choice([0.0, 1.0]),
-                    node_every=rng.choice([0.0, 0.0, 2.0]),
-                    drafts_away_every=rng.choice([0.0, 2.0]),
-                    scale_every=rng.choice([0.0, 1.0]),
-                    router_every=rng.choice([0.0, 0.0, 0.0, 3.0]) * believed,
-                )
-
-    @property
-    def quiet(self) -> bool:
-        """Whether workers come to harm by poison only."""
-        troubles = (self.loss, self.crash_every, self.hang_every, self.stuck_every, self.cut_every, self.node_every)
-        return not any(troubles) and not self.router_every
+        # One more if it was among others at first, or had committed before it did harm.
+        assert not quiet or harmed <= limits.tries + 10, f"poison request {number} harmed {harmed} targets"
 
 
 class FaultRun:
@@ -128,16 +89,7 @@ class FaultRun:
         """The same seed and weather give the same run, event by event."""
         self.rng = Random(seed)
         self.weather = weather = weather or Weather.random(self.rng)
-        self.world = FaultWorld(
-            self.rng,
-            delay=weather.delay,
-            loss=weather.loss,
-            doubling=weather.doubling,
-            agreement=weather.agreement,
-            capacity=weather.capacity,
-            tries=LIMITS.tries if weather.quiet else STORMY_TRIES,
-            upgrades=weather.upgrade_after > 0,
-        )
+        self.world = FaultWorld(self.rng, weather)
         self.world.peers[PeerId("d2")].lies = weather.lies
 
     def run(self) -> FaultWorld:
@@ -151,7 +103,7 @@ class FaultRun:
             world.at(self.rng.uniform(0.1, 1.5), lambda: world.client_stops(SessionId(0)))
         self._schedule()
         world.run()
-        check(world, quiet=weather.quiet, lossless=not weather.loss, roomy=weather.capacity == ROOMY)
+        check(world, weather)
         return world
 
     # -- when faults happen --------------------------------------------------------------------------------------------
@@ -165,7 +117,9 @@ class FaultRun:
                 self._repeat(weather.crash_every, lambda peer=peer: world.crash(peer))  # type: ignore[misc]
             self._repeat(weather.hang_every, lambda peer=peer: world.stop_process(peer, rng.uniform(0.05, 4.0)))  # type: ignore[misc]
             self._repeat(weather.stuck_every, lambda peer=peer: world.get_stuck(peer))  # type: ignore[misc]
-            self._repeat(weather.cut_every, lambda peer=peer: self._cut(peer))  # type: ignore[misc]
+            self._repeat(
+                weather.cut_every, lambda peer=peer: rng.choice([world.cut_for_worker, world.cut_for_router])(peer)
+            )  # type: ignore[misc]
         self._repeat(weather.drain_every, self._roll)
         self._repeat(weather.node_every, self._remove_node)
         self._repeat(weather.drafts_away_every, self._send_drafters_away)
@@ -189,9 +143,6 @@ class FaultRun:
         when = self.world.now + self.rng.expovariate(1 / mean) * calmer if mean else until
         if when < until and self.world.running:
             self.world.at(when, strike)
-
-    def _cut(self, peer: SimulatedPeer) -> None:
-        self.rng.choice([self.world.cut_for_worker, self.world.cut_for_router])(peer)
 
     def _roll(self) -> None:
         """Replace a worker, unless it is the last of its role that stays."""

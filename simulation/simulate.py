@@ -18,14 +18,14 @@ Checked in every run: all text is the target's own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from random import Random
 
 from simulation.agreement import ReplayedRequest, Replays, Texts
 from simulation.costs import Costs
 from simulation.simulated_draft import SimulatedDrafter
 from simulation.simulated_world import Bounds as Bounds
-from simulation.simulated_world import OwnSources, RecordedHeads, SimulatedWorld
+from simulation.simulated_world import OwnSources, RecordedHeads, SimulatedWorld, SimulationTotals
 from simulation.simulated_world import SimulationSettings as SimulationSettings
 from speculation.drafting.draft_session import Outcome
 from speculation.messages import Limits, Open, Proposal, Sampling, Schedule, SessionId, Verification
@@ -39,25 +39,22 @@ WARM_UP = 128
 """Tokens a session before anything counts: the workers have learned by then what they cost and whom to believe."""
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+@dataclass(slots=True, kw_only=True)
+class Report(SimulationTotals):
     """What a simulated run came to. Tokens and verifications are those after the first of each request."""
 
     setting: SimulationSettings
     seconds: float
-    decoding: float
-    """Seconds between the commits of a request, of all requests together."""
-    tokens: int
-    verifications: int
-    offered: int
-    accepted: int
-    target_busy: float
-    """Share of the time in which targets verify: the pipeline efficiency, 1 if drafts are never waited for."""
-    draft_busy: float
-    lead_asked: int
-    """Lead that targets asked for, in tokens, added up at every verification (:mod:`speculation.demand`)."""
-    lead_delivered: int
-    """Lead that there was by then, up to what was asked for."""
+
+    @property
+    def target_busy(self) -> float:
+        """Share of the time in which targets verify: the pipeline efficiency, 1 if drafts are never waited for."""
+        return self.verifying / self.seconds / self.setting.targets
+
+    @property
+    def draft_busy(self) -> float:
+        """The same of drafters."""
+        return self.drafting / self.seconds / max(self.setting.drafters, 1)
 
     @property
     def rate(self) -> float:
@@ -134,20 +131,7 @@ class _Run(SimulatedWorld):
         self.until(warm_up * self.setting.sessions)
         before, started = replace(self.totals), self.now
         self.until(before.tokens + tokens * self.setting.sessions)
-        seconds, done = self.now - started, self.totals.less(before)
-        return Report(
-            setting=self.setting,
-            seconds=seconds,
-            decoding=done.decoding,
-            tokens=done.tokens,
-            verifications=done.verifications,
-            offered=done.offered,
-            accepted=done.accepted,
-            target_busy=done.verifying / seconds / self.setting.targets,
-            draft_busy=done.drafting / seconds / max(self.setting.drafters, 1),
-            lead_asked=done.asked,
-            lead_delivered=done.delivered,
-        )
+        return Report(**asdict(self.totals.less(before)), setting=self.setting, seconds=self.now - started)
 
     def open(self, slot: int) -> None:
         """Begin the next request of a slot."""
@@ -164,7 +148,7 @@ class _Run(SimulatedWorld):
         target = self._targets[slot % len(self._targets)]
         drafter = self._drafters[slot % len(self._drafters)] if self._drafters and self.setting.drafts else None
         if drafter is not None:
-            drafter.open(opened, request.text, target)
+            drafter.open(opened, request.text, target.hear)
         target.open(opened, request, slot, drafter)
 
 

@@ -6,7 +6,7 @@ A part of :mod:`simulation.simulate`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from functools import partial
 
 from simulation.agreement import ReplayedText
 from simulation.simulated_world import SimulatedWorld
@@ -20,29 +20,18 @@ from speculation.trie import Node
 from speculation.verifying.budget import StepCost
 from speculation.verifying.calibration import Calibration
 
-
-class SimulatedTarget(Protocol):
-    """Where drafts go."""
-
-    def hear(self, proposal: Proposal) -> None:
-        """A proposal has come."""
-        ...
+Push = Callable[[Proposal], None]
+"""Hands a proposal to the target of its session."""
 
 
 class SimulatedDraft:
-    """A session, the text it is about, and the target that has it. Nothing takes time here."""
+    """A session, and the text it is about. Nothing takes time here."""
 
     def __init__(
-        self,
-        session: DraftSession,
-        text: ReplayedText,
-        target: SimulatedTarget,
-        calibration: Calibration,
-        *,
-        features: bool,
+        self, session: DraftSession, text: ReplayedText, push: Push, calibration: Calibration, *, features: bool
     ) -> None:
         """``calibration``: what guesses have been worth in other sessions. ``features``: whether a head drafts."""
-        self.session, self.target = session, target
+        self.session, self.push = session, push
         self._text, self._features = text, features
         self._computed: set[Node] = set()
         """Drafts that the model has read."""
@@ -131,8 +120,8 @@ class SimulatedDrafter:
         self._resting = False
         self._idle = True
 
-    def open(self, opened: Open, text: ReplayedText, target: SimulatedTarget) -> None:
-        """Draft for a session from now on, until its last token is heard of; ``target`` has it."""
+    def open(self, opened: Open, text: ReplayedText, push: Push) -> None:
+        """Draft for a session from now on, until its last token is heard of; ``push`` reaches its target."""
         limits, features = self._world.bounds.draft, self._world.setting.features
         session = DraftSession(
             opened,
@@ -141,9 +130,8 @@ class SimulatedDrafter:
             calibration=self._calibration,
             resting=self._resting,
         )
-        self._sequences[opened.session] = SimulatedDraft(
-            session, text, target, self._guess_calibration, features=features
-        )
+        draft = SimulatedDraft(session, text, push, self._guess_calibration, features=features)
+        self._sequences[opened.session] = draft
         self._wake()
 
     def hear(self, verification: Verification) -> None:
@@ -183,7 +171,7 @@ class SimulatedDrafter:
         sequence, totals = self._sequences[verification.session], self._world.totals
         lead = sequence.session.lead
         self._resting = verification.lead == 0
-        totals.asked, totals.delivered = totals.asked + lead.asked, totals.delivered + lead.reached
+        totals.lead_asked, totals.lead_delivered = totals.lead_asked + lead.asked, totals.lead_delivered + lead.reached
         sync = sequence.verified(verification)
         assert sync in (Sync.ADVANCED, Sync.FINISHED), f"the drafter lost its place: {sync}"
         if sync is Sync.FINISHED:
@@ -238,8 +226,4 @@ class SimulatedDrafter:
         world = self._world
         for sequence in sessions:
             for proposal in sequence.session.pushes():
-                world.after(world.costs.to_target + world.setting.rtt / 2, _delivery(sequence.target, proposal))
-
-
-def _delivery(target: SimulatedTarget, proposal: Proposal) -> Callable[[], None]:
-    return lambda: target.hear(proposal)
+                world.after(world.costs.to_target + world.setting.rtt / 2, partial(sequence.push, proposal))
