@@ -18,17 +18,10 @@ from typing import Any
 from benchmarks import step_costs
 from benchmarks.bench import DraftingOptions
 from benchmarks.grammar_prompts import KINDS
+from benchmarks.harness import pair as pairs
 from benchmarks.harness.contenders import OURS, PLAIN, rows
-from benchmarks.harness.measure import Batch, Run, served, take_turns
-from benchmarks.harness.pair import (
-    ROOT,
-    Shape,
-    held_out,
-    noiseless_target,
-    stretched_eagle,
-    stretched_heads,
-    stretched_pair,
-)
+from benchmarks.harness.measure import Batch, Runner, served, take_turns
+from benchmarks.harness.pair import ROOT, Shape, held_out, noiseless_target, stretched_eagle
 from benchmarks.harness.processes import WorkerPlan, all_running, connected, serving
 from benchmarks.harness.report import Goal, Result, against, goals_table, table_of, tell
 from cluster.console import say
@@ -67,6 +60,29 @@ class Part:
     """None: a quick run leaves it out."""
 
 
+async def compared(
+    runners: Mapping[str, Runner],
+    batches: Sequence[Batch],
+    warm_up: int = WARM_UP,
+    *,
+    skip: int = 0,
+    exact: bool = True,
+    places: bool = False,
+    **where: object,
+) -> list[dict[str, Any]]:
+    """What contenders come to in turn, behind ``where``. ``skip``: further rounds that do not count, of other prompts.
+
+    ``places``: with the share of steps that kept a draft at the first place, the second, and so on. See :func:`rows`.
+    """
+    runs = {name: own[skip:] for name, own in (await take_turns(runners, batches, warm_up)).items()}
+    found = [{**where, **row} for row in rows(runs, exact=exact)]
+    for row in found if places else ():
+        kept = [commit.accepted for run in runs[row["contender"]] for commit in run.counted]
+        reached = [round(sum(accepted > place for accepted in kept) / len(kept), 3) for place in range(4)]
+        row["steps_reaching_place"] = reached
+    return found
+
+
 # -- Medusa heads ------------------------------------------------------------------------------------------------------
 
 MEDUSA = {
@@ -80,20 +96,12 @@ MEDUSA = {
 async def medusa(size: Size) -> AsyncIterator[Row]:
     """The bundled heads, stretched as the target; without noise, so that they are those of its own function."""
     shape = Shape(acceptance=1.0)
-    async with serving(_told(shape), "--medusa", str(stretched_heads(shape))) as dispatcher:
+    async with serving(_told(shape), "--medusa", str(pairs.stretched_heads(shape))) as dispatcher:
         runners = {name: served(dispatcher, speculation) for name, speculation in MEDUSA.items()}
         for seed, temperature in enumerate(size.temperatures):
             batches = [Batch((prompt,), size.tokens, temperature, seed) for prompt in held_out(size.rounds)]
-            runs = await take_turns(runners, batches, WARM_UP)
-            for row in rows(runs):
-                reached = steps_reaching_place(runs[row["contender"]])
-                yield {"temperature": temperature, **row, "steps_reaching_place": reached}
-
-
-def steps_reaching_place(runs: Sequence[Run]) -> list[float]:
-    """Share of steps that kept a draft at the first place, the second, and so on."""
-    kept = [commit.accepted for run in runs for commit in run.counted]
-    return [round(sum(accepted > place for accepted in kept) / len(kept), 3) for place in range(4)]
+            for row in await compared(runners, batches, places=True, temperature=temperature):
+                yield row
 
 
 # -- an EAGLE-3 head, at the target and away from it -------------------------------------------------------------------
@@ -131,18 +139,17 @@ async def eagle(size: Size) -> AsyncIterator[Row]:
             }
             prompts = held_out(WARM_UP + size.rounds)
             batches = [Batch((prompt,), size.tokens, temperature, seed) for prompt in prompts]
-            runs = await take_turns(runners, batches, 0)
-            counted = {name: own[WARM_UP:] for name, own in runs.items()}
-            for row in rows(counted, exact=False):
-                reached = steps_reaching_place(counted[row["contender"]])
-                yield {"temperature": temperature, **row, "steps_reaching_place": reached}
+            for row in await compared(
+                runners, batches, 0, skip=WARM_UP, exact=False, places=True, temperature=temperature
+            ):
+                yield row
 
 
 async def steps(size: Size) -> AsyncIterator[Row]:
     """What drafting takes from a target's steps, on the stretched target, one session and eight."""
     shape = Shape()
     target = noiseless_target(shape.hidden, shape.layers)
-    loops = step_costs.costed_loops(target, stretched_eagle(shape), stretched_heads(shape))
+    loops = step_costs.costed_loops(target, stretched_eagle(shape), pairs.stretched_heads(shape))
     prompts = itertools.cycle(held_out())
     for sessions in (1, 8):
         for row in step_costs.measure(loops, prompts, sessions, size.rounds, size.tokens):
@@ -175,9 +182,8 @@ async def repetition(size: Size) -> AsyncIterator[Row]:
                 Batch((tokenizer.encode(one.prompt, special=False),), size.tokens, temperature, number, (), one.grammar)
                 for number, one in enumerate(KINDS[kind]()[: size.rounds + NOT_COUNTED])
             ]
-            runs = await take_turns(runners, batches, 0)
-            for row in rows({name: own[NOT_COUNTED:] for name, own in runs.items()}):
-                yield {"kind": kind, "temperature": temperature, **row}
+            for row in await compared(runners, batches, 0, skip=NOT_COUNTED, kind=kind, temperature=temperature):
+                yield row
 
 
 # -- a draft with another tokenizer ------------------------------------------------------------------------------------
@@ -204,8 +210,8 @@ async def vocabularies(size: Size) -> AsyncIterator[Row]:
         for temperature in size.temperatures:
             prompts = enumerate(held_out(size.rounds))
             batches = [Batch((prompt,), size.tokens, temperature, seed) for seed, prompt in prompts]
-            for row in rows(await take_turns(runners, batches, WARM_UP), exact=False):
-                yield {"temperature": temperature, **row}
+            for row in await compared(runners, batches, exact=False, temperature=temperature):
+                yield row
 
 
 # -- JSON that a schema demands ----------------------------------------------------------------------------------------
@@ -218,12 +224,8 @@ _ARGUMENT = {
 
 
 def _object(properties: Row) -> Row:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+    required = list(properties)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 RECORD = _object(
@@ -248,14 +250,14 @@ STRUCTURED = {
 
 async def structured(size: Size) -> AsyncIterator[Row]:
     """One schema, in two layouts."""
-    pair = stretched_pair(Shape())
+    pair = pairs.stretched_pair(Shape())
     async with serving(_told(Shape()), draft=pair.draft) as dispatcher:
         runners = {name: served(dispatcher, speculation) for name, speculation in STRUCTURED.items()}
         for layout, form in LAYOUTS.items():
             grammar = json_schema_grammar(dict(RECORD), "schema", form)
             batches = [Batch((prompt,), size.tokens, grammar=grammar) for prompt in held_out(size.rounds)]
-            for row in rows(await take_turns(runners, batches, WARM_UP)):
-                yield {"layout": layout, **row}
+            for row in await compared(runners, batches, layout=layout):
+                yield row
 
 
 # -- where a draft model works -----------------------------------------------------------------------------------------
@@ -294,8 +296,8 @@ async def placement(size: Size) -> AsyncIterator[Row]:
                 Batch(tuple(itertools.islice(endless, streams)), size.tokens, temperature, seed=number)
                 for number in range(size.rounds)
             ]
-            for row in rows(await take_turns(runners, batches, 1), exact=False):
-                yield {"streams": streams, "temperature": temperature, **row}
+            for row in await compared(runners, batches, 1, exact=False, streams=streams, temperature=temperature):
+                yield row
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -303,7 +305,7 @@ async def placement(size: Size) -> AsyncIterator[Row]:
 
 def _told(shape: Shape) -> Path:
     """The target, after saying what it is."""
-    pair = stretched_pair(shape)
+    pair = pairs.stretched_pair(shape)
     say(pair.about)
     return pair.target
 

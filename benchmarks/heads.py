@@ -4,11 +4,9 @@
 
 The bundled target writes greedily behind prompts that nothing was trained on. A step begins where the one before ended,
 drafts a chain, and ends at its first token that is not the target's; that one comes from the target. What is drafted
-behind the target's own tokens is all that counts, so every place is computed at once, from the text: no serving, no
-time. The draft model reads all of the text; heads read hidden states of all but its last token. The EAGLE-3 head also
-reads them as they are rounded where it drafts away from the target.
-
-Tensor legend: T tokens, N places, K guesses in a row.
+behind the target's own tokens is all that counts, so every place is asked once (:mod:`benchmarks.fit.teacher`): no
+serving, no time. The EAGLE-3 head is also asked with the states that it reads rounded as they are where it drafts away
+from the target.
 """
 
 from __future__ import annotations
@@ -16,95 +14,54 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partialmethod
+from itertools import takewhile
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from alignment.heads.eagle import guesses, read_target
 from alignment.writing import Writer
+from benchmarks.fit import teacher
+from benchmarks.fit.command import FitOptions
+from benchmarks.fit.serving import TargetText
 from benchmarks.harness.pair import BUNDLED, EAGLE, HEADS, ROOT, held_out
 from benchmarks.harness.report import tell
 from cluster.console import say
-from engine.eagle.cached import packed, unpacked
-from engine.eagle.loading import load_alone
-from engine.medusa import read
+from engine.eagle.features import packed, unpacked
+from engine.eagle.head import EagleHead
 from models.pair import load
+from simulation.agreement import AgreementPassage
+from speculation.drafting.draft_session import Candidate
 from speculation.messages import FeatureFormat, Features, SessionId
 
-CPU = torch.device("cpu")
-Guesses = Callable[[Tensor], Tensor]
-"""Of a text ``[T]``: column p holds what is drafted behind token p, ``[K, T]``; -1: nothing."""
+DRAFT = str(ROOT / "models" / "draft")
+FUSE = EagleHead.fuse
+Said = Callable[[AgreementPassage, int, int], Sequence[Candidate]]
+"""Of a passage, a place and a number k: what is said of the k-th token from there on, if all before is right."""
 
 
-def draft_model(folder: Path, depth: int) -> Guesses:
-    """A chain of a draft model is its next choices, as long as they are the text's own."""
-    model: Any = load(folder, torch.float32)
-
-    def guess(tokens_T: Tensor) -> Tensor:
-        said_T = model(input_ids=tokens_T[None], use_cache=False).logits[0].argmax(-1)
-        return _columns([said_T[step:] for step in range(depth)], 0, len(tokens_T))
-
-    return guess
-
-
-def medusa(target: Any, folder: Path) -> Guesses:
-    """Head i, where token p - 1 was read, guesses token p + 1 + i."""
-    heads = read(folder).float()
-
-    def guess(tokens_T: Tensor) -> Tensor:
-        hidden_TD = target(input_ids=tokens_T[None], output_hidden_states=True).hidden_states[-1][0]
-        return _columns(list(heads(hidden_TD).argmax(-1)), 1, len(tokens_T))
-
-    return guess
-
-
-def eagle(target: Any, folder: Path, depth: int, sent: FeatureFormat | None = None) -> Guesses:
-    """The state of token p - 1 with the embedding of token p guesses token p + 1, and on from there.
-
-    ``sent``: how the states are rounded on their way from the target; None: the head is there, too.
-    """
-    head = load_alone(str(folder), str(BUNDLED), CPU, torch.float32)
-    if sent is not None:
-        head.fuse = partial(_sent, head.fuse, sent)  # type: ignore[method-assign]
-
-    def guess(tokens_T: Tensor) -> Tensor:
-        padded_1T = torch.cat((tokens_T, tokens_T[-1:].expand(depth)))[None]
-        aux_1TA, _ = read_target(target, padded_1T, head.config)
-        return _columns(list(guesses(head, padded_1T, aux_1TA, depth)), 1, len(tokens_T))
-
-    return guess
-
-
-def _sent(fuse: Callable[[Tensor], Tensor], wanted: FeatureFormat, aux_1TA: Tensor) -> Tensor:
+def _sent(head: EagleHead, wanted: FeatureFormat, aux_1TA: Tensor) -> Tensor:
     """The states as a drafter elsewhere has them, ``[1, T, D]``."""
-    states_TD = fuse(aux_1TA)[0]
+    states_TD = FUSE(head, aux_1TA)[0]
     values, scales = packed(states_TD, wanted)
     features = Features(SessionId(0), 0, 0, 0, states_TD.shape[1], values, wanted, scales)
     return unpacked(features, states_TD.shape[1], torch.float32)[None]
 
 
-def _columns(rows: Sequence[Tensor], behind: int, length: int) -> Tensor:
-    """Rows of guesses as columns by the last token known, which is so many places behind what was read."""
-    out_KT = torch.full((len(rows), length), -1)
-    for step, row in enumerate(rows):
-        row = row[: length - behind]
-        out_KT[step, behind : behind + len(row)] = row
-    return out_KT
-
-
-def accepted(guess_KT: Tensor, tokens_T: Tensor, start: int) -> list[int]:
-    """Of each step of greedy decoding, the first of which knows the text up to ``start``: how many drafts it keeps."""
-    said_KT = _columns([tokens_T[1 + step :] for step in range(len(guess_KT))], 0, len(tokens_T))
-    right_T = (guess_KT == said_KT).long().cumprod(0).sum(0)
-    kept: list[int] = []
-    place = start
-    while place + len(guess_KT) < len(tokens_T):
-        kept.append(int(right_T[place]))
-        place += kept[-1] + 1
-    return kept
+def kept(passage: AgreementPassage, said: Said, depth: int) -> list[int]:
+    """Of each step of greedy decoding, from the second token on: how many drafts it keeps."""
+    found: list[int] = []
+    place = 1
+    while place + depth <= len(passage.tokens):
+        firsts = (said(passage, place, k)[:1] for k in range(depth))
+        right = (bool(first) and first[0].token == passage.tokens[place + k] for k, first in enumerate(firsts))
+        found.append(sum(takewhile(bool, right)))
+        place += found[-1] + 1
+    return found
 
 
 def figures(kept: Sequence[int], depth: int) -> dict[str, Any]:
@@ -118,22 +75,30 @@ def figures(kept: Sequence[int], depth: int) -> dict[str, Any]:
     }
 
 
-@torch.inference_mode()
 def main(prompts: int, tokens: int, depth: int) -> None:
     """Measure and print, a line of JSON for each way."""
-    target: Any = load(BUNDLED, torch.float32)
-    ways = {
-        "draft model": draft_model(ROOT / "models" / "draft", depth),
-        "medusa": medusa(target, HEADS),
-        "eagle": eagle(target, EAGLE, depth),
-        **{f"eagle, states in {sent}": eagle(target, EAGLE, depth, sent) for sent in FeatureFormat},
-    }
     began = time.monotonic()
+    target = load(BUNDLED, torch.float32)
     written = Writer(target, {target.config.eos_token_id}).write([*held_out(prompts)], tokens, 0.0, 0)
-    for name, guess in ways.items():
-        texts = [(torch.tensor(row.tokens), row.start) for row in written]
-        kept = [count for row_T, start in texts for count in accepted(guess(row_T), row_T, start)]
-        tell({"way": name, "depth": depth, **figures(kept, depth)})
+    texts = [TargetText("", row.tokens[: row.start], row.tokens[row.start :]) for row in written]
+    told = FitOptions(target=str(BUNDLED), dtype="float32", device="cpu")
+
+    def show(way: str, passages: Sequence[AgreementPassage], said: Said) -> None:
+        found = [count for passage in passages for count in kept(passage, said, depth)]
+        tell({"way": way, "depth": depth, **figures(found, depth)})
+
+    drafted = teacher.passages(told, DRAFT, texts)
+    show("draft model", drafted, lambda one, place, k: one.places[place + k])
+    guesses = teacher.guesses(replace(told, medusa=str(HEADS)), texts)
+    asked = [replace(one, guesses=each) for one, each in zip(drafted, guesses, strict=True)]
+    show("medusa", asked, lambda one, place, k: (*one.guesses[place], *((),) * depth)[k])
+    for sent in (None, *FeatureFormat):
+        fuse = partialmethod(_sent, sent)
+        with patch.object(EagleHead, "fuse", fuse) if sent is not None else nullcontext():
+            by_age = teacher.by_age(replace(told, eagle=str(EAGLE)), texts)
+        asked = [replace(one, by_age=each) for one, each in zip(drafted, by_age, strict=True)]
+        way = "eagle" if sent is None else f"eagle, states in {sent}"
+        show(way, asked, lambda one, place, k: one.by_age[k][place + k])
     say(f"{len(written)} prompts, up to {tokens} tokens each, {time.monotonic() - began:.0f} s")
 
 

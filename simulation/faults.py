@@ -117,9 +117,7 @@ class FaultRun:
                 self._repeat(weather.crash_every, lambda peer=peer: world.crash(peer))  # type: ignore[misc]
             self._repeat(weather.hang_every, lambda peer=peer: world.stop_process(peer, rng.uniform(0.05, 4.0)))  # type: ignore[misc]
             self._repeat(weather.stuck_every, lambda peer=peer: world.get_stuck(peer))  # type: ignore[misc]
-            self._repeat(
-                weather.cut_every, lambda peer=peer: rng.choice([world.cut_for_worker, world.cut_for_router])(peer)
-            )  # type: ignore[misc]
+            self._repeat(weather.cut_every, lambda peer=peer: self._cut(peer))  # type: ignore[misc]
         self._repeat(weather.drain_every, self._roll)
         self._repeat(weather.node_every, self._remove_node)
         self._repeat(weather.drafts_away_every, self._send_drafters_away)
@@ -143,6 +141,9 @@ class FaultRun:
         when = self.world.now + self.rng.expovariate(1 / mean) * calmer if mean else until
         if when < until and self.world.running:
             self.world.at(when, strike)
+
+    def _cut(self, peer: SimulatedPeer) -> None:
+        self.rng.choice([self.world.cut_for_worker, self.world.cut_for_router])(peer)
 
     def _roll(self) -> None:
         """Replace a worker, unless it is the last of its role that stays."""

@@ -115,10 +115,7 @@ async def two_targets(dtype: str) -> AsyncIterator[tuple[str, OneWayProxy]]:
 async def one_way_stall(stage: Stage, options: ChaosOptions) -> FaultResult:
     """Hold back what goes to one of two targets under the steady load, for a while."""
     requests = stage.fresh(options, options.tokens)
-    async with (
-        two_targets(options.dtype) as (url, proxy),
-        Workload(url, requests, options.streams) as load,
-    ):
+    async with two_targets(options.dtype) as (url, proxy), Workload(url, requests, options.streams) as load:
         await load.begun(BEGIN_SECONDS)
         began, held_at = time.monotonic(), time.time()
         async with proxy.held():

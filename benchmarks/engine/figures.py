@@ -190,7 +190,10 @@ def result(options: EngineOptions, dtype: str, measured: Measured, **about: Any)
                 "read_seconds": measured.reads,
             },
             "step_seconds": measured.steps,
-            "tokens_per_second": _paces(measured.runs),
+            "tokens_per_second": {
+                name: {"decoding": rates(runs), "with_prompts": rates(runs, whole=True)}
+                for name, runs in measured.runs.items()
+            },
             "agreement": {
                 dtype: asdict(agreement(measured.runs[TOGETHER], measured.runs[PREFIX + TOGETHER])),
                 "float32": asdict(agreement(measured.exact[TOGETHER], measured.exact[PREFIX + TOGETHER])),
@@ -243,9 +246,3 @@ def _agreed_texts(runs: Mapping[str, Sequence[Run]]) -> str:
 
 def _range(tokens: Sequence[int]) -> str:
     return f"{min(tokens)} to {max(tokens)} (mean {mean(tokens):.0f})"
-
-
-def _paces(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    return {
-        name: {"decoding": rates(of_one), "with_prompts": rates(of_one, whole=True)} for name, of_one in runs.items()
-    }

@@ -83,11 +83,6 @@ def parameters(shape: EngineShape) -> int:
         return parameter_count(LlamaForCausalLM(config(shape)))
 
 
-def cached_values(shape: EngineShape) -> int:
-    """Numbers that the cache holds for a token."""
-    return 2 * shape.layers * shape.hidden // GROUP
-
-
 def activations(shape: EngineShape, tokens: int, rows: int) -> int:
     """Numbers alive at the widest place of a step, about: residual, norm, the MLP's three products, and logits.
 
@@ -140,7 +135,7 @@ def memory_of(process: int, shape: EngineShape, item: int, slots: int, rows: int
         resident=fields["Rss"],
         private=fields["Private_Clean"] + fields["Private_Dirty"],
         weights=item * parameters(shape),
-        cache=item * cached_values(shape) * slots,
+        cache=item * slots * 2 * shape.layers * shape.hidden // GROUP,
         activations=item * activations(shape, Config().target.prompt_tokens, rows),
     )
 

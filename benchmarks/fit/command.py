@@ -112,10 +112,6 @@ _THREADS = "threads of each worker; with one, each has a core of its own"
 _VALIDATE = "serve the best way for real, at a few depths, and compare with what was predicted"
 
 
-def _sessions(text: str) -> int:
-    return count(text, MOST_SESSIONS)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitOptions(Options):
     """A fit."""
@@ -136,7 +132,7 @@ class FitOptions(Options):
         (0.0, 0.005, 0.02), _TRIPS, name="--round-trip", metavar="X,Y", parse=round_trip
     )
     """Seconds, beyond what this machine's own messages take."""
-    sessions: tuple[int, ...] = _case((1, 4, 16), _SESSIONS, metavar="X,Y", parse=_sessions)
+    sessions: tuple[int, ...] = _case((1, 4, 16), _SESSIONS, metavar="X,Y", parse=partial(count, maximum=MOST_SESSIONS))
     dtype: str = _workers("auto", "number format", choices=DTYPES)
     device: str = _workers("auto", "auto, cpu, cuda ...")
     threads: int = _workers(1, _THREADS, least=1, most=usable_cores())

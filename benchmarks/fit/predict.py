@@ -73,10 +73,6 @@ class Known:
         pairs = zip(self.passages[way.draft], self.kinds, strict=True)
         return [passage for passage, its in pairs if kind in (None, its)]
 
-    def costs_of(self, way: Way) -> Costs:
-        """What things cost under a way."""
-        return replace(self.costs[way.draft], heads=self.heads)
-
 
 @dataclass(frozen=True, slots=True)
 class TargetLoad:
@@ -103,25 +99,21 @@ class Predictor:
         key = (way, load, depth, kind)
         if key not in self._reports:
             passages = self.known.of(way, kind)
-            if way.remembers:
-                passages = _first_of(passages)
-            tokens = math.ceil(self._tokens(way, passages) / load.sessions)
+            tokens = self.tokens
+            if way.remembers:  # all are simulated as often: the later, the more is known
+                ends = accumulate(len(passage.tokens) for passage in passages)
+                passages = passages[: max(sum(end <= MOST_REMEMBERED for end in ends), 1)]
+                once = sum(len(passage.tokens) for passage in passages)
+                tokens = once * math.ceil(tokens / once)
             self._reports[key] = simulate_texts(
                 self._setting(way, load, depth),
-                self.known.costs_of(way),
+                replace(self.known.costs[way.draft], heads=self.known.heads),
                 Passages(passages, self.known.vocabulary),
                 Random(self.seed),
-                tokens=max(tokens, LEAST_TOKENS),
+                tokens=max(math.ceil(tokens / load.sessions), LEAST_TOKENS),
                 warm_up=max(math.ceil(WARM_UP * self.tokens / load.sessions), LEAST_WARM_UP),
             )
         return self._reports[key]
-
-    def _tokens(self, way: Way, passages: Sequence[AgreementPassage]) -> int:
-        """How many are simulated; where answers are remembered, all of them as often: the later, the more is known."""
-        if not way.remembers:
-            return self.tokens
-        once = sum(len(passage.tokens) for passage in passages)
-        return once * math.ceil(self.tokens / once)
 
     def plain(self, way: Way, sessions: int) -> float:
         """Tokens a second of all requests that nobody drafts for, by the costs that the way is measured against."""
@@ -171,12 +163,6 @@ class Predictor:
             guesses=way.draft not in (self.known.away, *self.known.translated),
             features=way.draft == self.known.away,
         )
-
-
-def _first_of(passages: list[AgreementPassage]) -> list[AgreementPassage]:
-    """As many as are gone through; at least one."""
-    ends = accumulate(len(passage.tokens) for passage in passages)
-    return passages[: max(sum(end <= MOST_REMEMBERED for end in ends), 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +234,6 @@ class Loaded:
     def speedup(self) -> float:
         """Over plain decoding."""
         return self.rate / self.plain
-
-    @property
-    def rate_per_worker(self) -> float:
-        """Tokens a second for each machine that takes part."""
-        return self.rate / (1 + self.drafters)
 
 
 def loads(predictor: Predictor, chosen: Forecast, rtt: float, sessions: Sequence[int]) -> list[Loaded]:

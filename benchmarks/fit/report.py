@@ -12,7 +12,7 @@ from benchmarks.fit.agreement import Agreement
 from benchmarks.fit.command import FitOptions, short
 from benchmarks.fit.predict import DEPTHS, PAYS, Forecast, Known, Loaded
 from benchmarks.fit.validate import Validation
-from benchmarks.harness.report import DPI, Plot, PlotLine, PlotPanel, Result, Table, draw, table_of
+from benchmarks.harness.report import PlotLine, PlotPanel, Result, Table, draw, table_of
 from simulation import costs
 from simulation.costs import Costs
 
@@ -161,7 +161,7 @@ def _loads(result: FitResult) -> Table:
             "plain tokens/s": lambda one: f"{one.plain:.1f}",
             "tokens/s": lambda one: f"{one.rate:.1f}",
             "a request": lambda one: f"{one.rate / one.sessions:.1f}",
-            "a worker": lambda one: f"{one.rate_per_worker:.1f}",
+            "a worker": lambda one: f"{one.rate / (1 + one.drafters):.1f}",
             "speed-up": lambda one: one.speedup,
             "drafters": lambda one: one.drafters,
             "lead delivered": lambda one: one.delivered if one.drafters else None,
@@ -223,7 +223,16 @@ def as_json(result: FitResult) -> dict[str, Any]:
     heads = replace(result.known.costs[None], verify=result.known.heads)
     return {
         "options": {"prompts": len(options.prompts), **{name: getattr(options, name) for name in named}},
-        "costs": {draft or "": _costs_json(result.known.costs[draft], options.sessions) for draft in drafts},
+        "costs": {
+            draft or "": {
+                "verify": _verify_json(costs, options.sessions),
+                "draft": {str(tokens): costs.draft(tokens) for tokens in (1, *SHOWN)},
+                "to_target": costs.to_target,
+                "to_draft": costs.to_draft,
+            }
+            for draft in drafts
+            for costs in [result.known.costs[draft]]
+        },
         "heads": _verify_json(heads, options.sessions) if result.known.heads else None,
         "ways": [_forecast_json(one) for one in result.forecasts],
         "chosen": _forecast_json(chosen) if chosen else None,
@@ -234,15 +243,6 @@ def as_json(result: FitResult) -> dict[str, Any]:
         "least_acceptance": result.least_acceptance,
         "speedup_without_earlier_answers": result.forgetful,
         "validation": _validation_json(result.validation) if result.validation else None,
-    }
-
-
-def _costs_json(costs: Costs, sessions: Sequence[int]) -> dict[str, Any]:
-    return {
-        "verify": _verify_json(costs, sessions),
-        "draft": {str(tokens): costs.draft(tokens) for tokens in (1, *SHOWN)},
-        "to_target": costs.to_target,
-        "to_draft": costs.to_draft,
     }
 
 
@@ -274,32 +274,33 @@ def _validation_json(found: Validation) -> dict[str, Any]:
     return {"way": str(found.way), "depths": depths, **{name: getattr(found, name) for name in told}}
 
 
-def plots(result: FitResult, folder: Path) -> list[Plot]:
-    """Draw into ``folder``."""
-    draw(_panels(result), width=4.3, height=4, legends=True).savefig(folder / "fit.png", dpi=DPI)
-    return [Plot("fit.png", "Speed-up by depth, drafts that are right by depth, and speed-up under load.")]
+def plots(result: FitResult, folder: Path) -> dict[str, str]:
+    """Draw into ``folder``; what the file shows."""
+    draw(folder / "fit.png", _panels(result), 4.3, 4, legends=True)
+    return {"fit.png": "Speed-up by depth, drafts that are right by depth, and speed-up under load."}
 
 
 def _panels(result: FitResult) -> list[PlotPanel]:
     """Speed-up by depth beside the textbook's, acceptance by depth and kind, speed-up under load."""
-    shown, checked, grey = result.shown, result.validation, {"linestyle": "--", "color": "tab:grey"}
-    by_depth = [
-        PlotLine(str(one.way), list((shown if one.way == shown.way else one).depths.items()))
-        for one in result.forecasts
+    shown, checked, cost = result.shown, result.validation, _cost(result)
+    grey, dots = {"linestyle": "--", "color": "tab:grey"}, {"marker": "."}
+    by_depth: list[PlotLine] = [
+        (str(one.way), list((shown if one.way == shown.way else one).depths.items()), dots) for one in result.forecasts
     ]
-    cost = _cost(result)
     textbook = [(depth, costs.expected_speedup(shown.agreement.first, depth, cost)) for depth in shown.depths]
-    by_depth.append(PlotLine("textbook, in turn", textbook, grey))
+    by_depth.append(("textbook, in turn", textbook, grey))
     if checked is not None:
         measured = [(one.depth, one.measured) for one in checked.depths]
-        by_depth.append(PlotLine("measured", measured, {"color": "black", "marker": "x", "linestyle": ""}))
-    right = [
-        PlotLine(kind, [(at.depth, at.kept / at.tried) for at in found.depths if at.tried >= TRIED])
+        by_depth.append(("measured", measured, {"color": "black", "marker": "x", "linestyle": ""}))
+    right: list[PlotLine] = [
+        (kind, [(at.depth, at.kept / at.tried) for at in found.depths if at.tried >= TRIED], dots)
         for kind, found in shown.by_kind.items()
     ]
-    loads = [PlotLine("speed-up", [(one.sessions, one.speedup) for one in result.loaded])]
     sessions = [one.sessions for one in result.loaded]
-    loads.append(PlotLine("plain", [(count, 1.0) for count in sessions], grey))
+    loads: list[PlotLine] = [
+        ("speed-up", [(one.sessions, one.speedup) for one in result.loaded], dots),
+        ("plain", [(count, 1.0) for count in sessions], grey),
+    ]
     return [
         PlotPanel("depth", "speed-up over plain", by_depth),
         PlotPanel("depth of the draft token", "share right, where all above was", right, str(shown.way), top=1),

@@ -85,7 +85,8 @@ class Watched:
     def costs(self, draft: str | None) -> Costs:
         """Of the target with a drafter, or alone. What its steps cost by themselves is the same for all."""
         undisturbed = [line for there in self.plainly for line in _within(self.lines[there], self.plainly[there])]
-        without_heads = _without(self.lines[None], self.guessing)
+        with_heads = {id(line) for line in _within(self.lines[None], self.guessing)}
+        without_heads = [line for line in self.lines[None] if id(line) not in with_heads]
         alone = costs_in([*without_heads, *undisturbed], drafter=False)
         if draft is None:
             return alone
@@ -145,14 +146,9 @@ async def serving(options: FitOptions, role: Role, model: str, record: Path) -> 
     else:
         flags += ["--medusa", options.medusa] if options.medusa else []
         flags += ["--draft-eagle", options.eagle, "--eagle-at", options.eagle_at] if options.eagle else []
-        flags += ["--suffix-tokens", str(kept(options))]
+        flags += ["--suffix-tokens", str(SUFFIX_TOKENS if Source.SUFFIX in options.sources else 0)]
     async with running(WorkerPlan(role, Path(model), core, record, flags)) as worker:
         yield worker
-
-
-def kept(options: FitOptions) -> int:
-    """Tokens of earlier outputs that a target keeps."""
-    return SUFFIX_TOKENS if Source.SUFFIX in options.sources else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,11 +282,6 @@ def _lines(file: Path) -> list[Line]:
 def _within(lines: Iterable[Line], spans: Sequence[Span]) -> list[Line]:
     """Those of steps, and of waits, that ended in one of the spans."""
     return [line for line in lines if any(began <= _ended(line) <= ended for began, ended in spans)]
-
-
-def _without(lines: Iterable[Line], spans: Sequence[Span]) -> list[Line]:
-    """All but those."""
-    return [line for line in lines if not any(began <= _ended(line) <= ended for began, ended in spans)]
 
 
 def _ended(line: Line) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from benchmarks.fit.command import DEPTH, PLAIN, FitOptions, Way
 from benchmarks.fit.predict import FINE, Known, Predictor, best_depth
@@ -121,7 +122,11 @@ async def validate(
         tuple(_checked(predictor, way, depth, runs[depth], plain) for depth in depths),
         plain,
         predictor.plain(way, 1),
-        _same([run for depth in depths for run in runs[depth]], some * len(depths)),
+        fmean(
+            run.decoded[0].tokens == text.tokens
+            for depth in depths
+            for run, text in zip(runs[depth], some, strict=True)
+        ),
     )
 
 
@@ -139,8 +144,3 @@ def _checked(predictor: Predictor, way: Way, depth: int, runs: Sequence[Run], pl
     predicted = predictor.report(way, depth=depth).tokens_per_verification
     speedup = predictor.speedup(way, depth=depth)
     return Checked(depth, speedup, pace(runs) / plain, predicted, sum(commits) / len(commits))
-
-
-def _same(runs: Sequence[Run], texts: Sequence[TargetText]) -> float:
-    pairs = zip(runs, texts, strict=True)
-    return sum(run.decoded[0].tokens == text.tokens for run, text in pairs) / len(runs)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -154,14 +155,6 @@ CPU_SIZES = Sizes(
 )
 
 
-def _streams(text: str) -> int:
-    return count(text, MAX_STREAMS)
-
-
-def _temperature(text: str) -> float:
-    return number(text, MAX_TEMPERATURE)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuOptions(Options):
     """What is measured."""
@@ -184,10 +177,16 @@ class GpuOptions(Options):
         "none", "of all models' weights; needs torchao (default: none)", choices=("none", "int8", "fp8")
     )
     streams: tuple[int, ...] = flag(
-        (), "speculation: texts at once (default: 1,8,32; on a CPU 1,2)", metavar="N,...", parse=_streams
+        (),
+        "speculation: texts at once (default: 1,8,32; on a CPU 1,2)",
+        metavar="N,...",
+        parse=partial(count, maximum=MAX_STREAMS),
     )
     temperatures: tuple[float, ...] = flag(
-        (0.0, 0.8), "speculation: of sampling (default: 0,0.8)", metavar="X,...", parse=_temperature
+        (0.0, 0.8),
+        "speculation: of sampling (default: 0,0.8)",
+        metavar="X,...",
+        parse=partial(number, maximum=MAX_TEMPERATURE),
     )
     placements: tuple[str, ...] = flag(
         (), "speculation: where the draft model works, of shared, own and cpu (default: all)", metavar="NAME,..."

@@ -186,13 +186,11 @@ class DraftingBench:
         ]
         runs = await take_turns(runners, batches, warm_up)
         plain = runs.pop(PLAIN)
-        speedups = [speedup_of(self._label(placement), setting, plain, drafted) for placement, drafted in runs.items()]
+        alone = self.gpu.on_cuda and torch.cuda.device_count() == 1
+        names = {settings.OWN: settings.SAME_GPU} if alone else {}
+        speedups = [speedup_of(names.get(where, where), setting, plain, drafted) for where, drafted in runs.items()]
         seconds = time.perf_counter() - started
         return StageResult(settings.SPECULATION, _shape(self.gpu), str(setting), seconds, speedups=speedups)
-
-    def _label(self, placement: str) -> str:
-        alone = self.gpu.on_cuda and torch.cuda.device_count() == 1
-        return settings.SAME_GPU if placement == settings.OWN and alone else placement
 
 
 def distinct(prompts: Sequence[tuple[Token, ...]], count: int, rounds: int) -> list[tuple[tuple[Token, ...], ...]]:

@@ -15,16 +15,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 from rich.table import Table as RichTable
 
 from benchmarks.harness.options import Options
 from cluster.console import say
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 DPI = 120
 MISSING = "not measured"
@@ -101,7 +98,8 @@ class Result:
     notes: Sequence[str]
     """What a reader of the figures must know, a sentence or two each."""
     figures: Mapping[str, Any]
-    plots: Callable[[Path], Iterable[Plot]] | None = None
+    plots: Callable[[Path], Mapping[str, str]] | None = None
+    """Draws into a folder; what each of the files it writes shows."""
     width: int = 160
     """Columns of a table that goes to a file."""
     indent: int | None = 2
@@ -141,40 +139,13 @@ class Result:
         """The document, plots, and ``README.md``: the command, the notes, the tables, the last of them first, plots."""
         folder.mkdir(parents=True, exist_ok=True)
         self.write_json(folder / f"{self.name}.json")
-        drawn = list(self.plots(folder)) if self.plots is not None else []
+        drawn = self.plots(folder) if self.plots is not None else {}
         *others, first = (table.markdown() for table in self.tables)
         notes = "\n".join(f"- {note}" for note in self.notes)
-        pictures = (f"![{one.caption}]({one.file})\n\n{one.caption}" for one in drawn)
+        pictures = (f"![{caption}]({file})\n\n{caption}" for file, caption in drawn.items())
         parts = [f"## {self.title}, {self.day.isoformat()}", f"`{self.options.command}`", notes, first, *others]
         parts = [*filter(None, parts), *pictures]
         (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """A picture in a file, and what it shows."""
-
-    file: str
-    caption: str
-
-
-def canvas(width: float, height: float) -> Figure:
-    """To draw on. matplotlib is an optional dependency (``plots``) and is imported only when something is drawn."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    return Figure((width, height), layout="constrained")
-
-
-@dataclass(frozen=True, slots=True)
-class PlotLine:
-    """Points that are joined; ``style``: as matplotlib's ``plot`` takes it."""
-
-    label: str
-    points: Sequence[tuple[float, float]]
-    style: Mapping[str, Any] = field(default_factory=lambda: {"marker": "."})
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +162,25 @@ class PlotPanel:
     """Of the other, which is logarithmic where there are some."""
 
 
-def draw(panels: Sequence[PlotPanel], *, width: float = 4.0, height: float = 3.6, legends: bool = False) -> Figure:
-    """Panels beside each other; ``legends``: in each of them, not in the first alone."""
-    figure = canvas(width * max(len(panels), 1), height)
+PlotLine = tuple[str, Sequence[tuple[float, float]], Mapping[str, Any]]
+"""Its label, points that are joined, and its style, as matplotlib's ``plot`` takes it."""
+
+
+def draw(file: Path, panels: Sequence[PlotPanel], width: float, height: float, *, legends: bool = False) -> None:
+    """Panels beside each other, of this size in inches each; ``legends``: in each of them, not in the first alone.
+
+    matplotlib is an optional dependency (``plots``) and is imported only when something is drawn.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure((width * max(len(panels), 1), height), layout="constrained")
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), number + 1)
-        for line in panel.lines:
-            axes.plot([x for x, _ in line.points], [y for _, y in line.points], label=line.label, **line.style)
+        for label, points, style in panel.lines:
+            axes.plot([x for x, _ in points], [y for _, y in points], label=label, **style)
         axes.set_title(panel.title, fontsize=9)
         axes.set_xlabel(panel.xlabel)
         axes.set_ylabel(panel.ylabel)
@@ -209,7 +192,7 @@ def draw(panels: Sequence[PlotPanel], *, width: float = 4.0, height: float = 3.6
             axes.set_xlim(left=0)
         if legends or not number:
             axes.legend(fontsize=7)
-    return figure
+    figure.savefig(file, dpi=DPI)
 
 
 def tell(row: Mapping[str, Any]) -> None:
@@ -232,17 +215,9 @@ def goals_table(goals: Sequence[Goal[Measured]], measured: Measured) -> Table:
     """What must be reached, beside what was, and beside what transformers comes to, where it has such figures."""
     lines = []
     for goal in goals:
-        figure = goal.ours(measured)
-        theirs = goal.transformers(measured) if goal.transformers else None
-        lines.append(
-            (
-                goal.what,
-                goal.wanted,
-                MISSING if figure is None else f"{figure:.2f}",
-                "" if figure is None else "yes" if goal.reached(figure) else "NO",
-                "" if theirs is None else f"{theirs:.2f}",
-            )
-        )
+        figure, theirs = goal.ours(measured), goal.transformers(measured) if goal.transformers else None
+        reached = "" if figure is None else "yes" if goal.reached(figure) else "NO"
+        lines.append((goal.what, goal.wanted, cell(figure, missing=MISSING), reached, cell(theirs)))
     columns = ("figure", "wanted", "measured", "reached", "transformers")
     shown = 5 if any(goal.transformers for goal in goals) else 4
     return Table("Must reach", columns[:shown], [line[:shown] for line in lines])

@@ -133,7 +133,8 @@ class Contest:
                 await asyncio.sleep(SETTLE_SECONDS)
                 first = await self._usage(server)
                 await self._listen()
-                points.append(await self._point(tokens, first, await self._usage(server), (before, opened), server))
+                usage = before, opened, first, await self._usage(server)
+                points.append(await self._point(tokens, usage, server))
                 if not points[-1].kept_up:
                     break
             await self._set(server, self.pace.interval, ending=True)
@@ -148,7 +149,8 @@ class Contest:
         async with AsyncExitStack() as stack:
             kind, given = BARE, [str(groups)]
             if self.contender != BARE:
-                kind, given = ROUTER, [",".join(await self._workers(stack, role, groups)) for role in self._roles()]
+                roles = [*Role] if self.options.drafters or self.options.features else [Role.TARGET]
+                kind, given = ROUTER, [",".join(await self._workers(stack, role, groups)) for role in roles]
             server = await stack.enter_async_context(
                 child(f"{self.contender} server", "benchmarks.http.server", kind, *given)
             )
@@ -158,9 +160,6 @@ class Contest:
                         os.sched_setaffinity(int(thread), kept)
                 stack.callback(os.sched_setaffinity, 0, cores)
             yield server
-
-    def _roles(self) -> list[Role]:
-        return [Role.TARGET, Role.DRAFT] if self.options.drafters or self.options.features else [Role.TARGET]
 
     async def _workers(self, stack: AsyncExitStack, role: Role, groups: int) -> list[str]:
         tokenizer = Tokenizer.load(str(BUNDLED / MODEL))
@@ -233,14 +232,10 @@ class Contest:
         return median(delays) if delays else None
 
     async def _point(
-        self,
-        tokens: float,
-        first: ProcessUsage,
-        last: ProcessUsage,
-        opening: tuple[ProcessUsage, ProcessUsage],
-        server: ReadyProcess,
+        self, tokens: float, usage: tuple[ProcessUsage, ProcessUsage, ProcessUsage, ProcessUsage], server: ReadyProcess
     ) -> LoadPoint:
-        before, opened = opening
+        """``usage``: with one stream, with all, before the measurement and after it."""
+        before, opened, first, last = usage
         seconds, cpu = last.at - first.at, last.cpu - first.cpu
         delays: list[float] = []
         for name, made in (await self._commits(server)).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,14 +24,6 @@ KEPT_UP = 0.97
 """Of the pace that was asked for: below, a point is beyond what the contender carries."""
 
 
-def _streams(text: str) -> int:
-    return count(text, 16384)
-
-
-def _rate(text: str) -> int:
-    return count(text, 1_000_000)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleOptions(Options):
     """How many streams, at which paces."""
@@ -42,9 +35,13 @@ class ScaleOptions(Options):
     DETAILS = "No model is computed; the router has a core of its own where there are two. Takes two to four minutes."
     MODULE = "benchmarks.http.load"
     json: Path | None = flag(None, FIGURES)
-    streams: tuple[int, ...] = flag((64, 512, 2048), "streams at once, one number or more", parse=_streams)
+    streams: tuple[int, ...] = flag(
+        (64, 512, 2048), "streams at once, one number or more", parse=partial(count, maximum=16384)
+    )
     tokens: tuple[int, ...] = flag(
-        (5000, 10000, 20000, 40000), "tokens a second of all streams together, one number or more", parse=_rate
+        (5000, 10000, 20000, 40000),
+        "tokens a second of all streams together, one number or more",
+        parse=partial(count, maximum=1_000_000),
     )
     sessions: int = flag(64, "sessions of one target, which commits for all of them at once", least=1, most=1024)
     """By default as many as one computes in a step by default."""

@@ -142,10 +142,7 @@ class Answer:
         ids = choice.get("token_ids")
         if isinstance(ids, list):
             return None if before is None else before + len(ids)
-        for total in (
-            _inner(event, "usage").get("completion_tokens"),
-            _inner(event, "timings").get("predicted_n"),
-        ):
+        for total in (_inner(event, "usage").get("completion_tokens"), _inner(event, "timings").get("predicted_n")):
             if isinstance(total, int):
                 return total
         return None

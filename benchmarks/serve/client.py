@@ -36,6 +36,10 @@ def read_prompts(source: str, chat: bool) -> list[Prompt]:
     return found
 
 
+CHUNK_SIZES = {Make.PACELINE: {"include_speculation": True}, Make.VLLM: {"continuous_usage_stats": True}}
+"""What makes a server say how many tokens a chunk has."""
+
+
 def path(chat: bool) -> str:
     """Of the endpoint."""
     return "/v1/chat/completions" if chat else "/v1/completions"
@@ -55,7 +59,7 @@ def body(
         "temperature": options.temperature,
         "seed": options.seed + abs(number),
         "stream": True,
-        "stream_options": _stream_options(make),
+        "stream_options": {"include_usage": True, **CHUNK_SIZES.get(make, {})},
     }
     if make is Make.PACELINE:
         # Nobody drafts from the answers that others, or warming up, had to the same requests.
@@ -67,12 +71,6 @@ def remembers(contender: ServerContender) -> bool:
     """Whether a Paceline may keep its answers to draft for later requests, which the user has to ask for."""
     said = contender.extra.get("speculation", {})
     return not isinstance(said, Mapping) or said.get("remember", False) is not False
-
-
-def _stream_options(make: Make) -> Json:
-    """Whatever makes the server say how many tokens a chunk has."""
-    own = {Make.PACELINE: {"include_speculation": True}, Make.VLLM: {"continuous_usage_stats": True}}
-    return {"include_usage": True, **own.get(make, {})}
 
 
 def _merged(fields: Json, extra: Mapping[str, Any]) -> Json:

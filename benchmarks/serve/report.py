@@ -137,9 +137,10 @@ def errors(rows: Rows) -> Table:
 
 def notes(log: Log, options: ServeOptions, rows: Rows) -> list[str]:
     """What a reader of the figures must know, a sentence or two each."""
+    known = {make: make.value for make in Make} | {Make.OTHER: "a server of another make"}
     servers, urls = log.servers, [one.url for one in log.contenders]
     about = "; ".join(
-        f"{one.name}: {servers[one.name].model} at {one.url} ({_make(servers[one.name].make)})"
+        f"{one.name}: {servers[one.name].model} at {one.url} ({known[servers[one.name].make]})"
         for one in options.contenders
     )
     ours = [one for one in log.contenders if servers[one.name].make is Make.PACELINE]
@@ -208,10 +209,6 @@ def _load(options: ServeOptions) -> str:
         f"after {options.warmup} to warm up. {'Chat' if options.chat else 'Completions'} of at most "
         f"{options.max_tokens} tokens, temperature {options.temperature:g}, seeds from {options.seed}."
     )
-
-
-def _make(make: Make) -> str:
-    return "a server of another make" if make is Make.OTHER else make.value
 
 
 def _cells(spread: Spread | None) -> list[str]:

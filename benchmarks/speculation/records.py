@@ -43,11 +43,6 @@ class TargetStep:
         """Draft tokens verified."""
         return sum(session.offered for session in self.sessions)
 
-    @property
-    def accepted(self) -> int:
-        """Draft tokens kept."""
-        return sum(session.accepted for session in self.sessions)
-
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -91,7 +86,9 @@ def read_log(paths: Iterable[Path]) -> WorkerLog:
             elif "wait" in line:
                 waits.append(Span(*line["wait"]))
             else:
-                steps.append(_target_step(line))
+                parts = ((one["offered"], one["accepted"], tuple(one["depths"])) for one in line["sessions"])
+                sessions = tuple(SessionStep(*part) for part in parts)
+                steps.append(TargetStep(line["start"], line["end"], line["forward"], sessions))
     return WorkerLog(tuple(steps), tuple(waits), tuple(drafting))
 
 
@@ -103,13 +100,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith("\n"):
                 return
             yield json.loads(line)
-
-
-def _target_step(line: Mapping[str, Any]) -> TargetStep:
-    sessions = tuple(
-        SessionStep(session["offered"], session["accepted"], tuple(session["depths"])) for session in line["sessions"]
-    )
-    return TargetStep(line["start"], line["end"], line["forward"], sessions)
 
 
 def verify_seconds(steps: Iterable[TargetStep]) -> dict[int, float]:

@@ -6,39 +6,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks.harness.report import (
-    DPI,
-    Plot,
-    PlotLine,
-    PlotPanel,
-    Result,
-    Table,
-    against,
-    cell,
-    draw,
-    goals_table,
-    table_of,
-)
-from benchmarks.speculation.figures import (
-    GOALS,
-    OURS,
-    PARALLEL,
-    PLAIN,
-    SEQUENTIAL,
-    PairResult,
-    RateRatio,
-    Row,
-    find,
-    ratio,
-)
+from benchmarks.harness.report import PlotLine, PlotPanel, Result, Table, against, cell, draw, goals_table, table_of
+from benchmarks.speculation import figures
+from benchmarks.speculation.figures import GOALS, PairResult, RateRatio, Row, find, ratio
 from benchmarks.speculation.settings import EXTRAS, ROUND_TRIPS, SpeculationOptions
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-COLOURS = {OURS: "tab:blue", SEQUENTIAL: "tab:orange", PARALLEL: "tab:green", PLAIN: "tab:grey"}
+COLOURS = {
+    figures.OURS: "tab:blue",
+    figures.SEQUENTIAL: "tab:orange",
+    figures.PARALLEL: "tab:green",
+    figures.PLAIN: "tab:grey",
+}
+STYLES = {contender: {"marker": "o", "color": colour} for contender, colour in COLOURS.items()}
 TRIED = 10
 
 
@@ -78,7 +59,9 @@ def settings(rows: Sequence[Row]) -> Table:
     """Every contender in every setting."""
 
     def over(row: Row) -> RateRatio | None:
-        named = (find(rows, row.pair, row.setting.name, name) for name in (PLAIN, f"transformers {PLAIN}"))
+        named = (
+            find(rows, row.pair, row.setting.name, name) for name in (figures.PLAIN, f"transformers {figures.PLAIN}")
+        )
         plain = next(filter(None, named), None)
         return ratio(row, plain) if plain else None
 
@@ -136,53 +119,52 @@ NOTES = (
 )
 
 
-def plots(rows: Sequence[Row], folder: Path) -> list[Plot]:
-    """Draw all plots into ``folder``."""
-    drawn = [
-        (speedup(rows), "speedup", "Speed-up over plain decoding against the round trip to the drafter."),
-        (acceptance(rows), "acceptance", "Share of drafts kept by depth, where all above was kept."),
-    ]
-    for figure, name, _ in drawn:
-        figure.savefig(folder / f"{name}.png", dpi=DPI)
-    return [Plot(f"{name}.png", caption) for _, name, caption in drawn]
+def plots(rows: Sequence[Row], folder: Path) -> dict[str, str]:
+    """Draw all plots into ``folder``; what each file shows."""
+    draw(folder / "speedup.png", speedup(rows), 4.0, 3.6)
+    draw(folder / "acceptance.png", acceptance(rows), 7, 4)
+    return {
+        "speedup.png": "Speed-up over plain decoding against the round trip to the drafter.",
+        "acceptance.png": "Share of drafts kept by depth, where all above was kept.",
+    }
 
 
-def speedup(rows: Sequence[Row]) -> Figure:
+def speedup(rows: Sequence[Row]) -> list[PlotPanel]:
     """A panel for every pair measured at several round trips."""
     at: dict[str, list[Row]] = {}
     for row in rows:
-        if row.contender == OURS and row.setting in ROUND_TRIPS:
+        if row.contender == figures.OURS and row.setting in ROUND_TRIPS:
             at.setdefault(row.pair, []).append(row)
     panels = []
     for pair, found in at.items():
         if len(found) > 1:
             trips = sorted(found, key=lambda row: row.setting.rtt_ms)
-            lines = [
-                PlotLine(
-                    contender,
-                    [(row.setting.rtt_ms, _over_plain(rows, row, contender)) for row in trips],
-                    {"marker": "o", "color": COLOURS[contender]},
-                )
-                for contender in (OURS, SEQUENTIAL, PARALLEL, PLAIN)
+            lines: list[PlotLine] = [
+                (contender, [(row.setting.rtt_ms, _over_plain(rows, row, contender)) for row in trips], style)
+                for contender, style in STYLES.items()
             ]
             panels.append(PlotPanel("round trip, ms", "speed-up over plain", lines, pair))
-    return draw(panels)
+    return panels
 
 
 def _over_plain(rows: Sequence[Row], beside: Row, contender: str) -> float:
-    row, plain = (find(rows, beside.pair, beside.setting.name, name) for name in (contender, PLAIN))
+    row, plain = (find(rows, beside.pair, beside.setting.name, name) for name in (contender, figures.PLAIN))
     assert row is not None and plain is not None
     return ratio(row, plain).median
 
 
-def acceptance(rows: Sequence[Row]) -> Figure:
+def acceptance(rows: Sequence[Row]) -> list[PlotPanel]:
     """A line for ours in every setting that changes what is drafted: pairs and temperatures."""
-    lines = [
-        PlotLine(
+    lines: list[PlotLine] = [
+        (
             f"{row.pair}, temperature {row.setting.temperature:g}",
             [(depth.depth, depth.kept / depth.tried) for depth in row.depths if depth.tried >= TRIED],
+            {"marker": "."},
         )
         for row in rows
-        if row.contender == OURS and row.setting.batch == 1 and not row.setting.rtt_ms and row.setting not in EXTRAS
+        if row.contender == figures.OURS
+        and row.setting.batch == 1
+        and not row.setting.rtt_ms
+        and row.setting not in EXTRAS
     ]
-    return draw([PlotPanel("depth of the draft token", "share kept", lines, top=1)], width=7, height=4)
+    return [PlotPanel("depth of the draft token", "share kept", lines, top=1)]

@@ -25,7 +25,7 @@ from benchmarks.harness import transformers_baseline as baseline
 from benchmarks.harness.contenders import LENGTHS, PARALLEL_LENGTHS, Contender, best, parallel, sequential
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, trained_pair, wrong_draft
-from benchmarks.harness.processes import ReadyProcess, WorkerPlan, connected, running, until_lost
+from benchmarks.harness.processes import WorkerPlan, connected, running, until_lost
 from benchmarks.speculation import settings
 from benchmarks.speculation.figures import ASSISTED, MeasuredRuns, PairResult, rows
 from benchmarks.speculation.records import read_log
@@ -114,7 +114,7 @@ async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: Compar
 
 async def compare_transformers(bench: PairBench, dispatcher: Dispatcher) -> None:
     """The other library, in turn with ours."""
-    async with baseline.transformers(bench.pair, bench.options.dtype) as other:
+    with baseline.transformers(bench.pair, bench.options.dtype) as other:
         modes = {str(mode): baseline.runner(other, mode) for mode in baseline.ASSISTED}
         chosen = await bench.choose(settings.TRANSFORMERS, ASSISTED, modes)
         runners = {
@@ -123,20 +123,6 @@ async def compare_transformers(bench: PairBench, dispatcher: Dispatcher) -> None
             ASSISTED: modes[chosen],
         }
         await bench.compare(settings.TRANSFORMERS, runners, {ASSISTED: chosen})
-
-
-async def compare_dead(bench: PairBench, dispatcher: Dispatcher, draft: ReadyProcess) -> None:
-    """Kill the drafter and go on asking for drafts."""
-    await draft.kill()
-    await until_lost(dispatcher, Role.DRAFT)
-    await bench.compare(settings.DEAD, _plain_and_ours(dispatcher), {})
-
-
-async def compare_wrong(bench: PairBench, target: ReadyProcess, wrong: ReadyProcess) -> None:
-    """A wrong drafter comes: at once, and when the target has seen its drafts for a while."""
-    async with connected(target, wrong) as dispatcher:
-        for setting, warm_up in ((settings.WRONG_COLD, 0), (settings.WRONG, WARM_UP)):
-            await bench.compare(setting, _plain_and_ours(dispatcher), {}, warm_up)
 
 
 def _plain_and_ours(dispatcher: Dispatcher) -> dict[str, Runner]:
@@ -162,9 +148,15 @@ async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, progr
                 await compare_ours(bench, dispatcher, setting, plan.lookup)
             if plan.extras:
                 await compare_transformers(bench, dispatcher)
-                await compare_dead(bench, dispatcher, draft)
-                async with running(WorkerPlan(Role.DRAFT, wrong_draft(pair), 1, records[2], flags)) as wrong:
-                    await compare_wrong(bench, target, wrong)
+                await draft.kill()
+                await until_lost(dispatcher, Role.DRAFT)
+                await bench.compare(settings.DEAD, _plain_and_ours(dispatcher), {})
+                async with (
+                    running(WorkerPlan(Role.DRAFT, wrong_draft(pair), 1, records[2], flags)) as wrong,
+                    connected(target, wrong) as afterwards,
+                ):
+                    for setting, warm_up in ((settings.WRONG_COLD, 0), (settings.WRONG, WARM_UP)):
+                        await bench.compare(setting, _plain_and_ours(afterwards), {}, warm_up)
         if plan.shared:
             flags = ["--dtype", options.dtype, "--threads", str(len(os.sched_getaffinity(0)))]
             records += [Path(name) / f"shared-{role}.jsonl" for role in ("target", "draft")]
@@ -180,20 +172,16 @@ async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, progr
 
 def main(options: SpeculationOptions) -> int:
     """Build the pairs, measure, and report."""
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.getLogger("router.sessions.pool").setLevel(logging.ERROR)  # that workers are lost is part of the plan
     console = Console(stderr=True)
     outcomes = []
     for plan in options.plans:
         with console.status("building the pair, or finding it as built before"):
-            pair = _pair(plan, options)
+            shape = Shape(options.hidden, options.layers, plan.acceptance or 0.0)
+            pair = trained_pair() if plan.acceptance is None else stretched_pair(shape)
         with Progress(console=console) as progress:
             outcomes.append(asyncio.run(measure(pair, plan, options, progress)))
     result(options, outcomes).publish()
     return 0
-
-
-def _pair(plan: PairPlan, options: SpeculationOptions) -> Pair:
-    if plan.acceptance is None:
-        return trained_pair()
-    return stretched_pair(Shape(options.hidden, options.layers, plan.acceptance))
