@@ -19,7 +19,7 @@ from benchmarks import step_costs
 from benchmarks.bench import DraftingOptions
 from benchmarks.grammar_prompts import KINDS
 from benchmarks.harness import pair as pairs
-from benchmarks.harness.contenders import OURS, PLAIN, rows
+from benchmarks.harness.contenders import DRAFTED, PLAIN, WITH_LOOKUP, rows
 from benchmarks.harness.measure import Batch, Runner, served, take_turns
 from benchmarks.harness.pair import ROOT, Shape, held_out, noiseless_target, stretched_eagle
 from benchmarks.harness.processes import WorkerPlan, all_running, connected, serving
@@ -36,7 +36,6 @@ ABOUT = "Each contender beside plain decoding, in turn prompt by prompt; ratios 
 WARM_UP = 2
 SAME, OTHER = ROOT / "models" / "draft", ROOT / "models" / "draft_other"
 OTHER_NAME = "draft, another tokenizer"
-_UNASKED = Speculation(enabled=False, remember=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +132,8 @@ async def eagle(size: Size) -> AsyncIterator[Row]:
         for seed, temperature in enumerate(size.temperatures):
             scope = RequestOptions(scope=f"at {temperature}")
             runners = {
-                PLAIN.name: served(without, PLAIN.speculation, scope),
-                REMOTE: served(away, OURS.speculation, scope),
+                "plain": served(without, PLAIN, scope),
+                REMOTE: served(away, DRAFTED, scope),
                 LOCAL: served(beside, Speculation(sources=frozenset({Source.EAGLE}), remember=False), scope),
             }
             prompts = held_out(WARM_UP + size.rounds)
@@ -159,7 +158,7 @@ async def steps(size: Size) -> AsyncIterator[Row]:
 # -- output that repeats, drafted for without a model ------------------------------------------------------------------
 
 REPETITION = {
-    "plain": _UNASKED,
+    "plain": PLAIN,
     "lookup": Speculation(sources=frozenset({Source.LOOKUP}), remember=False),
     "suffix": Speculation(sources=frozenset({Source.SUFFIX})),
     "both": Speculation(sources=frozenset({Source.LOOKUP, Source.SUFFIX})),
@@ -203,9 +202,9 @@ async def vocabularies(size: Size) -> AsyncIterator[Row]:
         connected(verifying, other) as with_other,
     ):
         runners = {
-            PLAIN.name: served(with_same, PLAIN.speculation),
-            "draft, same tokenizer": served(with_same, OURS.speculation),
-            OTHER_NAME: served(with_other, OURS.speculation),
+            "plain": served(with_same, PLAIN),
+            "draft, same tokenizer": served(with_same, DRAFTED),
+            OTHER_NAME: served(with_other, DRAFTED),
         }
         for temperature in size.temperatures:
             prompts = enumerate(held_out(size.rounds))
@@ -241,10 +240,10 @@ LAYOUTS: Mapping[str, dict[str, object]] = {
 }
 """Compact JSON leaves much text without a choice, JSON with free whitespace none."""
 STRUCTURED = {
-    "plain": _UNASKED,
+    "plain": PLAIN,
     "forced text alone": Speculation(sources=frozenset({Source.GRAMMAR}), remember=False),
-    "draft alone": OURS.speculation,
-    "all sources": Speculation(remember=False),
+    "draft alone": DRAFTED,
+    "all sources": WITH_LOOKUP,
 }
 
 
@@ -284,11 +283,11 @@ async def placement(size: Size) -> AsyncIterator[Row]:
         connected(every) as wide,
     ):
         runners = {
-            f"plain, {fewer} of {cores} cores": served(own, PLAIN.speculation),
-            "own": served(own, OURS.speculation),
-            f"shared, {fewer} of {cores} cores": served(in_turn, OURS.speculation),
-            "plain, all cores": served(wide, PLAIN.speculation),
-            "shared, all cores": served(wide, OURS.speculation),
+            f"plain, {fewer} of {cores} cores": served(own, PLAIN),
+            "own": served(own, DRAFTED),
+            f"shared, {fewer} of {cores} cores": served(in_turn, DRAFTED),
+            "plain, all cores": served(wide, PLAIN),
+            "shared, all cores": served(wide, DRAFTED),
         }
         for streams, temperature in itertools.product((1, 4, 8), size.temperatures):
             endless = itertools.cycle(held_out())

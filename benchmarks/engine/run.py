@@ -165,7 +165,7 @@ async def serve(folder: Path, options: EngineOptions, dtype: torch.dtype, genera
     core = 0 if options.threads == 1 else None
     plan = WorkerPlan(Role.TARGET, folder / "model", core, flags=flags)
     async with running(plan) as worker, connected(worker) as dispatcher:
-        await served(dispatcher, PLAIN.speculation)(Batch(tuple(random_prompts(CONCURRENT, PROMPT, generator)), NEW))
+        await served(dispatcher, PLAIN)(Batch(tuple(random_prompts(CONCURRENT, PROMPT, generator)), NEW))
         if sys.platform != "linux":
             return None
         return memory_of(worker.process.pid, options.shape, dtype.itemsize, WORKER_CACHE_TOKENS, CONCURRENT)
@@ -214,7 +214,7 @@ class Loop:
         for prompt, count in zip(batch.prompts, batch.wanted, strict=True):
             session, end = next(self._numbers), Limits(len(prompt) + count)
             tokens[session], commits[session] = [], []
-            opened = Open(session, 1, tuple(prompt), sampling, end, PLAIN.speculation)
+            opened = Open(session, 1, tuple(prompt), sampling, end, PLAIN)
             _refuse(self._loop.receive(LINK, opened, time.perf_counter()))
         unfinished = set(tokens)
         while unfinished:

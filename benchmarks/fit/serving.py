@@ -13,8 +13,8 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -132,8 +132,7 @@ async def watch(options: FitOptions, prompts: Sequence[tuple[Token, ...]], folde
     return watched
 
 
-@asynccontextmanager
-async def serving(options: FitOptions, role: Role, model: str, record: Path) -> AsyncIterator[ReadyProcess]:
+def serving(options: FitOptions, role: Role, model: str, record: Path) -> AbstractAsyncContextManager[ReadyProcess]:
     """One worker, on a core of its own if one is all that it computes with; ``model`` may be the head of a drafter."""
     core = None if options.threads > 1 else 0 if role is Role.TARGET else 1
     flags = ["--dtype", options.dtype, "--device", options.device, "--threads", str(options.threads)]
@@ -147,8 +146,7 @@ async def serving(options: FitOptions, role: Role, model: str, record: Path) -> 
         flags += ["--medusa", options.medusa] if options.medusa else []
         flags += ["--draft-eagle", options.eagle, "--eagle-at", options.eagle_at] if options.eagle else []
         flags += ["--suffix-tokens", str(SUFFIX_TOKENS if Source.SUFFIX in options.sources else 0)]
-    async with running(WorkerPlan(role, Path(model), core, record, flags)) as worker:
-        yield worker
+    return running(WorkerPlan(role, Path(model), core, record, flags))
 
 
 @dataclass(frozen=True, slots=True)

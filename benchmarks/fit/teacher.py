@@ -18,7 +18,7 @@ Tensor legend: R places, T tokens, N rows, D hidden size, H heads, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,11 +62,8 @@ def translated(options: FitOptions) -> frozenset[str]:
     """
     found = {draft: known for draft in options.drafts if (known := read_vocabularies(draft, options.target))}
     for draft, known in found.items():
-        engine = build(_settings(options, draft, 0), invariant=False)
-        try:
+        with closing(build(_settings(options, draft, 0), invariant=False)) as engine:
             translator(engine, known)
-        finally:
-            engine.close()
     return frozenset(found)
 
 
@@ -74,8 +71,7 @@ def passages(options: FitOptions, draft: str, texts: Sequence[TargetText]) -> li
     """``texts`` with what ``draft`` says at every place. Raises FitError or :class:`engine.model.ModelError`."""
     known = read_vocabularies(draft, options.target)
     longest = max(_length(text, known) for text in texts)
-    engine = build(_settings(options, draft, longest), invariant=False)
-    try:
+    with closing(build(_settings(options, draft, longest), invariant=False)) as engine:
         if longest > engine.model.context:
             holds = f"its context holds {engine.model.context} tokens, prompt and text have up to {longest}"
             raise FitError(f"--draft {draft}: {holds}; give shorter prompts or fewer --tokens")
@@ -83,8 +79,6 @@ def passages(options: FitOptions, draft: str, texts: Sequence[TargetText]) -> li
             return [_passage(engine, text, options.sampling) for text in texts]
         reader = translator(engine, known)
         return [_translated(engine, reader, text, options.sampling) for text in texts]
-    finally:
-        engine.close()
 
 
 def _settings(options: FitOptions, draft: str, longest: int) -> EngineSettings:
@@ -181,16 +175,11 @@ def by_age(options: FitOptions, texts: Sequence[TargetText]) -> list[ByAge]:
         return [_said_by_age(engine, engine.eagle, text, options.sampling) for text in texts]
 
 
-@contextmanager
-def _target(options: FitOptions, texts: Sequence[TargetText]) -> Iterator[Engine]:
+def _target(options: FitOptions, texts: Sequence[TargetText]) -> closing[Engine]:
     """The target with its heads, with room for each of the texts."""
     longest = max(len(text.prompt) + len(text.tokens) for text in texts)
     settings = _settings(options, options.target, longest)
-    engine = build(replace(settings, medusa=options.medusa, eagle=options.eagle))
-    try:
-        yield engine
-    finally:
-        engine.close()
+    return closing(build(replace(settings, medusa=options.medusa, eagle=options.eagle)))
 
 
 @torch.inference_mode()

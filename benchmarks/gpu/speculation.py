@@ -26,7 +26,7 @@ from benchmarks.gpu import settings
 from benchmarks.gpu.device import TimedDevice
 from benchmarks.gpu.figures import Speedup, StageResult
 from benchmarks.gpu.settings import DraftingSetting, GpuOptions
-from benchmarks.harness import contenders
+from benchmarks.harness.contenders import DRAFTED, PLAIN
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, wrong_draft
 from benchmarks.harness.processes import ReadyProcess, WorkerPlan, connected, running, until_lost
@@ -34,7 +34,6 @@ from router.dispatch import Dispatcher
 from speculation.events import Role
 from speculation.messages import Token
 
-PLAIN = contenders.PLAIN.name
 FIRST_WARM_UP, WARM_UP = 6, 1
 """Rounds before those that count, with drafts of another kind and in other settings: what a step takes, and what drafts
 are worth, is learned in service."""
@@ -174,8 +173,8 @@ class DraftingBench:
                 await draft.kill()
                 await until_lost(routers[placement], Role.DRAFT)
         alone = next((placement for placement in routers if placement != settings.SHARED), settings.SHARED)
-        drafting = {placement: served(router, contenders.OURS.speculation) for placement, router in routers.items()}
-        return {PLAIN: served(routers[alone], contenders.PLAIN.speculation), **drafting}
+        drafting = {placement: served(router, DRAFTED) for placement, router in routers.items()}
+        return {"plain": served(routers[alone], PLAIN), **drafting}
 
     async def _compare(self, setting: DraftingSetting, runners: Mapping[str, Runner], warm_up: int) -> StageResult:
         started, options = time.perf_counter(), self.options
@@ -185,7 +184,7 @@ class DraftingBench:
             for seed, some in enumerate(distinct(prompts, setting.streams, options.rounds))
         ]
         runs = await take_turns(runners, batches, warm_up)
-        plain = runs.pop(PLAIN)
+        plain = runs.pop("plain")
         alone = self.gpu.on_cuda and torch.cuda.device_count() == 1
         names = {settings.OWN: settings.SAME_GPU} if alone else {}
         speedups = [speedup_of(names.get(where, where), setting, plain, drafted) for where, drafted in runs.items()]

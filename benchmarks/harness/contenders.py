@@ -10,52 +10,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, TypeVar
 
 from benchmarks.harness.measure import Run
 from speculation.messages import Schedule, Source, Speculation
 
-LENGTHS = (2, 4, 6, 8, 10, 12)
-PARALLEL_LENGTHS = (6, 8, 10, 12)
-
-
 Choice = TypeVar("Choice")
-
-
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """A name for the tables and what its requests ask for."""
-
-    name: str
-    speculation: Speculation
-
-    def __post_init__(self) -> None:
-        assert not self.speculation.remember, "another contender may copy its answers"
-
-
-_DRAFT = frozenset({Source.DRAFT})
-
-PLAIN = Contender("plain", Speculation(enabled=False, remember=False))
-OURS = Contender("ours", Speculation(sources=_DRAFT, remember=False))
-"""Drafts of the draft model only, so that it is compared with others on equal terms."""
-OURS_AND_LOOKUP = Contender("ours with lookup", Speculation(remember=False))
+PLAIN = Speculation(enabled=False, remember=False)
+DRAFTED = Speculation(sources=frozenset({Source.DRAFT}), remember=False)
+"""Ours with drafts of the draft model only, so that it is compared with others on equal terms."""
+WITH_LOOKUP = Speculation(remember=False)
 """What a request gets that asks for nothing, but that nothing was said before."""
+LENGTHS = {Schedule.SEQUENTIAL: (2, 4, 6, 8, 10, 12), Schedule.PARALLEL: (6, 8, 10, 12)}
+"""Draft lengths K that baselines are tried with: one drafts, then verifies, in turn (Leviathan et al. 2023); the other
+drafts the next K tokens during verification, and drops them at a refusal (as PEARL does, Liu et al. 2024)."""
 
 
-def sequential(length: int) -> Contender:
-    """Draft ``length`` tokens, then verify them, in turn (Leviathan et al. 2023), over the same wire."""
-    return _in_chains("sequential", length, Schedule.SEQUENTIAL)
-
-
-def parallel(length: int) -> Contender:
-    """Draft the next ``length`` tokens during verification, drop them at a refusal (as PEARL does, Liu et al. 2024)."""
-    return _in_chains("PEARL-like", length, Schedule.PARALLEL)
-
-
-def _in_chains(name: str, length: int, schedule: Schedule) -> Contender:
-    return Contender(name, Speculation(max_depth=length, schedule=schedule, sources=_DRAFT, remember=False))
+def in_chains(schedule: Schedule, length: int) -> Speculation:
+    """A baseline, over the same wire."""
+    return replace(DRAFTED, max_depth=length, schedule=schedule)
 
 
 def pace(runs: Sequence[Run]) -> float:

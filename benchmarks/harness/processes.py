@@ -12,7 +12,7 @@ import re
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,16 +118,14 @@ class WorkerPlan:
     flags: Sequence[str] = ()
 
 
-@asynccontextmanager
-async def running(plan: WorkerPlan) -> AsyncIterator[ReadyProcess]:
+def running(plan: WorkerPlan) -> AbstractAsyncContextManager[ReadyProcess]:
     """The worker, while it runs; raises :class:`WorkerFailed`."""
     flags = ["--model", str(plan.model), "--listen", "127.0.0.1:0"]
     flags += ["--record", str(plan.record)] if plan.record is not None else []
     # On CPUs unless the plan says otherwise: cores are what it divides, and what others are compared on.
     flags += ["--device", "cpu", "--exit-with", str(os.getpid()), *plan.flags]
     name, command = f"{plan.role.value} worker of {plan.model.name}", ("worker", plan.role.value, *flags)
-    async with child(name, "cluster.cli", *command, ready=READY, core=plan.core) as worker:
-        yield worker
+    return child(name, "cluster.cli", *command, ready=READY, core=plan.core)
 
 
 @asynccontextmanager

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean, median
 
-from benchmarks.harness import contenders
 from benchmarks.harness.measure import Run
 from benchmarks.harness.pair import Pair
 from benchmarks.harness.report import Goal
@@ -27,7 +26,7 @@ from benchmarks.speculation.records import (
 )
 from benchmarks.speculation.settings import ComparisonSetting
 
-OURS, PLAIN, SEQUENTIAL, PARALLEL = contenders.OURS.name, contenders.PLAIN.name, "sequential", "PEARL-like"
+OURS, PLAIN, SEQUENTIAL, PARALLEL = "ours", "plain", "sequential", "PEARL-like"
 ASSISTED = "transformers assisted"
 
 

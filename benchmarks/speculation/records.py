@@ -12,55 +12,23 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
+from simulation.recorded import Line
 
-@dataclass(frozen=True, slots=True)
-class SessionStep:
-    """What a target step did for one session."""
-
-    offered: int
-    accepted: int
-    depths: tuple[int, ...] = ()
-    """Depth of each draft token offered; 1 hangs from the committed prefix."""
-
-
-@dataclass(frozen=True, slots=True)
-class TargetStep:
-    """One step of the target: planning, forward, sampling and acceptance. Times in seconds."""
-
-    start: float
-    end: float
-    forward: float
-    sessions: tuple[SessionStep, ...]
-
-    @property
-    def offered(self) -> int:
-        """Draft tokens verified."""
-        return sum(session.offered for session in self.sessions)
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A stretch of time, in seconds: a wait of the target, or a step of the drafter."""
-
-    start: float
-    end: float
-
-    def within(self, start: float, end: float) -> float:
-        """Seconds of it between ``start`` and ``end``."""
-        return max(min(self.end, end) - max(self.start, start), 0.0)
+Span = tuple[float, float]
+"""A stretch of time: a wait of the target, or a step of the drafter."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLog:
-    """What the workers recorded."""
+    """What the workers recorded; times in seconds."""
 
-    steps: tuple[TargetStep, ...] = ()
+    steps: tuple[Line, ...] = ()
+    """Of the target: planning, forward, sampling and acceptance."""
     waits: tuple[Span, ...] = ()
     """When the target waited for drafts although it could have gone on."""
     drafting: tuple[Span, ...] = ()
@@ -68,51 +36,45 @@ class WorkerLog:
     def during(self, start: float, end: float) -> WorkerLog:
         """What ended within a run. The step that brought the run's first tokens ended before it."""
         return WorkerLog(
-            tuple(step for step in self.steps if start < step.end <= end),
-            tuple(wait for wait in self.waits if start < wait.end <= end),
-            tuple(span for span in self.drafting if start < span.end and span.start < end),
+            tuple(step for step in self.steps if start < step["end"] <= end),
+            tuple(wait for wait in self.waits if start < wait[1] <= end),
+            tuple((began, ended) for began, ended in self.drafting if start < ended and began < end),
         )
 
 
 def read_log(paths: Iterable[Path]) -> WorkerLog:
     """The records of all workers. A line cut short, by ``kill -9`` say, ends its file."""
-    steps: list[TargetStep] = []
+    steps: list[Line] = []
     waits: list[Span] = []
     drafting: list[Span] = []
     for path in paths:
-        for line in _lines(path):
+        texts = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        for line in (json.loads(text) for text in texts if text.endswith("\n")):
             if line["role"] == "draft":
-                drafting.append(Span(line["start"], line["end"]))
+                drafting.append((line["start"], line["end"]))
             elif "wait" in line:
-                waits.append(Span(*line["wait"]))
+                waits.append(tuple(line["wait"]))
             else:
-                parts = ((one["offered"], one["accepted"], tuple(one["depths"])) for one in line["sessions"])
-                sessions = tuple(SessionStep(*part) for part in parts)
-                steps.append(TargetStep(line["start"], line["end"], line["forward"], sessions))
+                steps.append(line)
     return WorkerLog(tuple(steps), tuple(waits), tuple(drafting))
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if not line.endswith("\n"):
-                return
-            yield json.loads(line)
+def offered(step: Line) -> int:
+    """Draft tokens verified."""
+    return sum(session["offered"] for session in step["sessions"])
 
 
-def verify_seconds(steps: Iterable[TargetStep]) -> dict[int, float]:
+def verify_seconds(steps: Iterable[Line]) -> dict[int, float]:
     """T(n): mean seconds of the forward of a step that verifies n draft tokens, for every n that occurred."""
     by_size: defaultdict[int, list[float]] = defaultdict(list)
     for step in steps:
-        by_size[step.offered].append(step.forward)
+        by_size[offered(step)].append(step["forward"])
     return {size: fmean(seconds) for size, seconds in sorted(by_size.items())}
 
 
-def efficiency(steps: Sequence[TargetStep], seconds_by_size: Mapping[int, float], wall: float) -> float:
+def efficiency(steps: Sequence[Line], seconds_by_size: Mapping[int, float], wall: float) -> float:
     """Share of the run's ``wall`` seconds that verification itself would have taken; 1: a target that never waits."""
-    return sum(seconds_by_size[step.offered] for step in steps) / wall
+    return sum(seconds_by_size[offered(step)] for step in steps) / wall
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +106,11 @@ def profile(parts: Sequence[tuple[WorkerLog, float, float]]) -> Profile | None:
     if not steps:
         return None
     wall = sum(end - start for _, start, end in parts)
-    forward = sum(step.forward for step in steps)
-    own = sum(step.end - step.start for step in steps) - forward
-    waits = [span.end - span.start for log, _, _ in parts for span in log.waits]
+    forward = sum(step["forward"] for step in steps)
+    own = sum(step["end"] - step["start"] for step in steps) - forward
+    waits = [ended - began for log, _, _ in parts for began, ended in log.waits]
     wait = sum(waits)
-    busy = sum(span.within(start, end) for log, start, end in parts for span in log.drafting)
+    busy = sum(min(ended, end) - max(began, start) for log, start, end in parts for began, ended in log.drafting)
     between = max(wall - forward - own - wait, 0.0)
     forward, own, wait, between = (1000 * seconds / len(steps) for seconds in (forward, own, wait, between))
     return Profile(len(steps), forward, own, wait, 1000 * max(waits, default=0.0), between, busy / wall)
@@ -164,13 +126,13 @@ class Depth:
     kept: int
 
 
-def acceptance_by_depth(steps: Iterable[TargetStep]) -> tuple[Depth, ...]:
+def acceptance_by_depth(steps: Iterable[Line]) -> tuple[Depth, ...]:
     """What was tried and kept at every depth, from 1."""
     tried: defaultdict[int, int] = defaultdict(int)
     kept: defaultdict[int, int] = defaultdict(int)
-    for session in (session for step in steps for session in step.sessions):
-        for depth in set(session.depths):
+    for session in (session for step in steps for session in step["sessions"]):
+        for depth in set(session["depths"]):  # 1 hangs from the committed prefix
             # Of a tree, one path at most is kept, and it ends at the depth of what was accepted.
-            tried[depth] += session.accepted >= depth - 1
-            kept[depth] += session.accepted >= depth
+            tried[depth] += session["accepted"] >= depth - 1
+            kept[depth] += session["accepted"] >= depth
     return tuple(Depth(depth, tried[depth], kept[depth]) for depth in sorted(tried) if tried[depth])

@@ -20,20 +20,22 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.harness import contenders
 from benchmarks.harness import transformers_baseline as baseline
-from benchmarks.harness.contenders import LENGTHS, PARALLEL_LENGTHS, Contender, best, parallel, sequential
+from benchmarks.harness.contenders import DRAFTED, LENGTHS, PLAIN, WITH_LOOKUP, best, in_chains
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, trained_pair, wrong_draft
 from benchmarks.harness.processes import WorkerPlan, connected, running, until_lost
-from benchmarks.speculation import settings
-from benchmarks.speculation.figures import ASSISTED, MeasuredRuns, PairResult, rows
+from benchmarks.speculation import figures, settings
+from benchmarks.speculation.figures import ASSISTED, OURS, MeasuredRuns, PairResult, rows
 from benchmarks.speculation.records import read_log
 from benchmarks.speculation.report import result
 from benchmarks.speculation.settings import ComparisonSetting, PairPlan, SpeculationOptions
 from router.dispatch import Dispatcher
 from speculation.events import Role
+from speculation.messages import Schedule, Speculation
 
+PLAIN_AND_OURS = {figures.PLAIN: PLAIN, OURS: DRAFTED}
+BASELINES = {figures.SEQUENTIAL: Schedule.SEQUENTIAL, figures.PARALLEL: Schedule.PARALLEL}
 WARM_UP = 2
 SWEEP_PROMPTS = 2
 """Prompts on which draft lengths are tried; others than those measured."""
@@ -98,17 +100,16 @@ class PairBench:
 async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: ComparisonSetting, lookup: bool) -> None:
     """Everyone who runs on our processes, in one setting; the baselines with their best draft length."""
     dispatcher.pool.delays[Role.DRAFT] = setting.rtt_ms / 2000
-    everyone = [contenders.PLAIN, contenders.OURS]
+    everyone = dict(PLAIN_AND_OURS)
     choices: dict[str, str] = {}
     if setting.batch == 1:
         if lookup:
-            everyone.append(contenders.OURS_AND_LOOKUP)
-        for lengths, make in ((LENGTHS, sequential), (PARALLEL_LENGTHS, parallel)):
-            known = {f"K = {length}": make(length) for length in lengths}
-            name = make(1).name
+            everyone["ours with lookup"] = WITH_LOOKUP
+        for name, schedule in BASELINES.items():
+            known = {f"K = {length}": in_chains(schedule, length) for length in LENGTHS[schedule]}
             choices[name] = await bench.choose(setting, name, _served(dispatcher, known))
-            everyone.append(known[choices[name]])
-    await bench.compare(setting, _served(dispatcher, {one.name: one for one in everyone}), choices)
+            everyone[name] = known[choices[name]]
+    await bench.compare(setting, _served(dispatcher, everyone), choices)
     dispatcher.pool.delays[Role.DRAFT] = 0.0
 
 
@@ -118,19 +119,15 @@ async def compare_transformers(bench: PairBench, dispatcher: Dispatcher) -> None
         modes = {str(mode): baseline.runner(other, mode) for mode in baseline.ASSISTED}
         chosen = await bench.choose(settings.TRANSFORMERS, ASSISTED, modes)
         runners = {
-            contenders.OURS.name: served(dispatcher, contenders.OURS.speculation),
+            OURS: served(dispatcher, DRAFTED),
             "transformers plain": baseline.runner(other, baseline.PLAIN),
             ASSISTED: modes[chosen],
         }
         await bench.compare(settings.TRANSFORMERS, runners, {ASSISTED: chosen})
 
 
-def _plain_and_ours(dispatcher: Dispatcher) -> dict[str, Runner]:
-    return _served(dispatcher, {one.name: one for one in (contenders.PLAIN, contenders.OURS)})
-
-
-def _served(dispatcher: Dispatcher, known: Mapping[str, Contender]) -> dict[str, Runner]:
-    return {name: served(dispatcher, contender.speculation) for name, contender in known.items()}
+def _served(dispatcher: Dispatcher, known: Mapping[str, Speculation]) -> dict[str, Runner]:
+    return {name: served(dispatcher, speculation) for name, speculation in known.items()}
 
 
 async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, progress: Progress) -> PairResult:
@@ -150,13 +147,13 @@ async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, progr
                 await compare_transformers(bench, dispatcher)
                 await draft.kill()
                 await until_lost(dispatcher, Role.DRAFT)
-                await bench.compare(settings.DEAD, _plain_and_ours(dispatcher), {})
+                await bench.compare(settings.DEAD, _served(dispatcher, PLAIN_AND_OURS), {})
                 async with (
                     running(WorkerPlan(Role.DRAFT, wrong_draft(pair), 1, records[2], flags)) as wrong,
                     connected(target, wrong) as afterwards,
                 ):
                     for setting, warm_up in ((settings.WRONG_COLD, 0), (settings.WRONG, WARM_UP)):
-                        await bench.compare(setting, _plain_and_ours(afterwards), {}, warm_up)
+                        await bench.compare(setting, _served(afterwards, PLAIN_AND_OURS), {}, warm_up)
         if plan.shared:
             flags = ["--dtype", options.dtype, "--threads", str(len(os.sched_getaffinity(0)))]
             records += [Path(name) / f"shared-{role}.jsonl" for role in ("target", "draft")]

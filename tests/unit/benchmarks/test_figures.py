@@ -24,7 +24,7 @@ from benchmarks.speculation.figures import (
     ratio,
     rows,
 )
-from benchmarks.speculation.records import Depth, Profile, SessionStep, TargetStep, WorkerLog
+from benchmarks.speculation.records import Depth, Profile, WorkerLog
 from benchmarks.speculation.settings import (
     BATCH_16,
     DEAD,
@@ -137,15 +137,23 @@ def run_of(texts: list[list[tuple[float, int, int, int]]], traffic: Traffic | No
     return Run(tuple(decoded), traffic)
 
 
+def session_step(offered: int, accepted: int, depths: tuple[int, ...] = ()) -> dict[str, object]:
+    return {"offered": offered, "accepted": accepted, "depths": depths}
+
+
+def target_step(start: float, end: float, forward: float, sessions: tuple[dict[str, object], ...]) -> dict[str, object]:
+    return {"start": start, "end": end, "forward": forward, "sessions": sessions}
+
+
 def test_rows_join_runs_and_records():
     plain = run_of([[(0.0, 1, 0, 0), (0.1, 1, 0, 0), (0.2, 1, 0, 0), (0.3, 1, 0, 0), (0.4, 1, 0, 0)]])
     ours = run_of([[(1.0, 1, 0, 0), (1.1, 3, 2, 4), (1.2, 1, 0, 4)]], Traffic(50, 100))
     log = WorkerLog(
         (
-            TargetStep(0.0, 0.09, 0.08, (SessionStep(0, 0),)),
-            TargetStep(0.9, 0.99, 9.0, ()),  # the prompt: before the first tokens
-            TargetStep(1.0, 1.09, 0.08, (SessionStep(4, 2, (1, 2, 3, 4)),)),
-            TargetStep(1.1, 1.19, 0.08, (SessionStep(4, 0, (1, 2, 3, 4)),)),
+            target_step(0.0, 0.09, 0.08, (session_step(0, 0),)),
+            target_step(0.9, 0.99, 9.0, ()),  # the prompt: before the first tokens
+            target_step(1.0, 1.09, 0.08, (session_step(4, 2, (1, 2, 3, 4)),)),
+            target_step(1.1, 1.19, 0.08, (session_step(4, 0, (1, 2, 3, 4)),)),
         )
     )
     one, two = rows([MeasuredRuns("p", NEAR, PLAIN, (plain,)), MeasuredRuns("p", NEAR, OURS, (ours,), "K = 4")], log)
@@ -176,7 +184,7 @@ def test_another_text_is_told():
 
 def test_no_efficiency_of_a_batch():
     one = run_of([[(0.0, 1, 0, 0), (1.0, 1, 0, 0)], [(0.0, 1, 0, 0), (1.0, 1, 0, 0)]])
-    log = WorkerLog((TargetStep(0.5, 1.0, 0.4, (SessionStep(0, 0), SessionStep(0, 0))),))
+    log = WorkerLog((target_step(0.5, 1.0, 0.4, (session_step(0, 0), session_step(0, 0))),))
     found = rows([MeasuredRuns("p", BATCH_16, PLAIN, (one,))], log)[0]
     assert (found.efficiency, found.profile) == ((), None)
 
@@ -211,9 +219,8 @@ def test_the_folder_holds_figures_plots_and_a_page_that_shows_them(result, tmp_p
 
 
 def test_a_panel_for_each_pair_measured_at_several_round_trips():
-    pytest.importorskip("matplotlib")
     alone = [replace(one, pair="trained") for one in measured_rows() if one.setting == NEAR]
-    figure = report.speedup([*measured_rows(), *alone])
-    assert [axes.get_title() for axes in figure.axes] == [PAIR.name]
-    lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
+    (panel,) = report.speedup([*measured_rows(), *alone])
+    assert panel.title == PAIR.name
+    lines = {label: [y for _, y in points] for label, points, _ in panel.lines}
     assert lines == {OURS: [4.0, 4.0], SEQUENTIAL: [2.0, 2.0], PARALLEL: [2.0, 2.0], PLAIN: [1.0, 1.0]}

@@ -60,21 +60,18 @@ async def test_contenders_take_turns_and_take_turns_in_beginning(monkeypatch):
 
 
 def test_contenders_ask_for_what_their_names_say():
-    assert not contenders.PLAIN.speculation.enabled
-    assert contenders.OURS.speculation.sources == {Source.DRAFT}
-    assert contenders.OURS_AND_LOOKUP.speculation.sources == AllBut()
-    for make, schedule in ((contenders.sequential, Schedule.SEQUENTIAL), (contenders.parallel, Schedule.PARALLEL)):
-        asked = make(5).speculation
+    assert not contenders.PLAIN.enabled
+    assert contenders.DRAFTED.sources == {Source.DRAFT}
+    assert contenders.WITH_LOOKUP.sources == AllBut()
+    for schedule in (Schedule.SEQUENTIAL, Schedule.PARALLEL):
+        asked = contenders.in_chains(schedule, 5)
         assert (asked.schedule, asked.max_depth, asked.sources) == (schedule, 5, {Source.DRAFT})
 
 
 def test_no_contender_leaves_answers_for_another_to_copy():
-    asked = [
-        *(contenders.PLAIN, contenders.OURS, contenders.OURS_AND_LOOKUP),
-        *(contenders.sequential(3), contenders.parallel(3)),
-    ]
-    speculation = [*(one.speculation for one in asked), *drafting.STRUCTURED.values()]
-    assert not any(one.remember for one in speculation)
+    asked = [contenders.PLAIN, contenders.DRAFTED, contenders.WITH_LOOKUP, *drafting.STRUCTURED.values()]
+    asked += [contenders.in_chains(schedule, 3) for schedule in contenders.LENGTHS]
+    assert not any(one.remember for one in asked)
 
 
 @pytest.mark.parametrize("mode", baseline.ASSISTED)
