@@ -19,8 +19,7 @@ from benchmarks import step_costs
 from benchmarks.bench import DraftingOptions
 from benchmarks.grammar_prompts import KINDS
 from benchmarks.harness import pair as pairs
-from benchmarks.harness.contenders import DRAFTED, PLAIN, WITH_LOOKUP, rows
-from benchmarks.harness.measure import Batch, Runner, served, take_turns
+from benchmarks.harness.measure import DRAFTED, PLAIN, WITH_LOOKUP, Batch, Runner, rows, served, take_turns
 from benchmarks.harness.pair import ROOT, Shape, held_out, noiseless_target, stretched_eagle
 from benchmarks.harness.processes import WorkerPlan, all_running, connected, serving
 from benchmarks.harness.report import Goal, Result, against, goals_table, table_of, tell

@@ -26,8 +26,7 @@ from benchmarks.engine.figures import ALONE, MIXED, TOGETHER, Measured, Repeated
 from benchmarks.engine.model import SEED, Memory, memory_of, mixed_batch, parameters, random_prompts, write_model
 from benchmarks.engine.settings import CONCURRENT, EngineOptions
 from benchmarks.engine.steps import PREFIX, TRIES, TimedSteps, Work, chain, in_turn, pinned, reads
-from benchmarks.harness.contenders import PLAIN
-from benchmarks.harness.measure import Batch, Decoded, Run, Runner, TimedCommit, served, take_turns
+from benchmarks.harness.measure import PLAIN, Batch, Decoded, Run, Runner, TimedCommit, served, take_turns
 from benchmarks.harness.processes import WorkerPlan, connected, running
 from benchmarks.harness.transformers_baseline import Stock
 from cluster.config.config import Config

@@ -78,10 +78,7 @@ def _timed(work: Work) -> float:
 
 @contextmanager
 def pinned(cores: int) -> Iterator[None]:
-    """Keep this thread, and those it starts meanwhile, on the first usable cores. Where that cannot be: nothing."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
+    """Keep this thread, and those it starts meanwhile, on the first usable cores."""
     usable = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(usable)[:cores])
     try:

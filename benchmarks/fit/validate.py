@@ -15,8 +15,7 @@ from statistics import fmean
 from benchmarks.fit.command import DEPTH, PLAIN, FitOptions, Way
 from benchmarks.fit.predict import FINE, Known, Predictor, best_depth
 from benchmarks.fit.serving import TargetText, serving, spread
-from benchmarks.harness.contenders import pace
-from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
+from benchmarks.harness.measure import Batch, Run, Runner, pace, served, take_turns
 from benchmarks.harness.processes import connected
 from router.dispatch import Dispatcher
 from speculation.events import Role

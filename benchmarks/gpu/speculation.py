@@ -26,8 +26,7 @@ from benchmarks.gpu import settings
 from benchmarks.gpu.device import TimedDevice
 from benchmarks.gpu.figures import Speedup, StageResult
 from benchmarks.gpu.settings import DraftingSetting, GpuOptions
-from benchmarks.harness.contenders import DRAFTED, PLAIN
-from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
+from benchmarks.harness.measure import DRAFTED, PLAIN, Batch, Run, Runner, served, take_turns
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, wrong_draft
 from benchmarks.harness.processes import ReadyProcess, WorkerPlan, connected, running, until_lost
 from router.dispatch import Dispatcher

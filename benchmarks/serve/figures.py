@@ -110,7 +110,7 @@ def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Figu
         itl=Spread.of(chain.from_iterable(map(gaps, ok))),
         tpot=Spread.of(map(tpot, ok)),
         e2e=Spread.of(map(e2e, ok)),
-        late=None if options.pace.rate is None else Spread.of(map(lateness, heard)),
+        late=None if options.pace.rate is None else Spread.of(one.sent - one.due for one in heard),
         request_rate=_over(len(ok), seconds),
         token_rate=_over(tokens, seconds),
         accepted=accepted,
@@ -133,11 +133,6 @@ def _drafts(ok: Iterable[Heard]) -> tuple[int | None, int | None, float | None]:
 def ttft(one: Heard) -> float | None:
     """Seconds; None: no text came."""
     return one.times[0] - one.due if one.times else None
-
-
-def lateness(one: Heard) -> float:
-    """Seconds by which it was sent after it was due."""
-    return one.sent - one.due
 
 
 def e2e(one: Heard) -> float:

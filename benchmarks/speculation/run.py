@@ -21,8 +21,19 @@ from rich.progress import Progress
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.harness import transformers_baseline as baseline
-from benchmarks.harness.contenders import DRAFTED, LENGTHS, PLAIN, WITH_LOOKUP, best, in_chains
-from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
+from benchmarks.harness.measure import (
+    DRAFTED,
+    LENGTHS,
+    PLAIN,
+    WITH_LOOKUP,
+    Batch,
+    Run,
+    Runner,
+    best,
+    in_chains,
+    served,
+    take_turns,
+)
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, trained_pair, wrong_draft
 from benchmarks.harness.processes import WorkerPlan, connected, running, until_lost
 from benchmarks.speculation import figures, settings

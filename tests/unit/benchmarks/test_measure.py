@@ -3,10 +3,9 @@
 import pytest
 
 from benchmarks import drafting
-from benchmarks.harness import contenders, measure
+from benchmarks.harness import measure
 from benchmarks.harness import transformers_baseline as baseline
-from benchmarks.harness.contenders import best, pace
-from benchmarks.harness.measure import Batch, Decoded, Run, TimedCommit, take_turns
+from benchmarks.harness.measure import Batch, Decoded, Run, TimedCommit, best, pace, take_turns
 from speculation.messages import AllBut, Schedule, Source
 
 
@@ -60,17 +59,17 @@ async def test_contenders_take_turns_and_take_turns_in_beginning(monkeypatch):
 
 
 def test_contenders_ask_for_what_their_names_say():
-    assert not contenders.PLAIN.enabled
-    assert contenders.DRAFTED.sources == {Source.DRAFT}
-    assert contenders.WITH_LOOKUP.sources == AllBut()
+    assert not measure.PLAIN.enabled
+    assert measure.DRAFTED.sources == {Source.DRAFT}
+    assert measure.WITH_LOOKUP.sources == AllBut()
     for schedule in (Schedule.SEQUENTIAL, Schedule.PARALLEL):
-        asked = contenders.in_chains(schedule, 5)
+        asked = measure.in_chains(schedule, 5)
         assert (asked.schedule, asked.max_depth, asked.sources) == (schedule, 5, {Source.DRAFT})
 
 
 def test_no_contender_leaves_answers_for_another_to_copy():
-    asked = [contenders.PLAIN, contenders.DRAFTED, contenders.WITH_LOOKUP, *drafting.STRUCTURED.values()]
-    asked += [contenders.in_chains(schedule, 3) for schedule in contenders.LENGTHS]
+    asked = [measure.PLAIN, measure.DRAFTED, measure.WITH_LOOKUP, *drafting.STRUCTURED.values()]
+    asked += [measure.in_chains(schedule, 3) for schedule in measure.LENGTHS]
     assert not any(one.remember for one in asked)
 
 

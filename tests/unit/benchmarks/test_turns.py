@@ -9,8 +9,7 @@ from typing import cast
 import pytest
 
 from benchmarks.harness import measure
-from benchmarks.harness.contenders import rows
-from benchmarks.harness.measure import Batch, Run, served, take_turns
+from benchmarks.harness.measure import Batch, Run, rows, served, take_turns
 from router.dispatch import Dispatcher
 from speculation.messages import RequestOptions, Speculation
 from tests.fakes import FakeGenerator, commits
