@@ -279,8 +279,5 @@ def _lines(file: Path) -> list[Line]:
 
 def _within(lines: Iterable[Line], spans: Sequence[Span]) -> list[Line]:
     """Those of steps, and of waits, that ended in one of the spans."""
-    return [line for line in lines if any(began <= _ended(line) <= ended for began, ended in spans)]
-
-
-def _ended(line: Line) -> float:
-    return float(line["wait"][1] if "wait" in line else line["end"])
+    ends = ((line, line["wait"][1] if "wait" in line else line["end"]) for line in lines)
+    return [line for line, at in ends if any(began <= at <= ended for began, ended in spans)]

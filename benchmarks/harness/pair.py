@@ -67,7 +67,19 @@ def trained_pair() -> Pair:
 def stretched_pair(shape: Shape, device: torch.device | None = None) -> Pair:
     """Build the pair on a device (default: the CPU), or find it as built before from the same bundled checkpoint."""
     folder = CACHE / f"{_checkpoint(BUNDLED)}-h{shape.hidden}-l{shape.layers}-a{shape.acceptance:.2f}"
-    _once(folder, lambda fresh: _stretch(shape, device, fresh))
+
+    def build(fresh: Path) -> None:
+        draft, tokenizer = load(BUNDLED, torch.bfloat16, device), load_tokenizer(BUNDLED)
+        size = {"hidden_size": shape.hidden, "layers": shape.layers}
+        prompts = calibration_prompts(tokenizer, 12)
+        found = calibrate_noise(draft, draft, prompts, shape.acceptance, seed=SEED, tokens=32, **size)
+        target = stretch(draft, noise=found.noise, seed=SEED, **size)
+        target.save_pretrained(fresh)
+        save_tokenizer(tokenizer, fresh)
+        known = {"shape": asdict(shape), "parameters": parameter_count(target), **asdict(found)}
+        (fresh / "pair.json").write_text(json.dumps(known))
+
+    _once(folder, build)
     known = json.loads((folder / "pair.json").read_text())
     about = (
         f"Target: the bundled model stretched to {known['parameters'] / 1e6:.0f}M parameters, "
@@ -125,31 +137,18 @@ def wrong_draft(pair: Pair) -> Path:
     none of the vocabulary stays where it was.
     """
     folder = CACHE / f"{_checkpoint(pair.draft)}-wrong"
-    _once(folder, lambda fresh: _scramble(pair.draft, fresh))
+
+    def build(fresh: Path) -> None:
+        model = load(pair.draft, torch.bfloat16)
+        rows_VD = model.lm_head.weight.detach().clone()
+        rows_VD[:VOCABULARY] = rows_VD[:VOCABULARY].roll(VOCABULARY // 2, dims=0)
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = nn.Parameter(rows_VD)
+        model.save_pretrained(fresh)
+        save_tokenizer(load_tokenizer(pair.draft), fresh)
+
+    _once(folder, build)
     return folder
-
-
-def _stretch(shape: Shape, device: torch.device | None, folder: Path) -> None:
-    draft, tokenizer = load(BUNDLED, torch.bfloat16, device), load_tokenizer(BUNDLED)
-    size = {"hidden_size": shape.hidden, "layers": shape.layers}
-    found = calibrate_noise(
-        draft, draft, calibration_prompts(tokenizer, 12), shape.acceptance, seed=SEED, tokens=32, **size
-    )
-    target = stretch(draft, noise=found.noise, seed=SEED, **size)
-    target.save_pretrained(folder)
-    save_tokenizer(tokenizer, folder)
-    known = {"shape": asdict(shape), "parameters": parameter_count(target), **asdict(found)}
-    (folder / "pair.json").write_text(json.dumps(known))
-
-
-def _scramble(draft: Path, folder: Path) -> None:
-    model = load(draft, torch.bfloat16)
-    rows_VD = model.lm_head.weight.detach().clone()
-    rows_VD[:VOCABULARY] = rows_VD[:VOCABULARY].roll(VOCABULARY // 2, dims=0)
-    model.config.tie_word_embeddings = False
-    model.lm_head.weight = nn.Parameter(rows_VD)
-    model.save_pretrained(folder)
-    save_tokenizer(load_tokenizer(draft), folder)
 
 
 def _checkpoint(folder: Path) -> str:

@@ -102,16 +102,23 @@ class Stock:
         prompts_BT = torch.tensor([(0,) * pad + prompt for pad, prompt in zip(padding, batch.prompts, strict=True)])
         mask_BT = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long()
         clock = Clock(longest)
+        assisted: dict[str, Any] = {}
+        if mode != PLAIN:
+            assisted, settings = {"assistant_model": self._draft}, self._draft.generation_config
+            # The heuristic schedule begins a text with the length at which it ended the last one.
+            settings.num_assistant_tokens = self._reached.get(mode, mode.length)
+            settings.num_assistant_tokens_schedule = mode.schedule
+            settings.assistant_confidence_threshold = mode.confidence
         continued_BT = self.model.generate(
             prompts_BT,
             attention_mask=mask_BT,
             max_new_tokens=batch.tokens,
             do_sample=False,
             stopping_criteria=StoppingCriteriaList([clock]),
-            **self._assistant(mode),
+            **assisted,
         )
         if mode != PLAIN:
-            self._reached[mode] = self._draft.generation_config.num_assistant_tokens
+            self._reached[mode] = settings.num_assistant_tokens
         new_BT = continued_BT[:, longest:].tolist()
         texts = zip(new_BT, batch.wanted, strict=True)
         # A plain step decides a token of every text; who is assisted has one text.
@@ -122,16 +129,6 @@ class Stock:
             ),
             asked=asked,
         )
-
-    def _assistant(self, mode: Mode) -> dict[str, Any]:
-        if mode == PLAIN:
-            return {}
-        settings = self._draft.generation_config
-        # The heuristic schedule begins a text with the length at which it ended the last one.
-        settings.num_assistant_tokens = self._reached.get(mode, mode.length)
-        settings.num_assistant_tokens_schedule = mode.schedule
-        settings.assistant_confidence_threshold = mode.confidence
-        return {"assistant_model": self._draft}
 
 
 @contextmanager
