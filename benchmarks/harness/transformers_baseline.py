@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,13 +131,13 @@ class Stock:
         )
 
 
-@contextmanager
-def transformers(pair: Pair, dtype: str) -> Iterator[Stock]:
-    """The pair, loaded, with as many threads as the workers of ours have together."""
+@asynccontextmanager
+async def transformers(pair: Pair, dtype: str) -> AsyncIterator[Stock]:
+    """The pair, with as many threads as the workers of ours have together; loaded while a router goes on."""
     threads = torch.get_num_threads()
     torch.set_num_threads(min(CORES, len(os.sched_getaffinity(0))))
     try:
-        yield Stock(pair.target, DTYPES[dtype], pair.draft)
+        yield await asyncio.to_thread(Stock, pair.target, DTYPES[dtype], pair.draft)
     finally:
         torch.set_num_threads(threads)
 

@@ -126,7 +126,7 @@ async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: Compar
 
 async def compare_transformers(bench: PairBench, dispatcher: Dispatcher) -> None:
     """The other library, in turn with ours."""
-    with baseline.transformers(bench.pair, bench.options.dtype) as other:
+    async with baseline.transformers(bench.pair, bench.options.dtype) as other:
         modes = {str(mode): baseline.runner(other, mode) for mode in baseline.ASSISTED}
         chosen = await bench.choose(settings.TRANSFORMERS, ASSISTED, modes)
         runners = {
