@@ -1,27 +1,34 @@
 """The same models in transformers: ``generate`` with a batch, or with its assisted generation.
 
-Greedy, in our number format and of our prompts; it runs while ours is idle, in turn with it. Here, too, is which
-settings of assisted generation are tried; the best is what we compare with.
+    python -m benchmarks.harness.transformers_baseline TARGET DRAFT DTYPE THREADS
+
+Greedy, in our number format and of our prompts; it runs while ours is idle, in turn with it. Beside a router it is a
+process of its own, driven line by line: a JSON request on stdin, its outcome on stdout; it has all the threads that the
+workers of ours have together. Both ends are here, and which settings of assisted generation are tried; the best is what
+we compare with.
 """
 
 # Tensor names carry their shapes: B prompts, T tokens.
 from __future__ import annotations
 
-import asyncio
+import json
 import os
+import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.utils import logging
 
 from benchmarks.harness.measure import Batch, Decoded, Run, Runner, TimedCommit
 from benchmarks.harness.pair import Pair
+from benchmarks.harness.processes import ReadyProcess, child
+from cluster.console import say
 from engine.loading.loader import DTYPES
 from models.pair import load
 
@@ -102,23 +109,16 @@ class Stock:
         prompts_BT = torch.tensor([(0,) * pad + prompt for pad, prompt in zip(padding, batch.prompts, strict=True)])
         mask_BT = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long()
         clock = Clock(longest)
-        assisted: dict[str, Any] = {}
-        if mode != PLAIN:
-            assisted, settings = {"assistant_model": self._draft}, self._draft.generation_config
-            # The heuristic schedule begins a text with the length at which it ended the last one.
-            settings.num_assistant_tokens = self._reached.get(mode, mode.length)
-            settings.num_assistant_tokens_schedule = mode.schedule
-            settings.assistant_confidence_threshold = mode.confidence
         continued_BT = self.model.generate(
             prompts_BT,
             attention_mask=mask_BT,
             max_new_tokens=batch.tokens,
             do_sample=False,
             stopping_criteria=StoppingCriteriaList([clock]),
-            **assisted,
+            **self._assistant(mode),
         )
         if mode != PLAIN:
-            self._reached[mode] = settings.num_assistant_tokens
+            self._reached[mode] = self._draft.generation_config.num_assistant_tokens
         new_BT = continued_BT[:, longest:].tolist()
         texts = zip(new_BT, batch.wanted, strict=True)
         # A plain step decides a token of every text; who is assisted has one text.
@@ -130,18 +130,49 @@ class Stock:
             asked=asked,
         )
 
+    def _assistant(self, mode: Mode) -> dict[str, Any]:
+        if mode == PLAIN:
+            return {}
+        settings = self._draft.generation_config
+        # The heuristic schedule begins a text with the length at which it ended the last one.
+        settings.num_assistant_tokens = self._reached.get(mode, mode.length)
+        settings.num_assistant_tokens_schedule = mode.schedule
+        settings.assistant_confidence_threshold = mode.confidence
+        return {"assistant_model": self._draft}
 
-@asynccontextmanager
-async def transformers(pair: Pair, dtype: str) -> AsyncIterator[Stock]:
-    """The pair, with as many threads as the workers of ours have together; loaded while a router goes on."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(min(CORES, len(os.sched_getaffinity(0))))
-    try:
-        yield await asyncio.to_thread(Stock, pair.target, DTYPES[dtype], pair.draft)
-    finally:
-        torch.set_num_threads(threads)
+
+def transformers(pair: Pair, dtype: str) -> AbstractAsyncContextManager[ReadyProcess]:
+    """The process with the pair loaded, while it runs; raises :class:`benchmarks.harness.processes.WorkerFailed`."""
+    threads = str(min(CORES, len(os.sched_getaffinity(0))))
+    models = str(pair.target), str(pair.draft)
+    return child("transformers process", "benchmarks.harness.transformers_baseline", *models, dtype, threads)
 
 
-def runner(stock: Stock, mode: Mode) -> Runner:
-    """The contender that decodes so, one prompt at a time, on a thread of its own: a router goes on meanwhile."""
-    return lambda batch: asyncio.to_thread(stock.decode, batch, mode)
+def runner(process: ReadyProcess, mode: Mode) -> Runner:
+    """The contender that decodes so; one prompt at a time."""
+
+    async def run(batch: Batch) -> Run:
+        request = {"prompts": batch.prompts, "tokens": batch.tokens, "mode": asdict(mode)}
+        answer = json.loads(await process.ask(json.dumps(request)))
+        return Run((Decoded(tuple(answer["tokens"]), tuple(TimedCommit(*commit) for commit in answer["commits"])),))
+
+    return run
+
+
+def main(target: str, draft: str, dtype: str, threads: str) -> None:
+    """Load, say so with a line, and answer requests until there are no more."""
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(int(threads))
+    stock = Stock(Path(target), DTYPES[dtype], Path(draft))
+    say("ready")
+    for line in sys.stdin:
+        asked = json.loads(line)
+        batch = Batch(tuple(map(tuple, asked["prompts"])), asked["tokens"])
+        (decoded,) = stock.decode(batch, Mode(**asked["mode"])).decoded
+        commits = [(commit.at, commit.tokens) for commit in decoded.commits]
+        say(json.dumps({"tokens": decoded.tokens, "commits": commits}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -180,7 +180,6 @@ async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, progr
 
 def main(options: SpeculationOptions) -> int:
     """Build the pairs, measure, and report."""
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.getLogger("router.sessions.pool").setLevel(logging.ERROR)  # that workers are lost is part of the plan
     console = Console(stderr=True)
