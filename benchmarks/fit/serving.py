@@ -145,8 +145,13 @@ def serving(options: FitOptions, role: Role, model: str, record: Path) -> Abstra
     else:
         flags += ["--medusa", options.medusa] if options.medusa else []
         flags += ["--draft-eagle", options.eagle, "--eagle-at", options.eagle_at] if options.eagle else []
-        flags += ["--suffix-tokens", str(SUFFIX_TOKENS if Source.SUFFIX in options.sources else 0)]
+        flags += ["--suffix-tokens", str(kept(options))]
     return running(WorkerPlan(role, Path(model), core, record, flags))
+
+
+def kept(options: FitOptions) -> int:
+    """Tokens of earlier outputs that a target keeps."""
+    return SUFFIX_TOKENS if Source.SUFFIX in options.sources else 0
 
 
 @dataclass(frozen=True, slots=True)
