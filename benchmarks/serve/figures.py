@@ -93,14 +93,14 @@ def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Figu
     seconds = sum(turn.seconds for turn in turns)
     tokens = sum(one.tokens for one in ok)
     accepted, offered, acceptance_length = _drafts(ok)
-    failed = [one for one in heard if one.error]
+    errors, details = _failures(heard)
     return Figures(
         requests=len(heard),
         ok=len(ok),
         empty=sum(not one.times for one in ok),
         unfinished=sum(turn.running for turn in turns),
-        errors=dict(Counter(one.error for one in failed).most_common()),
-        details={one.error: one.detail for one in reversed(failed)},
+        errors=errors,
+        details=details,
         seconds=seconds,
         tokens=tokens,
         guessed=any(one.guessed for one in ok),
@@ -110,7 +110,7 @@ def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Figu
         itl=Spread.of(chain.from_iterable(map(gaps, ok))),
         tpot=Spread.of(map(tpot, ok)),
         e2e=Spread.of(map(e2e, ok)),
-        late=None if options.pace.rate is None else Spread.of(one.sent - one.due for one in heard),
+        late=None if options.pace.rate is None else Spread.of(map(lateness, heard)),
         request_rate=_over(len(ok), seconds),
         token_rate=_over(tokens, seconds),
         accepted=accepted,
@@ -118,6 +118,12 @@ def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Figu
         acceptance_length=acceptance_length,
         client_share=_over(sum(turn.client_cpu for turn in turns), seconds),
     )
+
+
+def _failures(heard: Sequence[Heard]) -> tuple[dict[str, int], dict[str, str]]:
+    """How many requests failed by error, the commonest first, and what the first of each said."""
+    failed = [one for one in heard if one.error]
+    return dict(Counter(one.error for one in failed).most_common()), {one.error: one.detail for one in reversed(failed)}
 
 
 def _drafts(ok: Iterable[Heard]) -> tuple[int | None, int | None, float | None]:
@@ -133,6 +139,11 @@ def _drafts(ok: Iterable[Heard]) -> tuple[int | None, int | None, float | None]:
 def ttft(one: Heard) -> float | None:
     """Seconds; None: no text came."""
     return one.times[0] - one.due if one.times else None
+
+
+def lateness(one: Heard) -> float:
+    """Seconds by which it was sent after it was due."""
+    return one.sent - one.due
 
 
 def e2e(one: Heard) -> float:

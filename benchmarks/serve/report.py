@@ -143,7 +143,6 @@ def notes(log: Log, options: ServeOptions, rows: Rows) -> list[str]:
         f"{one.name}: {servers[one.name].model} at {one.url} ({known[servers[one.name].make]})"
         for one in options.contenders
     )
-    ours = [one for one in log.contenders if servers[one.name].make is Make.PACELINE]
     said: list[tuple[object, str]] = [
         (True, f"{about}. {_load(options)}"),
         *((True, note) for note in sorted({server.note for server in servers.values() if server.note})),
@@ -152,6 +151,21 @@ def notes(log: Log, options: ServeOptions, rows: Rows) -> list[str]:
             "Contenders took turns with the same requests, back and forth. Ratios: of means over the requests that "
             "both answered (tokens/s: over rounds), with 95 % bootstrap intervals of pairs; above 1 is faster.",
         ),
+        *_remembering(log),
+        (
+            len(set(urls)) < len(urls),
+            "Contenders at one address share its prefix cache: who comes second in a round finds prompts computed. "
+            "The order changes with each round, so an even number of rounds shares that out evenly.",
+        ),
+        *_counting(rows),
+    ]
+    return [words for holds, words in said if holds] + [words for name, row in rows for words in _warnings(name, row)]
+
+
+def _remembering(log: Log) -> list[tuple[object, str]]:
+    """Who may draft from earlier answers; each where there is somebody to name."""
+    ours = [one for one in log.contenders if log.servers[one.name].make is Make.PACELINE]
+    return [
         (
             named := ", ".join(one.name for one in ours if not remembers(one)),
             f"{named}: answers are not kept to draft for later requests (speculation.remember is false), so that no "
@@ -162,11 +176,12 @@ def notes(log: Log, options: ServeOptions, rows: Rows) -> list[str]:
             f"{named}: answers may be kept to draft for later requests, as --extra-body wants; contenders at the same "
             "address may copy them.",
         ),
-        (
-            len(set(urls)) < len(urls),
-            "Contenders at one address share its prefix cache: who comes second in a round finds prompts computed. "
-            "The order changes with each round, so an even number of rounds shares that out evenly.",
-        ),
+    ]
+
+
+def _counting(rows: Rows) -> list[tuple[object, str]]:
+    """What servers say of tokens, and what they do not; each where there is somebody to name."""
+    return [
         (
             named := ", ".join(name for name, row in rows if not row.by_token and row.ok),
             f"{named}: how many tokens a chunk has is not said, so latencies are between chunks.",
@@ -181,7 +196,6 @@ def notes(log: Log, options: ServeOptions, rows: Rows) -> list[str]:
             "none; prompts that no earlier run had avoid it.",
         ),
     ]
-    return [words for holds, words in said if holds] + [words for name, row in rows for words in _warnings(name, row)]
 
 
 def _warnings(name: str, row: Figures) -> list[str]:

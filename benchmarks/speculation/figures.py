@@ -104,15 +104,27 @@ def rows(measured: Sequence[MeasuredRuns], log: WorkerLog) -> list[Row]:
     return [_row(one, first[one.pair, one.setting], log) for one in measured]
 
 
+def _texts(one: MeasuredRuns) -> list[Sequence[int]]:
+    return [request.tokens for run in one.runs for request in run.decoded]
+
+
+def _traffic_per_token(one: MeasuredRuns, tokens: int) -> tuple[float | None, float | None]:
+    """Bytes to and from the workers for each of so many tokens; None: there were no workers."""
+    used = [run.traffic for run in one.runs if run.traffic]
+    if not used:
+        return None, None
+    return sum(traffic.sent for traffic in used) / tokens, sum(traffic.received for traffic in used) / tokens
+
+
 def _row(one: MeasuredRuns, first: MeasuredRuns, log: WorkerLog) -> Row:
     commits = list(chain.from_iterable(run.counted for run in one.runs))
-    texts, others = ([request.tokens for run in runs for request in run.decoded] for runs in (one.runs, first.runs))
+    texts, others = _texts(one), _texts(first)
     parts = [(log.during(run.start, run.end), run.start, run.end) for run in one.runs]
     steps = [step for part, _, _ in parts for step in part.steps]
     recorded = bool(steps) and one.setting.batch == 1
     seconds_by_size = verify_seconds(steps)
     offered, accepted = sum(commit.offered for commit in commits), sum(commit.accepted for commit in commits)
-    traffic, tokens = [run.traffic for run in one.runs if run.traffic], sum(map(len, texts))
+    sent_per_token, received_per_token = _traffic_per_token(one, sum(map(len, texts)))
     return Row(
         pair=one.pair,
         setting=one.setting,
@@ -127,8 +139,8 @@ def _row(one: MeasuredRuns, first: MeasuredRuns, log: WorkerLog) -> Row:
         else (),
         profile=profile(parts) if recorded else None,
         depths=acceptance_by_depth(steps),
-        sent_per_token=sum(used.sent for used in traffic) / tokens if traffic else None,
-        received_per_token=sum(used.received for used in traffic) / tokens if traffic else None,
+        sent_per_token=sent_per_token,
+        received_per_token=received_per_token,
     )
 
 
