@@ -62,6 +62,8 @@ KINDS: Mapping[str, _Kind] = {
     "stop a target": _Kind(
         lambda rng: faults.stop_replica(Role.TARGET, rng.uniform(*STOP_SECONDS)), 3, takes_target=True
     ),
+    "hang rank 1 of a target": _Kind(lambda _: faults.stop_rank, 1, takes_target=True),
+    "starve a drafter": _Kind(lambda rng: faults.starve_drafter(rng.uniform(*STOP_SECONDS)), 1),
     "kill the controller": _Kind(lambda _: faults.kill_controller, 1),
     "remove a small node": _Kind(lambda _: faults.remove_node("small"), 1),
     "remove a large node": _Kind(lambda _: faults.remove_node("large"), 1, takes_target=True),
