@@ -31,7 +31,7 @@ from benchmarks.fit.serving import TargetText
 from benchmarks.harness.pair import BUNDLED, EAGLE, HEADS, ROOT, held_out
 from benchmarks.harness.report import tell
 from cluster.console import say
-from engine.eagle.features import packed, unpacked
+from engine.eagle.cached import packed, unpacked
 from engine.eagle.head import EagleHead
 from models.pair import load
 from simulation.agreement import AgreementPassage

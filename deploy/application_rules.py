@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import yaml
 
@@ -21,6 +20,7 @@ from cluster.placement import ROUTER as ROUTER_DEPLOYMENT
 from cluster.placement import ClusterNode, Need, lacking, needs, with_routers
 from deploy.manifests import GPU, Manifests, Object, group_name, groups, mount_of, ray_container, requested, where
 from deploy.model_rules import LIST, fetched_by
+from deploy.policy_rules import lets_out_to
 from deploy.ray_rules import HARD_STOP, drain_seconds, hard_stop_seconds
 from router.http.auth import PICKER_PATH
 from speculation.events import Role
@@ -70,6 +70,8 @@ def application_faults(application: Object, service: Object, manifests: Manifest
         for group in _fitting(need, service):
             for what in _of_equipment(config, role_of(need.deployment) or ROUTER, group, manifests):
                 yield f"{group_name(group)}: {what}"
+    if service["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions"):
+        yield from _of_survival(application, service, wanted)
     yield from _of_models(config, wanted, service, manifests)
 
 
@@ -114,11 +116,10 @@ def _of_proxies(config: Config, service: Object) -> Iterator[str]:
 def _of_tracing(config: Config, manifests: Manifests) -> Iterator[str]:
     """Everything is denied but what policies let out."""
     endpoint = config.tracing.otlp_endpoint
-    port = urlsplit(endpoint).port or (443 if endpoint.startswith("https") else 80)
     pods = [pod for pod in manifests.pods() if pod.where.startswith("RayService")][1:]
     for pod in pods if endpoint else []:
-        if not any(port == entry["port"] for way in manifests.ways_out(pod) for entry in way.get("ports", [])):
-            yield f"tracing.otlp_endpoint is {endpoint}, but no NetworkPolicy lets {pod.where} out to port {port}"
+        if not lets_out_to(manifests, pod, endpoint):
+            yield f"tracing.otlp_endpoint is {endpoint}, but no NetworkPolicy lets {pod.where} out there"
 
 
 def _of_picker(manifests: Manifests) -> Iterator[str]:
@@ -181,6 +182,27 @@ def _of_models(config: Config, wanted: Iterable[Need], service: Object, manifest
             yield f"{said}, but {' and '.join(blind)} mount nothing there"
         elif fetched and model not in fetched:
             yield f"{said}, but `models` fetches only {', '.join(sorted(fetched))}"
+
+
+def _of_survival(application: Object, service: Object, wanted: Iterable[Need]) -> Iterator[str]:
+    """Where Ray's head outlives its machine, so do clients' streams: routers and targets are on two."""
+    counts = {entry["name"]: _min_replicas(entry) for entry in application.get("deployments", [])}
+    for need in wanted:
+        if role_of(need.deployment) is Role.DRAFT:
+            continue
+        if (count := counts.get(need.deployment, need.replicas)) < 2:
+            yield f"{need.deployment}: there may be {count} alone; with 2 the loss of one machine is survived"
+        for group in _fitting(need, service) if need.gpus else ():
+            gpus = requested(ray_container(group), GPU)
+            if 2 * need.gpus * need.ranks <= gpus:
+                yield f"{group_name(group)}: its {gpus:g} GPUs hold two of {need.deployment}; one machine may take both"
+
+
+def _min_replicas(deployment: Object) -> int:
+    """The fewest replicas that Serve may leave of it."""
+    count = deployment.get("num_replicas", 1)
+    bounds = deployment.get("autoscaling_config") or {}
+    return count if isinstance(count, int) else int(bounds.get("min_replicas", 1))
 
 
 def _fetched(manifests: Manifests) -> set[str]:

@@ -50,6 +50,12 @@ class Pod:
         yield from self.spec.get("initContainers", [])
         yield from self.spec["containers"]
 
+    def ports(self) -> dict[str, int]:
+        """Those that it says it listens on, by name."""
+        return {
+            port.get("name", ""): port["containerPort"] for one in self.containers() for port in one.get("ports", [])
+        }
+
 
 class Manifests:
     """The objects of one overlay."""
@@ -91,8 +97,14 @@ class Manifests:
 
     def ways_out(self, pod: Pod) -> list[Object]:
         """Egress rules of all NetworkPolicies that select a pod."""
-        policies = [policy["spec"] for policy in self.of("NetworkPolicy")]
-        return [way for spec in policies if selects(spec["podSelector"], pod.labels) for way in spec.get("egress", [])]
+        return [way for policy in self._policies_of(pod) for way in policy["spec"].get("egress", [])]
+
+    def ways_in(self, pod: Pod) -> list[tuple[Object, Object]]:
+        """Ingress rules of all NetworkPolicies that select a pod, each behind its policy."""
+        return [(policy, way) for policy in self._policies_of(pod) for way in policy["spec"].get("ingress", [])]
+
+    def _policies_of(self, pod: Pod) -> list[Object]:
+        return [one for one in self.of("NetworkPolicy") if selects(one["spec"]["podSelector"], pod.labels)]
 
 
 def render(overlay: Path) -> Manifests:

@@ -9,6 +9,7 @@ from deploy.manifests import GPU, Manifests, Object, Pod, Violation, mount_of, r
 
 DIGEST = "@sha256:[0-9a-f]{64}$"
 PROBE = "engine.host.live_gpus"
+_PROBED = re.compile(rf"(^|&& ?)(exec )?python3?( -S)? -m {re.escape(PROBE)}$")
 
 
 def pod_findings(manifests: Manifests) -> Iterator[Violation]:
@@ -51,7 +52,7 @@ def _of_pod(pod: Pod) -> Iterator[str]:
             yield f"{key} must not be set"
     main = pod.spec["containers"][0]
     on_gpu = requested(main, GPU) > 0
-    if on_gpu and PROBE not in str(main.get("livenessProbe", {}).get("exec")):
+    if on_gpu and not _PROBED.search(" ".join(main.get("livenessProbe", {}).get("exec", {}).get("command", []))):
         yield f"its livenessProbe must run {PROBE}, or a GPU that is gone leaves a pod that serves nothing"
     affinity = pod.spec.get("affinity", {}).get("nodeAffinity", {})
     if on_gpu and not (pod.spec.get("nodeSelector") or affinity.get("requiredDuringSchedulingIgnoredDuringExecution")):

@@ -34,6 +34,7 @@ WORDS = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.ray.proxy.middleware",
 }
 """What has Serve's HAProxy and its own proxy answer in our words what no router answers."""
+HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 RETRIES = "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT"
 DEFAULT_RETRIES = 3.0
 MIN_RETRIES = 100
@@ -88,6 +89,8 @@ def _of_service(service: Object) -> Iterator[str]:
         yield f"the name {name!r} must be lower-case letters, digits and -, and begin with a letter"
     if INITIALIZING in service["metadata"].get("annotations", {}):
         yield f"{INITIALIZING} is final: KubeRay gives the service up when nodes and models come later; leave it out"
+    if spec.get("excludeHeadPodFromServeSvc") is not True:
+        yield "excludeHeadPodFromServeSvc must be true: who enters by the head is cut off with it"
     authentication = cluster.get("authOptions", {})
     if authentication.get("mode") != "token":
         yield "authOptions.mode must be token: whoever reaches the head could run anything"
@@ -183,6 +186,9 @@ def _of_proxies(container: Object) -> Iterator[str]:
         if environment.get(name) != value:
             said = environment.get(name) or "not set"
             yield f"{name} is {said}; without {value} a request whose router dies ends in a bare 500"
+    if environment.get(HAPROXY) != "1":
+        said = environment.get(HAPROXY) or "not set"
+        yield f"{HAPROXY} is {said}; without 1 clients may hold connections for ever, by a head that never ends"
     seconds = _number(container, CLIENT_TIMEOUT, DEFAULT_CLIENT_SECONDS)
     if not 0 < seconds <= MAX_CLIENT_SECONDS:
         why = "HAProxy cuts clients that send no whole head or read nothing"

@@ -64,16 +64,12 @@ GIVEN = {("ConfigMap", "kube-root-ca.crt"), ("ServiceAccount", "default")}
 SERVE_SERVICE = "-serve-svc"
 """KubeRay makes a service for HTTP, named after the RayService."""
 HTTP_PORT = 8000
-CLOSED = {8404: "HAProxy's statistics", 9101: "HAProxy's metrics"}
-"""Ports of pods that serve HTTP, on which Serve's proxy asks nobody who they are."""
-NAMES, OF_NAMES = 53, {"k8s-app": "kube-dns"}
-"""Port of Kubernetes' DNS, and the label of its pods."""
-NODE_LOCAL = "169.254.20.10/32"
-"""Where NodeLocal DNSCache answers on every node, by default: an address of the node, so of no pod. With it, no pod is
-asked for names any more."""
 READY = "/ready"
 """What a router says of itself."""
 HOST = "kubernetes.io/hostname"
+COMPONENT, SURVIVING = "app.kubernetes.io/component", ("router", "target")
+"""Label that says what runs in a pod, and what streams need one of."""
+ENFORCED = "pod-security.kubernetes.io/enforce"
 OPERATORS_PATHS = ("/metrics", "/cluster")
 """What routers tell of themselves."""
 OF_A_CLUSTER = "ray.io/cluster"
@@ -95,10 +91,10 @@ def reference_findings(manifests: Manifests) -> Iterator[Violation]:
                     yield Violation(f"{pod.where} {container['name']}", f"there is no volume {mount['name']} to mount")
     yield from _selectors(manifests)
     yield from _authorities(manifests)
+    yield from _shared(manifests)
     yield from _budgets(manifests)
     yield from _apart(manifests)
     yield from _ports(manifests)
-    yield from _names(manifests)
 
 
 def secrets_by_hand(manifests: Manifests) -> dict[str, ByHand]:
@@ -180,10 +176,6 @@ def _selectors(manifests: Manifests) -> Iterator[Violation]:
             yield Violation(where(entry, part), "selects no pod")
     for pod in manifests.pods():
         yield from _spread(pod)
-    of_all = [entry["spec"] for entry in manifests.of("NetworkPolicy") if not entry["spec"]["podSelector"]]
-    closed = [spec for spec in of_all if not spec.get("ingress")]
-    if not any(set(spec.get("policyTypes", [])) == {"Ingress", "Egress"} for spec in closed):
-        yield Violation("manifests", "there must be a NetworkPolicy that denies everything, in and out, to all pods")
 
 
 def _spread(pod: Pod) -> Iterator[Violation]:
@@ -206,6 +198,16 @@ def _authorities(manifests: Manifests) -> Iterator[Violation]:
             yield Violation(where(certificate), "privateKey.rotationPolicy of an authority must be Never")
 
 
+def _shared(manifests: Manifests) -> Iterator[Violation]:
+    """The namespace refuses pods that our rules would, and models are mounted on many machines."""
+    for namespace in manifests.of("Namespace"):
+        if namespace["metadata"].get("labels", {}).get(ENFORCED) != "restricted":
+            yield Violation(where(namespace), f"the label {ENFORCED} must be restricted")
+    for claim in manifests.of(CLAIM):
+        if "ReadWriteMany" not in claim["spec"]["accessModes"]:
+            yield Violation(where(claim), "accessModes must have ReadWriteMany, for pods of several machines")
+
+
 def _budgets(manifests: Manifests) -> Iterator[Violation]:
     """Kubernetes cannot count a RayCluster's pods as replicas, so only a whole number that must stay has an effect."""
     for budget in manifests.of("PodDisruptionBudget"):
@@ -221,13 +223,19 @@ def _budgets(manifests: Manifests) -> Iterator[Violation]:
 
 def _apart(manifests: Manifests) -> Iterator[Violation]:
     """Whether one machine could take all pods of a kind that is to outlive a machine, or the head and its state."""
-    for budget in manifests.of("PodDisruptionBudget"):
-        for pod in manifests.selected(budget["spec"].get("selector", {})):
-            if not _on_two_machines(pod):
-                said = f"whose loss {where(budget)} is against"
-                yield Violation(pod.where, f"all of its pods may come to one machine, {said}")
+    minding = {
+        pod.where: f"whose loss {where(budget)} is against"
+        for budget in manifests.of("PodDisruptionBudget")
+        for pod in manifests.selected(budget["spec"].get("selector", {}))
+    }
     for service in manifests.of("RayService"):
-        head = group_pod(service, groups(service)[0])
+        head, *workers = (group_pod(service, group) for group in groups(service))
+        for pod in workers:
+            survives = service["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions")
+            if survives and pod.labels.get(COMPONENT) in SURVIVING:
+                minding.setdefault(pod.where, "which Ray's head would survive")
+            if pod.where in minding and not _on_two_machines(pod):
+                yield Violation(pod.where, f"all of its pods may come to one machine, {minding[pod.where]}")
         for pod in manifests.redis_of(service):
             if not _shuns(pod, head):
                 yield Violation(pod.where, "may come to the machine of Ray's head, whose state it keeps")
@@ -245,12 +253,11 @@ def _shuns(pod: Pod, other: Pod) -> bool:
 
 
 def _ports(manifests: Manifests) -> Iterator[Violation]:
-    """Policies, monitors and routes name ports that the pods have."""
-    yield from _policy_ports(manifests)
+    """Monitors and routes name ports that the pods have."""
     for monitor in manifests.of("PodMonitor"):
         for pod in manifests.selected(monitor["spec"]["selector"]):
             for endpoint in monitor["spec"]["podMetricsEndpoints"]:
-                if endpoint["port"] not in _open(pod):
+                if endpoint["port"] not in pod.ports():
                     yield Violation(where(monitor), f"{pod.where} has no port {endpoint['port']}")
     for pool in manifests.of("InferencePool"):
         for port in pool["spec"]["targetPorts"]:
@@ -267,6 +274,8 @@ def _paths(manifests: Manifests) -> Iterator[Violation]:
             for backend in rule["backendRefs"]:
                 if backend.get("port", HTTP_PORT) != HTTP_PORT:
                     yield Violation(where(route), f"HTTP is on port {HTTP_PORT}, got {backend['port']}")
+            if rule.get("timeouts", {}).get("request") != "0s":
+                yield Violation(where(route), 'timeouts.request must be "0s", or the gateway cuts streams')
             wanted = [match.get("path", {}) for match in rule.get("matches", [{}])]
             paths = [(path.get("type", "PathPrefix"), path.get("value", "/")) for path in wanted]
             yield from _for_operators(route, paths)
@@ -296,44 +305,3 @@ def _entrance(manifests: Manifests) -> Iterator[Violation]:
                 yield Violation(where(service), f"leads clients into {pod.where}, which computes")
             elif main.get("readinessProbe", {}).get("httpGet", {}).get("path") != READY:
                 yield Violation(pod.where, f"must be ready by {READY}: {service['metadata']['name']} leads clients in")
-
-
-def _policy_ports(manifests: Manifests) -> Iterator[Violation]:
-    for policy in manifests.of("NetworkPolicy"):
-        pods = manifests.selected(policy["spec"]["podSelector"])
-        opened = {number for pod in pods for number in _open(pod).values()}
-        for rule in policy["spec"].get("ingress", []):
-            for port in rule.get("ports", []):
-                if "endPort" not in port and port["port"] not in opened:
-                    yield Violation(where(policy), f"no pod that it selects has port {port['port']}")
-            for number, what in CLOSED.items() if HTTP_PORT in opened else ():
-                if any(_covers(port, number) for port in rule.get("ports", [{"port": number}])):
-                    yield Violation(where(policy), f"lets others see {what}, on port {number}")
-
-
-def _names(manifests: Manifests) -> Iterator[Violation]:
-    """Everything is denied but what policies let out, and no pod does without names."""
-    for pod in manifests.pods():
-        ways = manifests.ways_out(pod)
-        for protocol in ("UDP", "TCP"):
-            there = [way for way in ways if _lets_out(way, NAMES, protocol)]
-            places = [place for way in there for place in way.get("to", [{"ipBlock": {"cidr": NODE_LOCAL}}])]
-            if not any(place.get("ipBlock", {}).get("cidr") == NODE_LOCAL for place in places):
-                what = f"no NetworkPolicy lets it ask NodeLocal DNSCache ({NODE_LOCAL}, {protocol} port {NAMES})"
-                yield Violation(pod.where, what)
-            if not any("podSelector" in place and selects(place["podSelector"], OF_NAMES) for place in places):
-                yield Violation(pod.where, f"no NetworkPolicy lets it ask Kubernetes' DNS ({protocol} port {NAMES})")
-
-
-def _lets_out(way: Object, number: int, protocol: str) -> bool:
-    ports = way.get("ports", [{"port": number, "protocol": protocol}])
-    return any(port.get("protocol", "TCP") == protocol and _covers(port, number) for port in ports)
-
-
-def _covers(port: Object, number: int) -> bool:
-    return bool(port["port"] <= number <= port.get("endPort", port["port"]))
-
-
-def _open(pod: Pod) -> dict[str, int]:
-    ports = [port for container in pod.containers() for port in container.get("ports", [])]
-    return {port.get("name", ""): port["containerPort"] for port in ports}

@@ -19,6 +19,7 @@ from cluster.console import complain, say
 from deploy.manifests import Manifests, RenderError, Violation, render
 from deploy.model_rules import model_findings
 from deploy.pod_rules import image_findings, pod_findings
+from deploy.policy_rules import policy_findings
 from deploy.ray_rules import ray_findings
 from deploy.reference_rules import CLAIM, MODELS, models_by_hand, reference_findings, secrets_by_hand
 from deploy.schema_rules import schema_findings
@@ -29,6 +30,7 @@ RULES: tuple[Callable[[Manifests], Iterable[Violation]], ...] = (
     serve_findings,
     model_findings,
     pod_findings,
+    policy_findings,
     reference_findings,
 )
 """They may rely on the shape that the schemas have found right."""

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from draft_service.head_engine import HeadEngine
 from draft_service.lookahead import Lookahead, LookaheadLimits
-from draft_service.sequence import DraftSequence
+from draft_service.sequence import DraftSequence, Reader, Text
 from engine.eagle.cached import unpacked
-from engine.model import Model
 from engine.recorder import Recorder
 from speculation.drafting.heads import limits_elsewhere
 from speculation.messages import Features, Open, Rule, Token, ToWorker, Verification, Welcome

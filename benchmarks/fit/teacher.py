@@ -28,7 +28,7 @@ from torch import Tensor
 from alignment.heads.eagle import unroll
 from benchmarks.fit.command import FitError, FitOptions
 from benchmarks.fit.serving import TargetText
-from draft_service.translation.reading import Reader
+from draft_service.sequence import Reader
 from draft_service.translation.translation import TEXTS, Vocabularies, read_vocabularies, translator
 from engine.build import build
 from engine.cache.kv_cache import CachedSequence

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from cluster.config.environment import is_folder
-from cluster.config.flags import BAD_INPUT, FAILED, Parser
-from cluster.console import CommandError
+from cluster.config.flags import Parser
+from cluster.console import BAD_INPUT, FAILED, CommandError
 
 RESULTS = Path(__file__).parent.parent / "results"
 FIGURES = "write the figures there too"

@@ -29,7 +29,7 @@ from benchmarks.harness.measure import Batch, Decoded, Run, Runner, TimedCommit
 from benchmarks.harness.pair import Pair
 from benchmarks.harness.processes import ReadyProcess, child
 from cluster.console import say
-from engine.loading.loader import DTYPES
+from engine.loading.checkpoint import DTYPES
 from models.pair import load
 
 CORES = 2

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     import httpx
 
 
+Json = dict[str, Any]
+"""Of ``GET /cluster``, or a part of it; see docs/alerts.md."""
+
 ABOUT = "show workers, sessions and events of a running server, live"
 DETAILS = """\
 One line for every worker: its sessions, how full its cache is, the round trip, the share of drafts accepted and its
@@ -84,41 +87,33 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
 
-def look_at(client: httpx.Client, url: str) -> Cluster:
+def look_at(client: httpx.Client, url: str) -> Json:
     """A router's view of the cluster. Raises :class:`Unreachable`, and CommandError where no later try would help."""
     import httpx
 
-    def __init__(self, client: httpx.Client, url: str) -> None:
-        """``url``: of the server."""
-        self._client, self.url = client, url
-
-    def __call__(self) -> dict[str, Any]:
-        """The view now. Raises :class:`Unreachable`, and CommandError where trying again would not help."""
-        import httpx
-
-        try:
-            answer = self._client.get(self.url.rstrip("/") + "/cluster")
-        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            raise CommandError(f"--url {self.url}: {error}", BAD_INPUT) from error
-        except httpx.HTTPError as error:
-            raise Unreachable(f"{self.url} does not answer: {error or type(error).__name__}") from error
-        if answer.status_code == httpx.codes.UNAUTHORIZED:
-            raise CommandError(f"{self.url} wants an API key it knows: see --api-key-file", BAD_INPUT)
-        if answer.status_code == httpx.codes.FORBIDDEN:
-            raise CommandError(f"{self.url} wants an operator's API key for this: see --api-key-file", BAD_INPUT)
-        if answer.is_server_error:
-            raise Unreachable(f"{self.url} answers with status {answer.status_code}")
-        try:
-            view = answer.json()
-        except ValueError:
-            view = None
-        if not isinstance(view, dict) or view.get("object") != "cluster":
-            raise CommandError(f"{self.url} is no Paceline server: status {answer.status_code} at /cluster", FAILED)
-        return view
+    try:
+        answer = client.get(url.rstrip("/") + "/cluster")
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise CommandError(f"--url {url}: {error}", BAD_INPUT) from error
+    except httpx.HTTPError as error:
+        raise Unreachable(f"{url} does not answer: {error or type(error).__name__}") from error
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        raise CommandError(f"{url} wants an API key it knows: see --api-key-file", BAD_INPUT)
+    if answer.status_code == httpx.codes.FORBIDDEN:
+        raise CommandError(f"{url} wants an operator's API key for this: see --api-key-file", BAD_INPUT)
+    if answer.is_server_error:
+        raise Unreachable(f"{url} answers with status {answer.status_code}")
+    try:
+        view = answer.json()
+    except ValueError:
+        view = None
+    if not isinstance(view, dict) or view.get("object") != "cluster":
+        raise CommandError(f"{url} is no Paceline server: status {answer.status_code} at /cluster", FAILED)
+    return view
 
 
 def watch(
-    look: Callable[[], Cluster],
+    look: Callable[[], Json],
     console: Console,
     interval: float,
     sleep: Callable[[float], None] = time.sleep,
@@ -138,7 +133,7 @@ def watch(
             sleep(interval)
 
 
-def _once(look: Callable[[], Cluster], console: Console, *, as_json: bool) -> int:
+def _once(look: Callable[[], Json], console: Console, *, as_json: bool) -> int:
     view = _first(look)
     if as_json:
         say(json.dumps(view, allow_nan=False))
@@ -147,7 +142,7 @@ def _once(look: Callable[[], Cluster], console: Console, *, as_json: bool) -> in
     return 0
 
 
-def _first(look: Look) -> dict[str, Any]:
+def _first(look: Callable[[], Json]) -> Json:
     """The first view; a server that was never there is a mistake rather than a fault."""
     try:
         return look()
@@ -173,7 +168,7 @@ def _key(path: Path | None) -> str:
 @dataclass(frozen=True, slots=True)
 class _Column:
     title: str
-    cell: Callable[[WorkerPart, float], str]
+    cell: Callable[[Json, float], str]
     """Of a worker at a time."""
     min_width: int = 0
     """Columns of the terminal from which on it is shown."""
@@ -197,7 +192,7 @@ COLUMNS = (
 )
 
 
-def screen(view: Cluster, width: int, height: int | None = None, trouble: str = "") -> RenderableType:
+def screen(view: Json, width: int, height: int | None = None, trouble: str = "") -> RenderableType:
     """Everything, in ``width`` columns and ``height`` lines (None: as many as it takes).
 
     ``trouble``: why the view is an old one.
@@ -223,7 +218,7 @@ def _fit(workers: int, events: int, height: int | None) -> tuple[int, int]:
     return shown, min(events, room - shown)
 
 
-def _head(view: Cluster) -> Text:
+def _head(view: Json) -> Text:
     router = view["router"]
     state = ("ready", "green") if router["ready"] else (clean(router["unready"] or "not ready"), "bold red")
     models = ", ".join(clean(model["name"]) for model in view["models"]) or "no model"
@@ -232,7 +227,7 @@ def _head(view: Cluster) -> Text:
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
-def _line(view: Cluster) -> Text:
+def _line(view: Json) -> Text:
     sessions, now, totals = view["router"]["sessions"], view["router"]["now"], view["totals"]
     parts = [
         f"{sessions['running']} running, {sessions['placing']} placing, {sessions['queued']} queued",
@@ -246,7 +241,7 @@ def _line(view: Cluster) -> Text:
     return Text("  ".join(parts), no_wrap=True, overflow="ellipsis")
 
 
-def _workers(view: Cluster, width: int, rows: int) -> Table:
+def _workers(view: Json, width: int, rows: int) -> Table:
     columns = [column for column in COLUMNS if width >= column.min_width]
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
@@ -265,7 +260,7 @@ def _workers(view: Cluster, width: int, rows: int) -> Table:
     return table
 
 
-def _event(event: EventPart) -> Text:
+def _event(event: Json) -> Text:
     at = time.strftime("%H:%M:%S", time.localtime(event["time"]))
     times = f" ({event['times']} times)" if event["times"] > 1 else ""
     style = "red" if event["kind"] in BAD else ""
@@ -298,10 +293,10 @@ def span(seconds: float) -> str:
     return f"{whole}s"
 
 
-def _state(worker: WorkerPart) -> str:
+def _state(worker: Json) -> str:
     return worker["state"] if worker["fraction"] is None else f"{worker['state']} {percent(worker['fraction'])}"
 
 
-def _used(worker: WorkerPart) -> str:
+def _used(worker: Json) -> str:
     cache = worker["cache"]
     return percent(1 - cache["free"] / cache["capacity"]) if cache["capacity"] else NOTHING

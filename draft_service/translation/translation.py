@@ -21,7 +21,7 @@ from draft_service.translation.tokenizer import DraftTokenizer, SharedVocabulary
 from engine.host.upload import upload
 from engine.interface import Chunk
 from engine.loading.checkpoint import read_config
-from engine.model import ModelError
+from engine.model import Model, ModelError
 from engine.sampling.sampling import Draw, drawn
 from engine.step import Engine
 from speculation.messages import Loading, Progress, Sampling, Token

@@ -23,7 +23,7 @@ from cluster.discovery import ServeDirectory, StaticDirectory
 from cluster.placement import GPU_CLASS, ClusterNode, Need, lacking, needs
 from cluster.ray import connection, router_replica, worker_replicas
 from cluster.ray.cluster import reason_in
-from cluster.ray.parts import SETTINGS, declaration, known, options, outline
+from cluster.ray.parts import LOCAL_DRAIN_SECONDS, SETTINGS, STOP_SECONDS, declaration, known, options, outline
 from cluster.serve_app import build
 from router.sessions.choice import StandbyTargets
 from speculation.events import Role

@@ -18,7 +18,8 @@ from deploy import ray_rules, validate
 from deploy.crd import strict_schema
 from deploy.manifests import Manifests, RenderError, render, selects
 from deploy.monitoring import prometheus_rule
-from deploy.reference_rules import CLOSED, models_by_hand, secrets_by_hand
+from deploy.policy_rules import CLOSED
+from deploy.reference_rules import models_by_hand, secrets_by_hand
 from deploy.validate import findings, main
 from router.sessions.snapshot import Snapshot
 from router.telemetry.worker_metrics import collect_for_pickers
@@ -81,6 +82,17 @@ def test_traces_reach_a_collector_beside_prometheus() -> None:
 def test_ports_that_stay_closed_are_those_of_haproxy() -> None:
     ports = {serve_constants.RAY_SERVE_HAPROXY_STATS_PORT, serve_constants.RAY_SERVE_HAPROXY_METRICS_PORT}
     assert CLOSED.keys() == ports
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_routers_own_ports_are_none_that_a_policy_opens(overlay: str) -> None:
+    """Where HAProxy carries requests, each replica of a router has its own HTTP server beside."""
+    first, last = (getattr(serve_constants, f"RAY_SERVE_DIRECT_INGRESS_{end}_HTTP_PORT") for end in ("MIN", "MAX"))
+    assert (first, last) == (30000, 31000), "docs/security.md says from 30000 on"
+    for policy in rendered(overlay).of("NetworkPolicy"):
+        for way in policy["spec"].get("ingress", []):
+            ours = all("podSelector" in place and "namespaceSelector" not in place for place in way["from"])
+            assert ours or all(port["port"] < first and "endPort" not in port for port in way["ports"])
 
 
 def test_redis_reads_its_password_from_the_file(tmp_path: Path) -> None:

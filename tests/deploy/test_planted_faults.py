@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.manifests import Manifests
+from deploy.manifests import GPU, Manifests
 from deploy.ray_rules import AUTHORITY, CLIENT_TIMEOUT, HARD_STOP, RETRIES, WORDS
+from deploy.ray_rules import HAPROXY as ENABLED
 from deploy.validate import findings
 from tests.deploy.overlays import needs_kubectl, one, rendered
 
@@ -76,17 +77,36 @@ def redis(cluster: Cluster) -> Any:
     return cluster.get("StatefulSet", "paceline-redis")["spec"]["template"]["spec"]["containers"][0]
 
 
+def door(cluster: Cluster, policy: str) -> Any:
+    """The first rule of a policy about who may come in."""
+    return cluster.get("NetworkPolicy", policy)["spec"]["ingress"][0]
+
+
+def policy(component: str, ports: list[Any], guests: list[Any]) -> Any:
+    """One more, that lets guests in."""
+    selector = {"matchLabels": {"app.kubernetes.io/component": component}}
+    spec = {"podSelector": selector, "policyTypes": ["Ingress"], "ingress": [{"from": guests, "ports": ports}]}
+    return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": "guest"}, "spec": spec}
+
+
+def scaled(document: Any, deployment: int) -> Any:
+    """The bounds of a deployment, its own."""
+    entry = document["applications"][0]["deployments"][deployment]
+    entry["autoscaling_config"] = dict(entry["autoscaling_config"])
+    return entry["autoscaling_config"]
+
+
 def named(entries: Any, name: str) -> Any:
     """The entry of that name."""
     return next(entry for entry in entries if entry["name"] == name)
 
 
 def fixed(document: Any, targets: int) -> None:
-    """One of everything and so many targets, whatever the load."""
+    """Two of everything and so many targets, whatever the load."""
     application = document["applications"][0]
     del application["autoscaling_policy"]
     names = [deployment["name"] for deployment in application["deployments"]]
-    application["deployments"] = [{"name": name, "num_replicas": 1} for name in names]
+    application["deployments"] = [{"name": name, "num_replicas": 2} for name in names]
     application["deployments"][0]["num_replicas"] = targets
 
 
@@ -168,7 +188,7 @@ FAULTS = [
     Fault("autoscaler v1", lambda c: put(c.ray["autoscalerOptions"], "version", "v1"), "version must be v2"),
     Fault(
         "no autoscaler",
-        lambda c: [put(c.ray, "enableInTreeAutoscaling", False), c.serve(lambda d: fixed(d, 1))],
+        lambda c: [put(c.ray, "enableInTreeAutoscaling", False), c.serve(lambda d: fixed(d, 2))],
         "has no effect without",
     ),
     Fault("bounds crossed", lambda c: put(c.large, "minReplicas", 5), "replicas must be between"),
@@ -432,7 +452,7 @@ FAULTS = [
             f"TargetWorker-llama-8b: num_replicas is {said}; it must be 2, models.llama-8b.target.replicas (1) and",
         )
         for why, plant, said in (
-            ("by number", lambda c: c.serve(lambda d: fixed(d, 1)), "1"),
+            ("by number", lambda c: c.serve(lambda d: fixed(d, 3)), "3"),
             ("as the load asks for", lambda c: None, "auto"),
         )
     ),
@@ -624,7 +644,9 @@ FAULTS = [
     ),
     Fault(
         "policy for nobody",
-        lambda c: put(c.get("NetworkPolicy", "models-from-hub")["spec"], "podSelector", {"matchLabels": {"app": "x"}}),
+        lambda c: put(
+            c.get("NetworkPolicy", "traces-to-monitoring")["spec"], "podSelector", {"matchLabels": {"app": "x"}}
+        ),
         "podSelector: selects no pod",
     ),
     Fault(
@@ -648,9 +670,7 @@ FAULTS = [
     Fault("nothing denied", lambda c: c.drop("NetworkPolicy", "default-deny"), "denies everything, in and out"),
     Fault(
         "policy for another port",
-        lambda c: put(
-            c.get("NetworkPolicy", "metrics-from-monitoring")["spec"]["ingress"][0]["ports"][0], "port", 9090
-        ),
+        lambda c: door(c, "metrics-from-monitoring")["ports"].append({"port": 9090}),
         "no pod that it selects has port 9090",
     ),
     Fault(
@@ -698,6 +718,165 @@ FAULTS = [
         "spread beside the cluster that is replaced",
         lambda c: pod(c.router)["topologySpreadConstraints"][1].pop("matchLabelKeys"),
         "its spread over kubernetes.io/hostname counts pods of other clusters",
+    ),
+    # Doors and ways
+    Fault(
+        "metrics open to all",
+        lambda c: door(c, "metrics-from-monitoring").pop("from"),
+        "lets everybody in to port 8080 of RayService paceline",
+        places=4,
+    ),
+    Fault(
+        "dashboard open to all",
+        lambda c: door(c, "head-from-operator").pop("from"),
+        "NetworkPolicy head-from-operator: lets everybody in to port 8265 of RayService paceline head",
+    ),
+    Fault(
+        "everything open to all",
+        lambda c: door(c, "between-our-pods").pop("from"),
+        "lets everybody in to port ",
+        places=3 * 5,
+    ),
+    Fault(
+        "Ray's ports open to another namespace",
+        lambda c: door(c, "head-from-operator")["ports"].append({"port": 6379, "protocol": "TCP"}),
+        "lets others than our pods in to port 6379 of RayService paceline head",
+    ),
+    Fault(
+        "Redis open to another namespace",
+        lambda c: c.manifests.objects.append(policy("redis", [{"port": 6379}], [{"namespaceSelector": {}}])),
+        "NetworkPolicy guest: lets others than our pods in to port 6379 of StatefulSet paceline-redis",
+    ),
+    Fault(
+        "a range of ports of workers open to another namespace",
+        lambda c: c.manifests.objects.append(
+            policy("target", [{"port": 7000, "endPort": 8000}], [{"namespaceSelector": {}}])
+        ),
+        "lets others than our pods in to port 7000 to 8000 of RayService paceline large-gpu",
+    ),
+    Fault(
+        "dashboard in the world",
+        lambda c: put(c.get("Service", "paceline-redis")["spec"], "type", "LoadBalancer"),
+        "Service paceline-redis: leads from outside to port 6379; only HTTP may be reached",
+    ),
+    Fault(
+        "no way for the operator",
+        lambda c: c.drop("NetworkPolicy", "head-from-operator"),
+        "head: no NetworkPolicy lets KubeRay's operator in to port 8265",
+    ),
+    Fault(
+        "no way for the operator to the dashboard",
+        lambda c: door(c, "head-from-operator")["ports"].pop(0),
+        "head: no NetworkPolicy lets KubeRay's operator in to port 8265",
+    ),
+    Fault(
+        "no way for the autoscaler",
+        lambda c: c.drop("NetworkPolicy", "head-to-kubernetes"),
+        "head: no NetworkPolicy lets it out to Kubernetes' API, which Ray's autoscaler asks (TCP port 443)",
+    ),
+    Fault(
+        "no way for Prometheus",
+        lambda c: c.drop("NetworkPolicy", "metrics-from-monitoring"),
+        "no NetworkPolicy lets Prometheus in to port 8080",
+        places=4,
+    ),
+    Fault(
+        "no way for clients",
+        lambda c: c.drop("NetworkPolicy", "http-from-gateway"),
+        "router: no NetworkPolicy lets clients in to port 8000",
+    ),
+    Fault(
+        "no way to models",
+        lambda c: c.drop("NetworkPolicy", "models-from-hub"),
+        "Job paceline-models: no NetworkPolicy lets it out to where models are (TCP port 443)",
+    ),
+    Fault(
+        "no way to models' port",
+        lambda c: put(c.get("NetworkPolicy", "models-from-hub")["spec"]["egress"][0]["ports"][0], "port", 8443),
+        "Job paceline-models: no NetworkPolicy lets it out to where models are (TCP port 443)",
+    ),
+    Fault(
+        "no way from pod to pod",
+        lambda c: c.get("NetworkPolicy", "between-our-pods")["spec"].pop("egress"),
+        "no NetworkPolicy lets it out to ",
+        places=4 * 4 + 1,
+    ),
+    Fault(
+        "no way into Redis",
+        lambda c: put(door(c, "between-our-pods")["ports"][0], "endPort", 6378),
+        "StatefulSet paceline-redis: no NetworkPolicy lets RayService paceline head in",
+    ),
+    Fault(
+        "collector in a namespace that no policy opens",
+        lambda c: c.args(lambda a: put(a, "tracing", {"otlp_endpoint": "http://collector.tracing:4317"})),
+        "otlp_endpoint is http://collector.tracing:4317, but no NetworkPolicy lets RayService paceline",
+        places=3,
+    ),
+    Fault(
+        "collector elsewhere",
+        lambda c: c.args(lambda a: put(a, "tracing", {"otlp_endpoint": "http://otlp.example.com:4317"})),
+        "otlp_endpoint is http://otlp.example.com:4317, but no NetworkPolicy lets RayService paceline",
+        places=3,
+    ),
+    Fault(
+        "Serve's own proxy",
+        lambda c: [container(g)["env"].remove(named(container(g)["env"], ENABLED)) for g in (c.head, c.router)],
+        "RAY_SERVE_ENABLE_HA_PROXY is not set; without 1 clients may hold connections for ever",
+        places=2,
+    ),
+    Fault(
+        "probe that only speaks of GPUs",
+        lambda c: put(container(c.large)["livenessProbe"]["exec"], "command", ["echo", "engine.host.live_gpus"]),
+        "large-gpu: its livenessProbe must run engine.host.live_gpus",
+    ),
+    Fault(
+        "namespace where anything may run",
+        lambda c: c.get("Namespace", "paceline")["metadata"].pop("labels"),
+        "Namespace paceline: the label pod-security.kubernetes.io/enforce must be restricted",
+    ),
+    Fault(
+        "volume that one machine mounts",
+        lambda c: put(c.get("PersistentVolumeClaim", "paceline-models")["spec"], "accessModes", ["ReadWriteOnce"]),
+        "PersistentVolumeClaim paceline-models: accessModes must have ReadWriteMany, for pods of several machines",
+    ),
+    Fault(
+        "streams cut by the gateway",
+        lambda c: c.get("HTTPRoute", "paceline")["spec"]["rules"][0].pop("timeouts"),
+        'HTTPRoute paceline: timeouts.request must be "0s", or the gateway cuts streams',
+    ),
+    Fault(
+        "clients by the head",
+        lambda c: c.service["spec"].pop("excludeHeadPodFromServeSvc"),
+        "excludeHeadPodFromServeSvc must be true",
+    ),
+    # One machine lost
+    Fault(
+        "one target at night",
+        lambda c: c.serve(lambda d: put(scaled(d, 0), "min_replicas", 1)),
+        "TargetWorker-llama-8b: there may be 1 alone; with 2 the loss of one machine is survived",
+    ),
+    Fault(
+        "one router at night",
+        lambda c: c.serve(lambda d: put(scaled(d, 2), "min_replicas", 1)),
+        "Router: there may be 1 alone; with 2 the loss of one machine is survived",
+    ),
+    Fault(
+        "one target always",
+        lambda c: c.serve(lambda d: fixed(d, 1)),
+        "TargetWorker-llama-8b: there may be 1 alone; with 2 the loss of one machine is survived",
+    ),
+    Fault(
+        "two targets in a pod",
+        lambda c: [put(part, GPU, "4") for part in container(c.large)["resources"].values()],
+        "large-gpu: its 4 GPUs hold two of TargetWorker-llama-8b; one machine may take both",
+    ),
+    Fault(
+        "targets together, without a budget that minds",
+        lambda c: (
+            c.drop("PodDisruptionBudget", "paceline-target"),
+            pod(c.large).pop("topologySpreadConstraints"),
+        ),
+        "large-gpu: all of its pods may come to one machine, which Ray's head would survive",
     ),
 ]
 

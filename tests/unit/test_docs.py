@@ -14,9 +14,12 @@ from benchmarks.chaos.settings import ChaosOptions
 from cluster.cli import COMMANDS, _parsers, from_outside
 from cluster.config.environment import CHECKOUT
 from protos.paceline.v1 import worker_pb2
+from tests.deploy.test_planted_faults import FAULTS
 from tests.protocol_page import page_section
 
 DOCS = CHECKOUT / "docs"
+PLANTED = "test_planted_fault_is_refused_for_its_own_reason"
+"""One test of many faults: a page says which."""
 PAGES = [
     CHECKOUT / "README.md",
     CHECKOUT / "CONTRIBUTING.md",
@@ -67,10 +70,11 @@ def test_every_row_about_threats_and_faults_names_tests_that_are_there(name):
     assert len(rows) > 20
     played = {row.name for row in scenarios(ChaosOptions())}
     for row in rows:
-        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)(?:\[([^`]+)\])?`", row)
         assert named, row
         assert played.issuperset(re.findall(r"row `([\w-]+)`", row)), row
-        for path, test in named:
+        for path, test, case in named:
+            assert test != PLANTED or case in {fault.what for fault in FAULTS}, f"there is no fault {case!r}: {row}"
             assert re.search(rf"^(async )?def {test}\(", text_of(CHECKOUT / path), re.MULTILINE), (
                 f"{path} has no {test}"
             )

@@ -136,8 +136,16 @@ HEALTHY = {
             {'kube_pod_status_ready{namespace="p",pod="paceline-x1-head-ab",condition="true"}': "1x60 0x140"},
         ),
         (
+            "PacelineHeadAway",
+            {'kube_pod_status_ready{namespace="p",pod="paceline-x1-head-ab",condition="true"}': "1x120 stale"},
+        ),
+        (
             "PacelineRedisAway",
             {'kube_statefulset_status_replicas_ready{namespace="p",statefulset="paceline-redis"}': "1x60 0x140"},
+        ),
+        (
+            "PacelineRedisAway",
+            {'kube_statefulset_status_replicas_ready{namespace="p",statefulset="paceline-redis"}': "1x120 stale"},
         ),
     ],
 )

@@ -11,7 +11,8 @@ import yaml
 from cluster.certificates import new_authority, now
 from cluster.config.config import default_of
 from cluster.config.environment import CHECKOUT
-from deploy.reference_rules import CLOSED, SECRETS
+from deploy.policy_rules import CLOSED
+from deploy.reference_rules import SECRETS
 from tests.deploy.overlays import needs_kubectl
 
 DOCS = CHECKOUT / "docs"
