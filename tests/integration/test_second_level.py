@@ -40,7 +40,7 @@ async def drafting(settings: DraftSettings):
 
 async def test_the_text_is_the_targets_own_whatever_is_guessed(slow_target, monkeypatch):
     """The bundled target, which drafts well for its slower self, with all guesses that can be had."""
-    monkeypatch.setattr(StepCost, "__call__", lambda self, tokens: 1.0)
+    monkeypatch.setattr(StepCost, "__call__", lambda self, tokens, **_: 1.0)
     monkeypatch.setattr(Forward, "pays", lambda *_: True)
     engine = EngineSettings(str(MODELS / "target"), dtype="float32")
     repeating = held_out_prompts()[3] * 2
