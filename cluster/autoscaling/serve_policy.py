@@ -155,12 +155,13 @@ def _reports(
     replicas = set.intersection(*(set(averages.get(reported, ())) for reported in names.values()))
 
     def figure(name: str, reported: str, replica: Any) -> float:
+        if name not in TOTALS | present:
+            return averages[reported][replica]
         first, last = series[reported][replica][0], series[reported][replica][-1]
-        if name in TOTALS:
-            seconds = last.timestamp - first.timestamp
-            return float((last.value - first.value) / seconds) if seconds > 0 else 0.0
-        average = averages[reported][replica]
-        return min(average, last.value) if name in present else average
+        if name in present:
+            return float(min(averages[reported][replica], last.value))
+        seconds = last.timestamp - first.timestamp
+        return float((last.value - first.value) / seconds) if seconds > 0 else 0.0
 
     return {
         replica: kind(**{name: figure(name, reported, replica) for name, reported in names.items()})
