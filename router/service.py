@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from router.dispatch import Dispatcher, DispatchLimits
 from router.http.api import ApiSettings, build_app
 from router.http.asgi import BoundedHttp
-from router.http.exhaustion import ASYNCIO, ExhaustionLog
+from router.http.exhaustion import ExhaustionLog
 from router.http.prompt_recorder import PromptRecorder, RecordingError, RecordSettings
 from router.text.tokenizer import TokenizerError, Tokenizers
 from speculation.events import Role
@@ -133,7 +133,6 @@ class Router:
         self.tracing = Tracing.to(settings.trace, "router") if settings.trace else None
         self.dispatcher = dispatcher(settings.limits, settings.identity, self.tracing)
         self.tokenizers = Tokenizers(settings.tokenizer, settings.models)
-        self._exhaustion = ExhaustionLog()
         self._recorder: PromptRecorder | None = None
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -177,7 +176,7 @@ class Router:
             raise RouterError(f"{error}; see --record-prompts") from error
         serving, api = self.dispatcher, self.settings.api
         app = build_app(serving, self.tokenizers, api, serving.metrics, self.tracing, self._recorder)
-        ASYNCIO.addFilter(self._exhaustion)
+        asyncio.get_running_loop().set_exception_handler(ExhaustionLog().handle)
         self._server = uvicorn.Server(server_config(app, host, port))
         listener = listening(host, port)
         self.address = f"http://{addresses.join(host, listener.getsockname()[1])}"
@@ -205,7 +204,6 @@ class Router:
         if self._server is not None:
             self._server.should_exit = True
         await self.wait()
-        ASYNCIO.removeFilter(self._exhaustion)
         await self.dispatcher.pool.close()
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)

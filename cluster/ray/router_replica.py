@@ -17,7 +17,6 @@ from cluster.ray.connection import check_token
 from cluster.ray.metrics import copy_metrics
 from cluster.ray.parts import known
 from router.http.api import build_app
-from router.http.exhaustion import ASYNCIO, ExhaustionLog
 from router.http.prompt_recorder import PromptRecorder
 from router.service import dispatcher, freeze_loaded
 from router.text.tokenizer import Tokenizers
@@ -47,7 +46,6 @@ class RouterReplica:
         self._directory = serve_directory(workers)
         self._directory.start(self._dispatcher.pool.set_workers)
         self._copying = asyncio.create_task(copy_metrics(self._dispatcher.metrics.collect))
-        ASYNCIO.addFilter(ExhaustionLog())
         freeze_loaded()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

@@ -6,18 +6,18 @@ Decides what counts as that, and that it is logged once in a while instead of at
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import logging
 import resource
 import time
 from collections.abc import Callable
+from typing import Any
 
 log = logging.getLogger(__name__)
 
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-ASYNCIO, NOT_ACCEPTED = logging.getLogger("asyncio"), "socket.accept() out of system resource"
-"""Where event loops log, and what begins their record of a connection that a listener could not accept."""
 QUIET_SECONDS = 30.0
 MAX_DESCRIPTORS = 65536
 """As in our systemd units. Every stream takes one, and many systems give a process 1,024 at first."""
@@ -37,14 +37,10 @@ def is_exhausted(error: object) -> bool:
     return isinstance(error, OSError) and error.errno in EXHAUSTED
 
 
-class ExhaustionLog(logging.Filter):
-    """A line for the first time, then one in a while with how often it happened since. Used from one thread.
-
-    As a filter of :data:`ASYNCIO` it says so of what any event loop of the process cannot accept, whoever listens.
-    """
+class ExhaustionLog:
+    """A line for the first time, then one in a while with how often it happened since. Used from one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
         self._clock = clock
         self._logged: float | None = None
         self._unlogged = 0
@@ -59,10 +55,10 @@ class ExhaustionLog(logging.Filter):
         log.error("%s: %s%s; see the limit on open files (ulimit -n)", what, error, since)
         self._logged, self._unlogged = now, 0
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is to be logged as it is."""
-        error = record.exc_info[1] if record.exc_info else None
-        if not (is_exhausted(error) and record.getMessage().startswith(NOT_ACCEPTED)):
-            return True
-        self.add("cannot accept a connection", error)
-        return False
+    def handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An event loop's exception handler, for what a listener cannot accept; all else is asyncio's own."""
+        error = context.get("exception")
+        if is_exhausted(error) and "socket" in context:
+            self.add("cannot accept a connection", error)
+        else:
+            loop.default_exception_handler(context)

@@ -10,8 +10,6 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import pytest
@@ -20,7 +18,7 @@ from cluster.cli import main
 from cluster.config.environment import CHECKOUT
 from cluster.config.flags import BAD_INPUT
 from router.http import exhaustion
-from router.http.exhaustion import MAX_DESCRIPTORS, NOT_ACCEPTED, QUIET_SECONDS, ExhaustionLog, raise_limit
+from router.http.exhaustion import MAX_DESCRIPTORS, QUIET_SECONDS, ExhaustionLog, raise_limit
 from router.service import Router, RouterSettings
 from tests.fakes import FakeGenerator
 from tests.integration.test_http_api import in_memory, model
@@ -49,26 +47,15 @@ async def test_another_fault_of_the_system_is_a_fault_of_ours() -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
 
 
-@contextmanager
-def filtered(log: ExhaustionLog) -> Iterator[None]:
-    exhaustion.ASYNCIO.addFilter(log)
-    try:
-        yield
-    finally:
-        exhaustion.ASYNCIO.removeFilter(log)
-
-
 async def test_connections_that_cannot_be_accepted_are_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
-    loop, context = (
-        asyncio.get_running_loop(),
-        {"message": NOT_ACCEPTED, "exception": NO_FILE, "socket": "of a listener"},
-    )
-    with filtered(ExhaustionLog(lambda: now)):
+    exhaustion, loop = ExhaustionLog(lambda: now), asyncio.get_running_loop()
+    with socket.socket() as listener:
+        context = {"message": "socket.accept() out of system resource", "exception": NO_FILE, "socket": listener}
         for _ in range(2048):
-            loop.call_exception_handler(context)
+            exhaustion.handle(loop, context)
         now = QUIET_SECONDS
-        loop.call_exception_handler(context)
+        exhaustion.handle(loop, context)
     said = "cannot accept a connection: [Errno 24] Too many open files"
     assert [record.message.partition(";")[0] for record in caplog.records] == [
         said,
@@ -77,9 +64,8 @@ async def test_connections_that_cannot_be_accepted_are_logged_once_in_a_while(ca
 
 
 async def test_what_else_goes_wrong_in_the_event_loop_is_logged_as_ever(caplog: pytest.LogCaptureFixture) -> None:
-    with filtered(ExhaustionLog()):
-        for context in ({"message": "one"}, {"message": "two", "exception": NO_FILE}):
-            asyncio.get_running_loop().call_exception_handler(context)
+    for context in ({"message": "one"}, {"message": "two", "exception": NO_FILE}):
+        ExhaustionLog().handle(asyncio.get_running_loop(), context)
     assert [(record.name, record.message) for record in caplog.records] == [("asyncio", "one"), ("asyncio", "two")]
 
 
@@ -103,7 +89,7 @@ async def test_a_router_that_cannot_accept_says_so_once(
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
         await router.stop()
-    assert not exhaustion.ASYNCIO.filters
+        loop.set_exception_handler(None)
     assert ["cannot accept" in record.message for record in caplog.records] == [True]
 
 

@@ -14,7 +14,6 @@ from cluster.config.config import Config, from_mapping
 from cluster.config.security import SecurityError
 from cluster.ray import router_replica, worker_replicas
 from router.generation import ServedModel
-from router.http.exhaustion import ASYNCIO, ExhaustionLog
 from router.text.tokenizer import TokenizerError
 from tests.bundled import MODELS
 from tests.certificates import Authority
@@ -76,14 +75,6 @@ async def test_a_router_asks_clients_for_their_keys(router: Any) -> None:
 async def test_a_router_opens_nothing_on_the_word_of_a_worker(router: Any) -> None:
     with pytest.raises(TokenizerError, match="is not that of the served model m"):
         await (await router)._tokenizers.of(ServedModel("m", 400, 64, 0, "/etc"))
-
-
-async def test_a_router_that_cannot_accept_says_so_once_in_a_while(router: Any) -> None:
-    before = {*ASYNCIO.filters}
-    await router
-    (added,) = {*ASYNCIO.filters} - before
-    ASYNCIO.removeFilter(added)
-    assert isinstance(added, ExhaustionLog)
 
 
 WORKERS = pytest.mark.parametrize(
