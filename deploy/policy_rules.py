@@ -55,7 +55,7 @@ def lets_out_to(manifests: Manifests, pod: Pod, endpoint: str) -> bool:
         return "namespaceSelector" in place and selects(place["namespaceSelector"], {OF_A_NAMESPACE: namespace})
 
     ways = [way for way in manifests.ways_out(pod) if _covers_any(way, port)]
-    return any("to" not in way or any(map(leads, way["to"])) for way in ways)
+    return any(not place or leads(place) for way in ways for place in _places(way, "to"))
 
 
 def _ports(manifests: Manifests) -> Iterator[Violation]:
@@ -80,16 +80,22 @@ def _strangers(manifests: Manifests) -> Iterator[Violation]:
         if guarded is None:
             continue
         for policy, way in manifests.ways_in(pod):
-            theirs = [place for place in way.get("from", [{"ipBlock": {"cidr": "::/0"}}]) if not _is_ours(place)]
-            anybody = any(place.get("ipBlock", {}).get("cidr") in EVERYBODY for place in theirs)
-            allowed = {HTTP} if anybody else guarded
-            for port in way.get("ports", [{"port": 1, "endPort": 65535}]) if theirs else ():
-                first, last = port["port"], port.get("endPort", port["port"])
-                if first != last or first in {*pod.ports().values()} - allowed:
-                    shown = str(first) if first == last else f"{first} to {last}"
-                    who = "everybody" if anybody else "others than our pods"
-                    found.add((where(policy), f"lets {who} in to port {shown} of {pod.where}"))
+            theirs = [place for place in _places(way, "from") if not _is_ours(place)]
+            anybody = any(not place or place.get("ipBlock", {}).get("cidr") in EVERYBODY for place in theirs)
+            who = "everybody" if anybody else "others than our pods"
+            for shown in _unguarded(pod, way, {HTTP} if anybody else guarded) if theirs else ():
+                found.add((where(policy), f"lets {who} in to port {shown} of {pod.where}"))
     yield from (Violation(*one) for one in sorted(found))
+
+
+def _unguarded(pod: Pod, way: Object, allowed: set[int]) -> Iterator[str]:
+    """The ports of a pod, other than those allowed, that a rule opens."""
+    for port in way.get("ports") or [{"port": 1, "endPort": 65535}]:
+        first, last = port["port"], port.get("endPort", port["port"])
+        if first != last:
+            yield f"{first} to {last}"
+        elif first in {*pod.ports().values()} - allowed:
+            yield str(first)
 
 
 def _guarded(pod: Pod) -> set[int] | None:
@@ -97,6 +103,11 @@ def _guarded(pod: Pod) -> set[int] | None:
     if pod.where.startswith("RayService"):
         return {HTTP, METRICS, DASHBOARD} if pod.where.endswith(" head") else {HTTP, METRICS}
     return set() if pod.where.startswith("StatefulSet") else None
+
+
+def _places(way: Object, side: str) -> list[Object]:
+    """Whom a rule lets come in (``from``), or go out to (``to``); an empty one is everybody."""
+    return way.get(side) or [{}]
 
 
 def _is_ours(place: Object) -> bool:
@@ -138,9 +149,7 @@ def _ways(manifests: Manifests) -> Iterator[Violation]:
             if not computes and manifests.of("HTTPRoute", "Ingress") and _led_to(manifests, pod):
                 yield from _needed_from_outside(manifests, pod, HTTP, "clients")
             yield from _needed_among(manifests, pod, (head, *workers), ANY_WORKER)
-        for pod in manifests.pods():
-            if pod.where.startswith("StatefulSet"):
-                yield from _needed_among(manifests, head, (pod,), REDIS)
+        yield from _needed_among(manifests, head, manifests.redis_of(service), REDIS)
     for pod in manifests.pods():
         if pod.where.startswith("Job"):
             yield from _needed_outside(manifests, pod, (HTTPS,), "where models are")
@@ -153,34 +162,33 @@ def _led_to(manifests: Manifests, pod: Pod) -> bool:
 
 def _needed_from_outside(manifests: Manifests, pod: Pod, port: int, who: str) -> Iterator[Violation]:
     ways = [way for _, way in manifests.ways_in(pod) if _covers_any(way, port)]
-    if not any(not _is_ours(place) for way in ways for place in way.get("from", [{}])):
+    if not any(not _is_ours(place) for way in ways for place in _places(way, "from")):
         yield Violation(pod.where, f"no NetworkPolicy lets {who} in to port {port}")
 
 
 def _needed_outside(manifests: Manifests, pod: Pod, ports: Iterable[int], what: str) -> Iterator[Violation]:
     ways = [way for way in manifests.ways_out(pod) if any(_covers_any(way, port) for port in ports)]
-    if not any(not _is_ours(place) for way in ways for place in way.get("to", [{}])):
+    if not any(not _is_ours(place) for way in ways for place in _places(way, "to")):
         yield Violation(pod.where, f"no NetworkPolicy lets it out to {what} (TCP port {next(iter(ports))})")
 
 
 def _needed_among(manifests: Manifests, pod: Pod, others: Iterable[Pod], port: int) -> Iterator[Violation]:
     """Whether a pod may go out to others of ours, and these let it in."""
 
-    def leads(places: Iterable[Object] | None, to: Pod) -> bool:
-        return places is None or any(_is_ours(place) and selects(place["podSelector"], to.labels) for place in places)
+    def lead(ways: Iterable[Object], side: str, to: Pod) -> bool:
+        places = (place for way in ways if _covers_any(way, port) for place in _places(way, side))
+        return any(not place or (_is_ours(place) and selects(place["podSelector"], to.labels)) for place in places)
 
     for other in others:
-        ways_out = (way for way in manifests.ways_out(pod) if _covers_any(way, port))
-        if not any(leads(way.get("to"), other) for way in ways_out):
+        if not lead(manifests.ways_out(pod), "to", other):
             yield Violation(pod.where, f"no NetworkPolicy lets it out to {other.where}")
-        ways_in = (way for _, way in manifests.ways_in(other) if _covers_any(way, port))
-        if not any(leads(way.get("from"), pod) for way in ways_in):
+        if not lead((way for _, way in manifests.ways_in(other)), "from", pod):
             yield Violation(other.where, f"no NetworkPolicy lets {pod.where} in")
 
 
 def _covers_any(way: Object, number: int, protocol: str = "TCP") -> bool:
     """Whether a rule is for a port."""
-    ports = way.get("ports", [{"port": number, "protocol": protocol}])
+    ports = way.get("ports") or [{"port": number, "protocol": protocol}]
     return any(
         port.get("protocol", "TCP") == protocol and port["port"] <= number <= port.get("endPort", port["port"])
         for port in ports

@@ -18,6 +18,7 @@ from deploy.manifests import (
     selects,
     where,
 )
+from deploy.policy_rules import HTTP
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,6 @@ GIVEN = {("ConfigMap", "kube-root-ca.crt"), ("ServiceAccount", "default")}
 """In every namespace."""
 SERVE_SERVICE = "-serve-svc"
 """KubeRay makes a service for HTTP, named after the RayService."""
-HTTP_PORT = 8000
 READY = "/ready"
 """What a router says of itself."""
 HOST = "kubernetes.io/hostname"
@@ -261,8 +261,8 @@ def _ports(manifests: Manifests) -> Iterator[Violation]:
                     yield Violation(where(monitor), f"{pod.where} has no port {endpoint['port']}")
     for pool in manifests.of("InferencePool"):
         for port in pool["spec"]["targetPorts"]:
-            if port["number"] != HTTP_PORT:
-                yield Violation(where(pool), f"HTTP is on port {HTTP_PORT}, got {port['number']}")
+            if port["number"] != HTTP:
+                yield Violation(where(pool), f"HTTP is on port {HTTP}, got {port['number']}")
     yield from _entrance(manifests)
     yield from _paths(manifests)
 
@@ -272,8 +272,8 @@ def _paths(manifests: Manifests) -> Iterator[Violation]:
     for route in manifests.of("HTTPRoute"):
         for rule in route["spec"]["rules"]:
             for backend in rule["backendRefs"]:
-                if backend.get("port", HTTP_PORT) != HTTP_PORT:
-                    yield Violation(where(route), f"HTTP is on port {HTTP_PORT}, got {backend['port']}")
+                if backend.get("port", HTTP) != HTTP:
+                    yield Violation(where(route), f"HTTP is on port {HTTP}, got {backend['port']}")
             if rule.get("timeouts", {}).get("request") != "0s":
                 yield Violation(where(route), 'timeouts.request must be "0s", or the gateway cuts streams')
             wanted = [match.get("path", {}) for match in rule.get("matches", [{}])]
@@ -298,7 +298,7 @@ def _entrance(manifests: Manifests) -> Iterator[Violation]:
         for name in sorted({name for kind, name in _mentioned(route) if kind == "Service"} & theirs):
             yield Violation(where(route), f"{name} leads clients into every pod; lead them to a Service of routers")
     for service in manifests.of("Service"):
-        leads = any(port.get("targetPort") in ("serve", HTTP_PORT) for port in service["spec"]["ports"])
+        leads = any(port.get("targetPort") in ("serve", HTTP) for port in service["spec"]["ports"])
         for pod in manifests.pods_of(service) if leads else []:
             main = pod.spec["containers"][0]
             if requested(main, GPU):

@@ -727,6 +727,18 @@ FAULTS = [
         places=4,
     ),
     Fault(
+        "metrics open to all, by an empty list",
+        lambda c: put(door(c, "metrics-from-monitoring"), "from", []),
+        "lets everybody in to port 8080 of RayService paceline",
+        places=4,
+    ),
+    Fault(
+        "every port open to another namespace, by an empty list",
+        lambda c: put(door(c, "http-from-gateway"), "ports", []),
+        "NetworkPolicy http-from-gateway: lets ",
+        places=3,
+    ),
+    Fault(
         "dashboard open to all",
         lambda c: door(c, "head-from-operator").pop("from"),
         "NetworkPolicy head-from-operator: lets everybody in to port 8265 of RayService paceline head",
