@@ -10,7 +10,7 @@ from benchmarks.chaos.settings import ChaosOptions, SoakOptions
 from benchmarks.engine.settings import EngineOptions
 from benchmarks.gpu.settings import GpuOptions
 from benchmarks.harness import options
-from benchmarks.harness.options import FIGURES, Options, flag, known
+from benchmarks.harness.options import FIGURES, BadInput, Options, flag, known
 from benchmarks.http.scale import ScaleOptions
 from benchmarks.serve.settings import ServeOptions
 from benchmarks.speculation.settings import SpeculationOptions
@@ -51,10 +51,13 @@ class DraftingOptions(Options):
     out: Path | None = flag(None, "folder of a full run (default: benchmarks/results/DATE-drafting)", metavar="DIR")
     rounds: int = flag(0, "prompts of each part that count, instead of its own number (default)", least=0)
     only: tuple[str, ...] = flag((), "only this part (may be given again)", metavar="PART")
+    device: str = flag("cpu", "cuda: part eagle, on a target of billions of parameters", choices=("cpu", "cuda"))
 
     def check(self) -> None:
         """See :class:`benchmarks.harness.options.Options`."""
         known("--only", self.only, PARTS, "part")
+        if self.device == "cuda" and self.only != ("eagle",):
+            raise BadInput("--device cuda: part eagle alone is measured on a GPU; add --only eagle")
 
 
 _ALL = (

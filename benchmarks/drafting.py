@@ -15,6 +15,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import step_costs
 from benchmarks.bench import DraftingOptions
 from benchmarks.grammar_prompts import KINDS
@@ -45,6 +47,7 @@ class Size:
     """Prompts that count."""
     tokens: int
     temperatures: tuple[float, ...]
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,7 @@ async def medusa(size: Size) -> AsyncIterator[Row]:
 # -- an EAGLE-3 head, at the target and away from it -------------------------------------------------------------------
 
 REMOTE, LOCAL = "head at a draft worker", "head at the target"
+ON_A_GPU = Shape(hidden=4096, layers=24)
 
 
 async def eagle(size: Size) -> AsyncIterator[Row]:
@@ -112,15 +116,17 @@ async def eagle(size: Size) -> AsyncIterator[Row]:
 
     Every contender finds nothing of another's text in a cache, and no prompt comes twice.
     """
-    shape = Shape()
-    target, head = noiseless_target(shape.hidden, shape.layers), stretched_eagle(shape)
-    flags = ("--dtype", "bfloat16")
+    on_cuda = size.device == "cuda"
+    shape = ON_A_GPU if on_cuda else Shape()
+    target, head = noiseless_target(shape.hidden, shape.layers, torch.device(size.device)), stretched_eagle(shape)
+    flags = ("--device", size.device, "--dtype", "bfloat16")
     headed = (*flags, "--draft-eagle", str(head))
+    target_core, draft_core = (None, None) if on_cuda else (0, 1)
     plans = [
-        WorkerPlan(Role.TARGET, target, 0, flags=flags),
-        WorkerPlan(Role.TARGET, target, 0, flags=(*headed, "--eagle-at", "drafter")),
-        WorkerPlan(Role.DRAFT, target, 1, flags=headed),
-        WorkerPlan(Role.TARGET, target, 0, flags=headed),
+        WorkerPlan(Role.TARGET, target, target_core, flags=flags),
+        WorkerPlan(Role.TARGET, target, target_core, flags=(*headed, "--eagle-at", "drafter")),
+        WorkerPlan(Role.DRAFT, target, draft_core, flags=headed),
+        WorkerPlan(Role.TARGET, target, target_core, flags=headed),
     ]
     async with (
         all_running(plans) as (alone, sending, drafting, both),
@@ -367,7 +373,8 @@ def main(options: DraftingOptions) -> int:
         size = part.quick if options.quick else part.full
         if part.name in options.only or (size and not options.only):
             size = size or part.full
-            found[part.name] = asyncio.run(_measure(part, replace(size, rounds=options.rounds or size.rounds)))
+            size = replace(size, rounds=options.rounds or size.rounds, device=options.device)
+            found[part.name] = asyncio.run(_measure(part, size))
     tables = [table_of(name, rows, {key: itemgetter(key) for key in rows[0]}) for name, rows in found.items()]
     goals = [goal for goal in GOALS if goal.ours(found) is not None]
     tables += [goals_table(goals, found)] if goals else []

@@ -4,8 +4,12 @@ The target asks right before a step: the draft model goes ahead by as many level
 each, or several levels in a launch (:mod:`draft_service.levels`), and what it drafted is verified at once.
 
 Decided here: which places a level expands and when to stop. A place is worth the chance that the text gets there times
-that of one more draft to be right; it costs its share of the level, a row of the target's step, and both take time that
-makes ``rate`` tokens a second otherwise. All else is :class:`draft_service.lookahead.Lookahead`'s.
+that of one more draft to be right; it costs its share of the level, a row of the target's step and the host's time for
+both trees. Drafted is what makes the most of a second, the target's step and all drafting before it counted:
+
+    tokens a second = (tokens without drafts + those expected of drafts) / (their step + drafting + its rows)
+
+All else is :class:`draft_service.lookahead.Lookahead`'s.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ from dataclasses import dataclass, replace
 
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.sequence import DraftBatchEntry, DraftSequence
-from speculation.drafting.draft_session import DraftLimits
+from speculation.drafting.draft_session import Candidate, DraftLimits
 from speculation.messages import SessionId
 from speculation.trie import Node
+from speculation.verifying.payoff import PlainStep
 from transport.worker import Outgoing
 
 MAX_LEVELS = 8
@@ -33,6 +38,8 @@ IDLE_TURNS, IDLE_SHARE = 8, 0.02
 
 MAX_PRICE = 0.2
 """A draft that is likelier to be kept is drafted whatever verifying it costs: what that is may have been disturbed."""
+SMOOTHING = 0.1
+"""Weight of the latest step in what growing a tree takes."""
 MAX_REST_SECONDS = 2.0
 """Reading a long prompt once must not end drafting."""
 
@@ -45,6 +52,21 @@ def limits_in_turn(draft: DraftLimits, sessions: int = 256) -> LookaheadLimits:
     lead = min(draft.lead, 2 * MAX_LEVELS)
     bounded = replace(draft, lead=lead, hold=1, enough=draft.nodes, bytes_a_token=math.inf)
     return LookaheadLimits(sessions=sessions, prefill=256, draft=bounded)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What a step of the target is expected to commit, and it and the drafting before it to take."""
+
+    tokens: float
+    seconds: float
+    row_seconds: float
+    """Of one more draft, without drafting it."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +89,29 @@ class InTurn(Lookahead):
 
     _idle_turns = 0
     _rests_until = 0.0
+    _rate = 0.0
+    """Tokens a second that were expected of the last turn."""
+    _growth_seconds = 0.0
+    """What the host takes to grow a tree by one draft."""
 
-    def draft(self, running: Collection[Key], wanted: Mapping[Key, float], rate: float, row_seconds: float) -> Outgoing:
+    def draft(self, running: Collection[Key], wanted: Mapping[Key, float], plain: PlainStep) -> Outgoing:
         """Proposals for ``wanted`` sessions, which are about to be verified, and refusals of those that are dropped.
 
         ``wanted[key]``: the chance that a draft token is right. ``running``: all whose text may be read, prompts in
-        parts. ``rate``: tokens a second that the target makes. ``row_seconds``: what one more draft costs its step.
+        parts. ``plain``: the target's step, if nothing is drafted.
         """
         began = time.perf_counter()
         self._constrain(began)
         outgoing = self._read([self._sequences[key] for key in running if key in self._sequences])
+        row_seconds = plain.row_seconds + self._growth_seconds  # the target's tree grows by a draft, too
         for sequence in map(self._sequences.get, wanted):
             if sequence is not None:
-                sequence.session.price = min(rate * row_seconds, MAX_PRICE)
+                sequence.session.price = min(self._rate * (row_seconds + self._growth_seconds), MAX_PRICE)
+        turn = _Turn(plain.tokens, plain.seconds, row_seconds)
         drafted, probe = 0, self._idle_turns % PROBE_EVERY >= PROBE_EVERY - PROBES
         while drafted < MAX_LEVELS:
             started = time.perf_counter()
-            places, levels = self._level(wanted, rate, row_seconds, probe=probe)
+            places, levels = self._level(wanted, turn, probe=probe)
             if not places:
                 break
             entries = self._entries(places)
@@ -93,6 +121,7 @@ class InTurn(Lookahead):
             if (sequence := self._sequences.get(key)) is not None:
                 outgoing += sequence.pushes()
         if wanted:
+            self._rate = turn.rate
             self._idle_turns = 0 if drafted and not probe else self._idle_turns + 1
             ended = time.perf_counter()
             self._rests_until = ended + min((ended - began) / IDLE_SHARE, MAX_REST_SECONDS)
@@ -105,6 +134,15 @@ class InTurn(Lookahead):
     def close(self) -> None:
         """Let go of the engine. The last call."""
         self._engine.close()
+
+    def _commit(
+        self, entries: Sequence[DraftBatchEntry], found: Sequence[Sequence[Sequence[Candidate]] | None]
+    ) -> Outgoing:
+        started, before = time.perf_counter(), self.counters.proposed
+        outgoing = super()._commit(entries, found)
+        if drafts := self.counters.proposed - before:
+            self._growth_seconds += SMOOTHING * ((time.perf_counter() - started) / drafts - self._growth_seconds)
+        return outgoing
 
     def _read(self, running: Iterable[DraftSequence]) -> Outgoing:
         """Get on with texts of which much is not in the cache, by so many tokens together as the limits say."""
@@ -120,10 +158,11 @@ class InTurn(Lookahead):
         readable = len(sequence.text.tokens) <= self._engine.model.context and sequence not in self._compiling
         return readable and sequence.num_uncomputed_tokens >= self._limits.prefill_from
 
-    def _level(
-        self, wanted: Mapping[Key, float], rate: float, row_seconds: float, *, probe: bool
-    ) -> tuple[Sequence[_Place], int]:
-        """The places that are expanded next, and by how many levels in one launch; none if no number is worth it."""
+    def _level(self, wanted: Mapping[Key, float], turn: _Turn, *, probe: bool) -> tuple[Sequence[_Place], int]:
+        """The places that are expanded next, and by how many levels in one launch; none if no number is worth it.
+
+        ``turn`` comes to what is expected of it with them.
+        """
         places = [place for key, chance in wanted.items() for place in self._places(key, chance)]
         places.sort(key=lambda place: -place.gain)
         places = places[: self._limits.batch]
@@ -131,7 +170,7 @@ class InTurn(Lookahead):
         deepest = self._levels.time.levels(math.inf) if 0 < sessions <= self._levels.max_sessions else 1
         if probe or self.counters.steps < FIRST_LEVELS:
             return places, deepest
-        count, levels = self._worth(places, deepest, rate, row_seconds)
+        count, levels = self._worth(places, deepest, turn)
         return places[:count], levels
 
     def _entries(self, places: Sequence[_Place]) -> list[DraftBatchEntry]:
@@ -161,21 +200,22 @@ class InTurn(Lookahead):
             for node in sequence.frontier(self._engine.model.context)
         ]
 
-    def _worth(self, places: Sequence[_Place], deepest: int, rate: float, row_seconds: float) -> tuple[int, int]:
-        """How many of these places, best first, and levels bring the most beyond what their time is worth.
+    def _worth(self, places: Sequence[_Place], deepest: int, turn: _Turn) -> tuple[int, int]:
+        """How many of these places, best first, and levels make the most of a second; none if nothing more does.
 
         Each further level of a launch is reckoned as wide as the first, and every draft as likely as its session's.
         """
-        best, chosen, level = 0.0, (0, 1), self._levels.time.further
-        gained, tokens = [0.0] * deepest, 0
+        chosen, best, level = (0, 1), (turn.tokens, turn.seconds), self._levels.time.further
+        rate, gained, read = turn.rate, [0.0] * deepest, 0
         for number, place in enumerate(places, start=1):
-            tokens += place.tokens
-            gain, seconds, value = place.gain, self._cost(tokens), 0.0
+            read += place.tokens
+            gain, tokens, seconds = place.gain, turn.tokens, turn.seconds + self._cost(read)
             for further in range(deepest):
                 gained[further] += gain
                 gain *= place.chance
-                seconds += number * row_seconds + (level if further else 0.0)
-                value += gained[further]
-                if value - rate * seconds > best:
-                    best, chosen = value - rate * seconds, (number, further + 1)
+                seconds += number * turn.row_seconds + (level if further else 0.0)
+                tokens += gained[further]
+                if tokens > rate * seconds:
+                    rate, best, chosen = tokens / seconds, (tokens, seconds), (number, further + 1)
+        turn.tokens, turn.seconds = best
         return chosen

@@ -333,7 +333,7 @@ class Lookahead:
             alone = [entry for entry in entries if entry.levels == 1]
             # The largest logit of a row is NaN if any is. Fetched after the draws, so that a device is waited for once.
             sound_R = logits_RV.amax(-1).isfinite()
-            found = iter(candidates_of(alone, self._reader.read(rows_drawn_at(logits_RV, entries))))
+            found = iter(candidates_of(alone, self._reader.read(rows_drawn_at(logits_RV, entries))) if alone else ())
             sound = iter(sound_R.tolist())
             self._levels.fetch()
         except Exception:

@@ -268,34 +268,34 @@ class SpeculationTrie:
         return Placement(InsertResult.PLACED if added else InsertResult.CUT if cut else InsertResult.STALE, added)
 
     def add(
-        self, parent: Node, token: Token, confidence: float, source: SourceName = Source.DRAFT, q: Support | None = None
-    ) -> Node | None:
-        """Add one draft token below ``parent``; None if a limit forbids it, or the vocabulary has no such token."""
+        self, parent: Node, token: Token, confidence: float, source: SourceName = Source.DRAFT,
+        q: Support | None = None, min_weight: float = 0.0,
+    ) -> Node | None:  # fmt: skip
+        """Add one draft token below ``parent``.
+
+        None if a limit forbids it, the vocabulary has no such token, or its chance is below ``min_weight``.
+        """
         assert token not in parent.children
-        limits = self.limits
-        ahead = parent.end - self.position
+        limits, ahead = self.limits, parent.end - self.position
         if len(self) >= limits.nodes or ahead >= limits.depth or len(parent.children) >= limits.children:
             return None
         if not 0 <= token < self._vocabulary:
             return None
         confidence = min(confidence, 1.0) if confidence > MIN_CONFIDENCE else MIN_CONFIDENCE
-        elders = list(parent.children.values())
-        said = sum([elder.confidence for elder in elders if elder.source == source])
-        node = Node(
-            token=token,
-            end=parent.end + 1,
-            digest=digests.extend(parent.digest, token),
-            confidence=confidence,
-            claim=confidence / max(1.0 - said, confidence),
-            source=source,
-            rank=len(parent.children),
-            ahead=ahead,
-            q=q,
-            parent=parent,
-        )
-        left = 1.0 - sum([elder.odds for elder in elders])
+        said, left = 0.0, 1.0
+        for elder in parent.children.values():
+            left -= elder.odds
+            if elder.source == source:
+                said += elder.confidence
+        if parent.weight * max(left, MIN_CONFIDENCE) < min_weight:
+            return None
+        digest, claim = digests.extend(parent.digest, token), confidence / max(1.0 - said, confidence)
+        node = Node(token, parent.end + 1, digest, confidence, claim, source=source, ahead=ahead, q=q, parent=parent)
+        node.rank = len(parent.children)
         node.odds = max(left * self._odds(node), MIN_CONFIDENCE)
         node.weight = parent.weight * node.odds
+        if node.weight < min_weight:
+            return None
         parent.children[token] = node
         self._by_digest[node.digest] = node
         return node

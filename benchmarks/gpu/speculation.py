@@ -34,8 +34,8 @@ from speculation.events import Role
 from speculation.messages import Token
 
 FIRST_WARM_UP, WARM_UP = 6, 1
-"""Rounds before those that count, with drafts of another kind and in other settings: what a step takes, and what drafts
-are worth, is learned in service."""
+"""Rounds before those that count, with drafts of another kind or another number of texts, and in other settings: what a
+step takes, and what drafts are worth, is learned in service, for each size of a batch."""
 MAX_PROMPT_TOKENS = 64
 BRANCHES = 128
 """Room in the cache for the drafts of a text."""
@@ -86,11 +86,11 @@ class DraftingBench:
                 workers = await self._start(ending)
                 for drafter in dict.fromkeys(setting.drafter for setting in left):
                     runners = await self._contenders(ending, workers, drafter)
-                    warm_up = FIRST_WARM_UP
+                    streams = 0
                     while left and left[0].drafter == drafter:
+                        warm_up = WARM_UP if left[0].streams == streams else FIRST_WARM_UP
                         self.report(await self._compare(left[0], runners, warm_up))
-                        warm_up = WARM_UP
-                        del left[0]
+                        streams = left.pop(0).streams
         except TimeoutError:
             if not budget.expired():
                 raise

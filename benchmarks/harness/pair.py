@@ -97,12 +97,13 @@ def held_out(count: int | None = None) -> list[tuple[int, ...]]:
     return [tuple(tokenizer.encode(text).ids) for text in texts]
 
 
-def noiseless_target(hidden: int, layers: int) -> Path:
-    """A target that says what the bundled one says, at several times its cost."""
+def noiseless_target(hidden: int, layers: int, device: torch.device | None = None) -> Path:
+    """A target that says what the bundled one says, at several times its cost; built on a device (default: the CPU)."""
     folder = CACHE / f"{_checkpoint(BUNDLED)}-h{hidden}-l{layers}-silent"
 
     def build(fresh: Path) -> None:
-        stretch(load(BUNDLED, torch.bfloat16), hidden_size=hidden, layers=layers, seed=SEED).save_pretrained(fresh)
+        bundled = load(BUNDLED, torch.bfloat16, device)
+        stretch(bundled, hidden_size=hidden, layers=layers, seed=SEED).save_pretrained(fresh)
         save_tokenizer(load_tokenizer(BUNDLED), fresh)
 
     _once(folder, build)

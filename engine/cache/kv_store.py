@@ -12,11 +12,16 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine.host.upload import upload
+
+if TYPE_CHECKING:
+    from engine.cache.move_kernels import SlotMover
 
 BLOCK = 16
 """Slots of a block of the cache, where no kernel wants more."""
@@ -72,6 +77,7 @@ class KVStore:
         self.device = torch.device(device)
         self._keys: list[Tensor | None] = [None] * layers
         self._values: list[Tensor | None] = [None] * layers
+        self._mover: SlotMover | None = None  # on CUDA
 
     def write(
         self, layer: int, slots_T: Tensor, first: int | None, key_1HTD: Tensor, value_1HTE: Tensor
@@ -114,21 +120,36 @@ class KVStore:
 
         Where memory is too short for that, nothing is copied.
         """
-        if not moves:
-            return
-        sources_M = upload([source for source, _ in moves if source != CLEAR], self.device)
-        destinations_M = upload([destination for source, destination in moves if source != CLEAR], self.device)
-        cleared_C = upload([destination for source, destination in moves if source == CLEAR], self.device)
         everything = [stored for stored in (*self._keys, *self._values) if stored is not None]
-        moved = [stored.index_select(0, sources_M) for stored in everything]
-        for stored, moved_MHD in zip(everything, moved, strict=True):
-            stored.index_copy_(0, destinations_M, moved_MHD)
-            stored.index_fill_(0, cleared_C, 0)
+        if not moves or not everything:
+            return
+        if self.device.type == "cuda" and find_spec("triton"):
+            self._move_together(everything, moves)
+        else:
+            _move_one_by_one(everything, moves)
+
+    def _move_together(self, everything: Sequence[Tensor], moves: Sequence[Move]) -> None:
+        from engine.cache.move_kernels import SlotMover
+
+        if self._mover is None or len(self._mover.stored) < len(everything):
+            self._mover = SlotMover(everything)
+        self._mover(moves)
 
     def _allocate(self, heads: int, size: int) -> Tensor:
         # Zeros, not empty: a masked slot still takes part in the matmul, and 0 * NaN would be NaN. For the same reason
         # what a broken step wrote is cleared.
         return _zeros((self.slots + self.spare, heads, size), self.dtype, self.device)
+
+
+def _move_one_by_one(everything: Sequence[Tensor], moves: Sequence[Move]) -> None:
+    device = everything[0].device
+    copies, cleared = [move for move in moves if move[0] != CLEAR], [slot for source, slot in moves if source == CLEAR]
+    sources_M, destinations_M = (upload([move[end] for move in copies], device) for end in (0, 1))
+    moved = [stored.index_select(0, sources_M) for stored in everything]
+    for stored, moved_MHD in zip(everything, moved, strict=True):
+        stored.index_copy_(0, destinations_M, moved_MHD)
+        if cleared:
+            stored.index_fill_(0, upload(cleared, device), 0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

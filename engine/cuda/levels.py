@@ -126,28 +126,24 @@ class Levels:
     def read(self, found_KNWX: Tensor) -> list[list[list[Expanded | None]]]:
         """By session and level, what its places are, None where there was none. Waits for the device."""
         numbers_KNWX: NDArray[np.float64] = found_KNWX.cpu().numpy()
+        levels, count, width, _ = numbers_KNWX.shape
+        sessions: list[list[list[Expanded | None]]] = [[[None] * width for _ in range(levels)] for _ in range(count)]
+        there_KNW = numbers_KNWX[..., 0] != NO_LEAF
         behind = TOLD + self.children
-        told = numbers_KNWX[..., :TOLD].astype(np.int64).tolist()
-        tokens = numbers_KNWX[..., TOLD:behind].astype(np.int64).flatten().tolist()
-        draws = [*zip(tokens, numbers_KNWX[..., behind:].flatten().tolist(), strict=True)]
-        at = 0
-        sessions: list[list[list[Expanded | None]]] = [[] for _ in range(found_KNWX.shape[1])]
-        for told_NW3 in told:
-            for levels, told_W3 in zip(sessions, told_NW3, strict=True):
-                level: list[Expanded | None] = []
-                for chosen, sound, count in told_W3:
-                    mine = draws[at : at + count]
-                    at += self.children
-                    if chosen == NO_LEAF:
-                        level.append(None)
-                    elif chosen < self.leaves:
-                        level.append(Expanded(None if chosen == GIVEN else chosen, None, 0, mine, sound == 1))
-                    else:
-                        place, rank = self._drafts[chosen - self.leaves]
-                        above = levels[place[0]][place[1]]
-                        assert above is not None, "a draft that hangs from nothing was expanded"
-                        level.append(Expanded(None, place, above.draws[rank][0], mine, sound == 1))
-                levels.append(level)
+        # Levels in their order: what a place hangs from is known before it.
+        for (level, session, at), row in zip(
+            np.argwhere(there_KNW).tolist(), numbers_KNWX[there_KNW].tolist(), strict=True
+        ):
+            chosen, sound, draws = int(row[0]), row[1] == 1, int(row[2])
+            mine = [*zip(map(int, row[TOLD : TOLD + draws]), row[behind : behind + draws], strict=True)]
+            if chosen == GIVEN or chosen < self.leaves:
+                found = Expanded(None if chosen == GIVEN else chosen, None, 0, mine, sound)
+            else:
+                place, rank = self._drafts[chosen - self.leaves]
+                above = sessions[session][place[0]][place[1]]
+                assert above is not None, "a draft that hangs from nothing was expanded"
+                found = Expanded(None, place, above.draws[rank][0], mine, sound)
+            sessions[session][level][at] = found
         return sessions
 
     # -- what is given in ----------------------------------------------------------------------------------------------

@@ -239,11 +239,9 @@ class DraftSession:
                 if (drafted := node.children[candidate.token]) not in self._said:
                     self._leaves[drafted] = None  # again, after :meth:`redraft`
                 continue
-            child = self.trie.add(node, candidate.token, candidate.confidence, q=candidate.q)
+            worth = self._min_draft_weight if rank else 0.0
+            child = self.trie.add(node, candidate.token, candidate.confidence, q=candidate.q, min_weight=worth)
             if child is None:
-                break
-            if rank and child.weight < self._min_draft_weight:
-                self.trie.remove(child)
                 break
             self._leaves[child] = self._unsent[child] = None
             added += 1

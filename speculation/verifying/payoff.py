@@ -198,6 +198,17 @@ class ThroughputEstimator:
             self._wider.observe(tokens, seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class PlainStep:
+    """A step of a target as it would be without drafts."""
+
+    tokens: int
+    """It commits: one for each session."""
+    seconds: float
+    row_seconds: float
+    """Of one draft more."""
+
+
 class Payoff:
     """What steps over about so many sessions take, beside drafters and without, and whether drafters shall work.
 

@@ -31,7 +31,7 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from speculation.verifying.payoff import Payoff, ThroughputEstimator
+from speculation.verifying.payoff import Payoff, PlainStep
 from speculation.verifying.planner import Planner
 from target_service.drafting.state_reader import StateReader
 from target_service.sequence import TargetSequence
@@ -59,7 +59,7 @@ class Drafter(Protocol):
     def receive(self, link: Hashable, message: ToWorker) -> Outgoing:
         """Take a session, follow it, or forget it."""
 
-    def draft(self, running: Collection[Key], wanted: Mapping[Key, float], rate: float, row_seconds: float) -> Outgoing:
+    def draft(self, running: Collection[Key], wanted: Mapping[Key, float], plain: PlainStep) -> Outgoing:
         """See :meth:`draft_service.in_turn.InTurn.draft`."""
 
     def rests(self) -> bool:
@@ -103,14 +103,14 @@ class DraftModel(StateReader):
         """``planner``: knows what steps of the target take."""
         self._drafter, self._planner, self._counters = drafter, planner, counters
         self._open: dict[Key, TargetSequence] = {}
-        self._unread: defaultdict[Key, list[Verification]] = defaultdict(list)
-        """What was committed since the drafter was asked last."""
+        self._unheard: dict[Key, Verification] = {}
+        """The last commit of each session of which the drafter has not heard."""
+        self._heard: dict[Key, int] = {}
+        """How much of each text it knows."""
         self._again: dict[Key, int] = {}
         """The turn from which on a session that was refused is tried again; never, if it failed."""
         self._turn = 0
-        # by size class of the batch
-        self._throughputs: defaultdict[int, ThroughputEstimator] = defaultdict(ThroughputEstimator)
-        self._payoffs: defaultdict[int, Payoff] = defaultdict(Payoff)  # likewise
+        self._payoffs: defaultdict[int, Payoff] = defaultdict(Payoff)  # by size class of the batch
         self._judged: Payoff | None = None
         """What learns from the step at hand, if it is for nothing but sessions that may verify drafts."""
 
@@ -147,9 +147,9 @@ class DraftModel(StateReader):
             for sequence in drawing
             if (key := _key(sequence)) in self._open
         }
-        for key in list(self._unread):
+        for key in list(self._unheard):
             self._hear(key)
-        outgoing = self._drafter.draft([_key(sequence) for sequence in part], wanted, *self._worth(len(drawing)))
+        outgoing = self._drafter.draft([_key(sequence) for sequence in part], wanted, self._plain_step(len(drawing)))
         self._take(outgoing)
         return bool(outgoing)
 
@@ -159,15 +159,8 @@ class DraftModel(StateReader):
 
     def verified(self, sequence: TargetSequence, verification: Verification) -> None:
         """A step has committed tokens of a session."""
-        if (key := _key(sequence)) not in self._open:
-            return
-        # What drafting takes here is known, so it is not told how far to go: policies for drafters elsewhere would have
-        # it rest for long where it has rested for a moment.
-        position, tokens, unread = verification.position, verification.tokens, self._unread[key]
-        if unread and not unread[-1].offered and not verification.offered:
-            before = unread.pop()
-            position, tokens = before.position, before.tokens + tokens
-        unread.append(replace(verification, position=position, tokens=tokens, lead=None))
+        if (key := _key(sequence)) in self._open:
+            self._unheard[key] = verification
 
     def drop(self, sequence: TargetSequence) -> None:
         """A session is over."""
@@ -182,13 +175,18 @@ class DraftModel(StateReader):
         self._close(sequence)
 
     def _hear(self, key: Key) -> None:
-        """Have the drafter follow a session."""
-        for verification in self._unread.pop(key, ()):
-            self._take(self._drafter.receive(key[0], verification))
+        """Have the drafter follow a session: all at once, where it has rested."""
+        if (verification := self._unheard.pop(key, None)) is None:
+            return
+        start, self._heard[key] = self._heard[key], verification.end
+        tokens = tuple(self._open[key].session.tokens[start : verification.end])
+        # What drafting takes here is known, so it is not told how far to go: policies for drafters elsewhere would have
+        # it rest for long where it has rested for a moment.
+        verification = replace(verification, position=start, tokens=tokens, lead=None)
+        self._take(self._drafter.receive(key[0], verification))
 
     def observe(self, sessions: int, tokens: int, seconds: float) -> None:
         """A step over ``sessions``, all past their prompts, brought ``tokens``, drafting included."""
-        self._throughputs[sessions.bit_length()].observe(tokens, seconds)
         payoff = self._judged
         if payoff is None or not self._open:
             return
@@ -199,14 +197,11 @@ class DraftModel(StateReader):
         else:
             payoff.rested()
 
-    def _worth(self, sessions: int) -> tuple[float, float]:
-        """Tokens a second that the target makes now, at least those without drafts, and seconds of one more row."""
-        if not sessions:
-            return 0.0, 0.0
+    def _plain_step(self, sessions: int) -> PlainStep:
+        """Of so many sessions."""
         cost, drafts = self._planner.cost(sessions), USUAL_DRAFTS * sessions
         plain = cost(sessions)
-        row_seconds = (cost(sessions + drafts) - plain) / drafts
-        return max(self._throughputs[sessions.bit_length()].rate, sessions / plain), row_seconds
+        return PlainStep(sessions, plain, (cost(sessions + drafts) - plain) / max(drafts, 1))
 
     def _follow(self, running: Sequence[TargetSequence], part: Sequence[TargetSequence]) -> None:
         """Have those open that take part, and no preempted one."""
@@ -217,6 +212,7 @@ class DraftModel(StateReader):
             allowed = opened.speculation.allows(Source.DRAFT)
             if key not in self._open and self._again.get(key, 0) <= self._turn and allowed:
                 self._open[key], tokens = sequence, tuple(sequence.session.tokens)
+                self._heard[key] = len(tokens)
                 again = replace(opened, tokens=tokens, prompt=opened.prompt or len(opened.tokens))
                 self._take(self._drafter.receive(sequence.link, again))
 
@@ -232,8 +228,7 @@ class DraftModel(StateReader):
 
     def _refused(self, sequence: TargetSequence, refused: Refused) -> None:
         key = _key(sequence)
-        del self._open[key]
-        self._unread.pop(key, None)
+        self._forget(key)
         match refused.code:
             case RefusalCode.UNKNOWN_SESSION:
                 return  # it lost the thread, and gets the whole text
@@ -256,9 +251,14 @@ class DraftModel(StateReader):
             self._again[key] = _NEVER
 
     def _close(self, sequence: TargetSequence) -> None:
-        self._unread.pop(_key(sequence), None)
-        if self._open.pop(_key(sequence), None) is not None:
+        if self._forget(_key(sequence)):
             self._drafter.receive(sequence.link, Close(sequence.session.opened.session, sequence.session.opened.epoch))
+
+    def _forget(self, key: Key) -> bool:
+        """Whether it was open."""
+        self._unheard.pop(key, None)
+        self._heard.pop(key, None)
+        return self._open.pop(key, None) is not None
 
 
 _NEVER = 1 << 62

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draft_service import in_turn
-from draft_service.in_turn import MAX_LEVELS, InTurn, Key, limits_in_turn
+from draft_service.in_turn import MAX_LEVELS, InTurn, Key, _Turn, limits_in_turn
 from draft_service.levels import DraftLevels, LaunchTime
 from engine.build import welcome
 from engine.cache.kv_cache import KVCache
@@ -34,6 +34,7 @@ from speculation.messages import (
     Verification,
 )
 from speculation.verifying import payoff
+from speculation.verifying.payoff import PlainStep
 from target_service import scheduler
 from target_service.drafting import draft_model
 from target_service.drafting.draft_model import check_drafter
@@ -54,6 +55,7 @@ PLAIN, DRAFTED = Speculation(enabled=False), Speculation(sources=frozenset({Sour
 def _cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every level counts as worth its time, so that what is drafted does not depend on how fast the machine is."""
     monkeypatch.setattr(in_turn, "FIRST_LEVELS", 1 << 30)
+    monkeypatch.setattr(in_turn, "SMOOTHING", 0.0)  # what growing a tree takes is not learned
 
 
 @pytest.fixture(scope="module")
@@ -307,11 +309,9 @@ def test_some_steps_go_without_so_that_there_is_something_to_compare_with(
     asked: list[int] = []
 
     class Noted(InTurn):
-        def draft(
-            self, running: Collection[Key], wanted: Mapping[Key, float], rate: float, row_seconds: float
-        ) -> Outgoing:
+        def draft(self, running: Collection[Key], wanted: Mapping[Key, float], plain: PlainStep) -> Outgoing:
             asked.append(len(wanted))
-            return super().draft(running, wanted, rate, row_seconds)
+            return super().draft(running, wanted, plain)
 
     drafter = Noted(engine, welcome(EngineSettings("draft"), likeness, "draft"), limits_in_turn(DraftLimits()))
     loop = loop_of(model, drafter)
@@ -411,19 +411,19 @@ def test_levels_are_drafted_while_they_pay(model: Model, likeness: Model, monkey
     monkeypatch.setattr(in_turn, "FIRST_LEVELS", 0)
     drafter._cost.observe(1, 0.01)
 
-    def levels(rate: float) -> int:
+    def levels(step_seconds: float) -> int:
         before = drafter.counters.steps
-        drafter.draft([key], {key: 0.8}, rate, 0.0)
+        drafter.draft([key], {key: 0.8}, PlainStep(1, step_seconds, 0.0))
         return drafter.counters.steps - before
 
-    assert levels(rate=1e6) == 0
-    assert levels(rate=50.0) in range(1, 8), "as far as the chance of getting there is worth the time"
+    assert levels(1e-6) == 0
+    assert levels(0.02) in range(1, 8), "as far as the chance of getting there is worth the time"
     drafter.receive(LINK, Close(SessionId(1), 1))
     drafter.receive(LINK, one)
-    assert levels(rate=0.0) == 8
+    assert levels(1e9) == 8
     drafter.receive(LINK, Close(SessionId(1), 1))
     drafter.receive(LINK, one)
-    assert [levels(rate=1e6) for _ in range(18)] == [0] * 14 + [8, 8] + [0] * 2
+    assert [levels(1e-6) for _ in range(18)] == [0] * 14 + [8, 8] + [0] * 2
     drafter.receive(LINK, Close(SessionId(1), 1))
     assert_empty(drafter)
 
@@ -441,36 +441,48 @@ def test_levels_of_a_launch_are_weighed_together(
     drafter.receive(LINK, one)
     drafter._cost.observe(1, 0.01)
     levels.time.levels()  # a first launch has one level
-    for step, level, rate, expected in [
-        (0.01, 0.001, 500.0, 0),
-        (0.01, 0.001, 150.0, 8),
-        (0.01, 0.05, 150.0, 0),
-        (0.01, 0.05, 50.0, 3),
+    for step, level, plain, expected in [
+        (0.01, 0.001, 0.002, 0),
+        (0.01, 0.001, 0.02, 8),
+        (0.01, 0.05, 0.002, 0),
+        (0.01, 0.05, 0.02, 2),
     ]:
         levels.time.step, levels.time.level = step, level
-        places, found = drafter._level({key: 0.8}, rate, 0.0, probe=False)
-        assert (found if places else 0) == expected, (level, rate)
+        places, found = drafter._level({key: 0.8}, _Turn(1, plain, 0.0), probe=False)
+        assert (found if places else 0) == expected, (level, plain)
     drafter._levels._levels.classes = ()  # type: ignore[union-attr, misc]
-    assert drafter._level({key: 0.8}, 50.0, 0.0, probe=False)[1] == 1, "more sessions than a launch takes"
+    assert drafter._level({key: 0.8}, _Turn(1, 0.02, 0.0), probe=False)[1] == 1, "more sessions than a launch takes"
     drafter.receive(LINK, Close(SessionId(1), 1))
 
 
-def test_what_verifying_costs_keeps_unlikely_drafts_out(
-    model: Model, likeness: Model, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("costs", [(0.002, 0.0), (0.0, 0.001)], ids=["a row", "growing the trees"])
+def test_what_a_draft_costs_keeps_unlikely_ones_out(
+    model: Model, likeness: Model, monkeypatch: pytest.MonkeyPatch, costs: tuple[float, float]
 ) -> None:
     """Under the coupled rule; drawn drafts of the rejection rule are never left out by what they are."""
     one, key = opening(1, GREEDY, new=120), (LINK, SessionId(1))
     for rule, kept_out in ((Rule.COUPLED, True), (Rule.REJECTION, False)):
         weights: list[list[float]] = []
-        for row_seconds in (0.0, 0.002):
+        for row_seconds, growth_seconds in ((0.0, 0.0), costs):
             drafter = drafter_of(engine_of(likeness, invariant=False))
+            drafter._growth_seconds = growth_seconds
             drafter.receive(LINK, replace(one, speculation=replace(DRAFTED, rule=rule)))
-            drafter.draft([key], {key: 0.8}, 100.0, row_seconds)
+            drafter._rate = 100.0
+            drafter.draft([key], {key: 0.8}, PlainStep(1, 0.01, row_seconds))
             (sequence,) = drafter._sequences.values()
             weights.append([node.weight for node in sequence.session.trie if node.rank])
             drafter.receive(LINK, Close(SessionId(1), 1))
         assert (weights[0] != weights[1]) == kept_out
         assert not kept_out or (min(weights[0]) < 0.2 <= min(weights[1], default=1.0))
+
+
+def test_what_growing_the_trees_takes_is_learned(
+    model: Model, likeness: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_turn, "SMOOTHING", 0.1)
+    drafter = drafter_of(engine_of(likeness, invariant=False))
+    texts(loop_of(model, drafter), mixed())
+    assert 0.0 < drafter._growth_seconds < 1.0
 
 
 def test_what_does_not_pay_rests_and_catches_up(
@@ -481,7 +493,7 @@ def test_what_does_not_pay_rests_and_catches_up(
     monkeypatch.setattr(in_turn, "IDLE_SHARE", 1e-9)
     monkeypatch.setattr(in_turn, "MAX_REST_SECONDS", 1e9)
     heard: list[int] = []
-    price = [1e9]
+    step_seconds = [1e-9]
 
     class Heard(InTurn):
         def receive(self, link: object, message: object, at: float = 0.0) -> Outgoing:
@@ -489,7 +501,7 @@ def test_what_does_not_pay_rests_and_catches_up(
                 heard.append(len(message.tokens))
             return super().receive(link, message, at)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(draft_model.DraftModel, "_worth", lambda *_: (price[0], 0.0))
+    monkeypatch.setattr(draft_model.DraftModel, "_plain_step", lambda *_: PlainStep(1, step_seconds[0], 0.0))
     drafter = Heard(
         engine_of(likeness, invariant=False),
         welcome(EngineSettings("draft"), likeness, "draft"),
@@ -502,7 +514,7 @@ def test_what_does_not_pay_rests_and_catches_up(
     assert heard == [1] * turns + [50 - turns] and turns <= in_turn.IDLE_TURNS + 1
     assert drafter.counters.steps == 0
     drafter._rests_until = 0.0
-    price[0] = 0.0
+    step_seconds[0] = 1e9
     assert texts(loop, [replace(opening(1, GREEDY, new=50), epoch=2)]) == text
     assert loop.counters.accepted_from[Source.DRAFT] > 20
     assert_empty(drafter)
