@@ -33,7 +33,7 @@ FIRST_LEVELS = 32
 """Levels after which their cost counts as known; until then all are worth their time."""
 PROBE_EVERY, PROBES = 16, 2
 """Of so many turns in a row that do not pay, the last few draft whatever it is worth, to see whether it pays by now."""
-IDLE_TURNS, IDLE_SHARE = 8, 0.02
+IDLE_TURNS, IDLE_SHARE = 8, 0.01
 """After so many turns in a row that do not pay, the share of time that goes into finding out whether one would."""
 
 MAX_PRICE = 0.2

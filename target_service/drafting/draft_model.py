@@ -103,7 +103,7 @@ class DraftModel(StateReader):
         """``planner``: knows what steps of the target take."""
         self._drafter, self._planner, self._counters = drafter, planner, counters
         self._open: dict[Key, TargetSequence] = {}
-        self._unheard: dict[Key, Verification] = {}
+        self._unheard: dict[TargetSequence, Verification] = {}
         """The last commit of each session of which the drafter has not heard."""
         self._heard: dict[Key, int] = {}
         """How much of each text it knows."""
@@ -147,8 +147,8 @@ class DraftModel(StateReader):
             for sequence in drawing
             if (key := _key(sequence)) in self._open
         }
-        for key in list(self._unheard):
-            self._hear(key)
+        for sequence in list(self._unheard):
+            self._hear(sequence)
         outgoing = self._drafter.draft([_key(sequence) for sequence in part], wanted, self._plain_step(len(drawing)))
         self._take(outgoing)
         return bool(outgoing)
@@ -159,14 +159,13 @@ class DraftModel(StateReader):
 
     def verified(self, sequence: TargetSequence, verification: Verification) -> None:
         """A step has committed tokens of a session."""
-        if (key := _key(sequence)) in self._open:
-            self._unheard[key] = verification
+        self._unheard[sequence] = verification
 
     def drop(self, sequence: TargetSequence) -> None:
         """A session is over."""
         self._again.pop(_key(sequence), None)
         try:
-            self._hear(_key(sequence))
+            self._hear(sequence)
         except FATAL:
             raise
         except Exception:
@@ -174,12 +173,13 @@ class DraftModel(StateReader):
             self._give_up()
         self._close(sequence)
 
-    def _hear(self, key: Key) -> None:
+    def _hear(self, sequence: TargetSequence) -> None:
         """Have the drafter follow a session: all at once, where it has rested."""
-        if (verification := self._unheard.pop(key, None)) is None:
+        verification, key = self._unheard.pop(sequence, None), _key(sequence)
+        if verification is None or key not in self._open:
             return
         start, self._heard[key] = self._heard[key], verification.end
-        tokens = tuple(self._open[key].session.tokens[start : verification.end])
+        tokens = tuple(sequence.session.tokens[start : verification.end])
         # What drafting takes here is known, so it is not told how far to go: policies for drafters elsewhere would have
         # it rest for long where it has rested for a moment.
         verification = replace(verification, position=start, tokens=tokens, lead=None)
@@ -213,6 +213,7 @@ class DraftModel(StateReader):
             if key not in self._open and self._again.get(key, 0) <= self._turn and allowed:
                 self._open[key], tokens = sequence, tuple(sequence.session.tokens)
                 self._heard[key] = len(tokens)
+                self._unheard.pop(sequence, None)
                 again = replace(opened, tokens=tokens, prompt=opened.prompt or len(opened.tokens))
                 self._take(self._drafter.receive(sequence.link, again))
 
@@ -256,7 +257,6 @@ class DraftModel(StateReader):
 
     def _forget(self, key: Key) -> bool:
         """Whether it was open."""
-        self._unheard.pop(key, None)
         self._heard.pop(key, None)
         return self._open.pop(key, None) is not None
 
