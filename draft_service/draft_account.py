@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from draft_service.levels import LaunchTime
+from draft_service.levels import DraftLevels
 from draft_service.sequence import DraftBatchEntry, DraftCounters
 from engine.recorder import Recorder
 from speculation.drafting.draft_session import DraftSession, LookaheadDemand
@@ -20,7 +20,7 @@ class DraftAccount:
     """The steps of one draft worker so far, and the verifications it heard. Times are in seconds."""
 
     def __init__(
-        self, counters: DraftCounters, cost: StepCost, launches: LaunchTime, recorder: Recorder | None
+        self, counters: DraftCounters, cost: StepCost, launches: DraftLevels, recorder: Recorder | None
     ) -> None:
         """``cost`` and ``launches`` learn from the steps."""
         self._counters, self._cost, self._launches, self._recorder = counters, cost, launches, recorder
@@ -51,8 +51,10 @@ class DraftAccount:
         levels = max(entry.levels for entry in entries)
         if all(len(entry.tokens) == len(entry.expands) for entry in entries):
             took, first = ended - started - guessing, sum(len(entry.tokens) for entry in entries)
-            self._launches.observe(levels, took)
-            self._cost.observe(first, max(took - (levels - 1) * self._launches.further, 0.0))
+            launch = self._launches.time_of(len(entries))
+            launch.observe(levels, took)
+            # Not less than an even share, however long further levels are thought to take.
+            self._cost.observe(first, max(took - (levels - 1) * launch.further, took / levels))
         if self._recorder:
             self._recorder.write(
                 role="draft",

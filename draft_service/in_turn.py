@@ -40,7 +40,7 @@ MAX_PRICE = 0.2
 """A draft that is likelier to be kept is drafted whatever verifying it costs: what that is may have been disturbed."""
 SMOOTHING = 0.1
 """Weight of the latest step in what growing a tree takes."""
-MAX_REST_SECONDS = 2.0
+MAX_REST_SECONDS = 4.0
 """Reading a long prompt once must not end drafting."""
 
 Key = tuple[Hashable, SessionId]
@@ -70,15 +70,23 @@ class _Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """A place that may be expanded, and the tokens that one more draft there is expected to bring."""
+class _Gain:
+    """What expanding a place is expected to come to."""
 
     gain: float
+    """Tokens that one more draft there brings."""
     chance: float
     """That a draft token of its session is right."""
+    tokens: int
+    """Computed for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place(_Gain):
+    """A place that may be expanded."""
+
     sequence: DraftSequence
     node: Node
-    tokens: int
 
 
 class InTurn(Lookahead):
@@ -108,7 +116,7 @@ class InTurn(Lookahead):
             if sequence is not None:
                 sequence.session.price = min(self._rate * (row_seconds + self._growth_seconds), MAX_PRICE)
         turn = _Turn(plain.tokens, plain.seconds, row_seconds)
-        drafted, probe = 0, self._idle_turns % PROBE_EVERY >= PROBE_EVERY - PROBES
+        drafted, probe = 0, self._probes
         while drafted < MAX_LEVELS:
             started = time.perf_counter()
             places, levels = self._level(wanted, turn, probe=probe)
@@ -122,14 +130,36 @@ class InTurn(Lookahead):
                 outgoing += sequence.pushes()
         if wanted:
             self._rate = turn.rate
-            self._idle_turns = 0 if drafted and not probe else self._idle_turns + 1
-            ended = time.perf_counter()
-            self._rests_until = ended + min((ended - began) / IDLE_SHARE, MAX_REST_SECONDS)
+            self._had_turn(began, idle=probe or not drafted)
         return outgoing
 
     def rests(self) -> bool:
         """Whether it is not to be asked to draft in this turn, since that has not paid for a while."""
         return self._idle_turns >= IDLE_TURNS and time.perf_counter() < self._rests_until
+
+    def passes(self, wanted: Mapping[Key, float], plain: PlainStep) -> bool:
+        """Whether no draft would be worth it even if it knew all that was committed; then it has had its turn.
+
+        ``wanted``, ``plain``: see :meth:`draft`. Never so where it paid the last time.
+        """
+        if not self._idle_turns or self._probes or not wanted or self.counters.steps < FIRST_LEVELS:
+            return False
+        began, turn = time.perf_counter(), _Turn(plain.tokens, plain.seconds, plain.row_seconds + self._growth_seconds)
+        ends = [_Gain(chance, chance, 1) for chance in sorted(wanted.values(), reverse=True)[: self._limits.batch]]
+        if self._worth(ends, len(ends), self._deepest(len(ends)), turn)[0]:
+            return False
+        self._had_turn(began, idle=True)
+        return True
+
+    def _had_turn(self, began: float, *, idle: bool) -> None:
+        self._idle_turns = self._idle_turns + 1 if idle else 0
+        ended = time.perf_counter()
+        self._rests_until = ended + min((ended - began) / IDLE_SHARE, MAX_REST_SECONDS)
+
+    @property
+    def _probes(self) -> bool:
+        """Whether it drafts in this turn whatever that is worth."""
+        return self._idle_turns % PROBE_EVERY >= PROBE_EVERY - PROBES
 
     def close(self) -> None:
         """Let go of the engine. The last call."""
@@ -167,11 +197,15 @@ class InTurn(Lookahead):
         places.sort(key=lambda place: -place.gain)
         places = places[: self._limits.batch]
         sessions = len({id(place.sequence) for place in places})
-        deepest = self._levels.time.levels(math.inf) if 0 < sessions <= self._levels.max_sessions else 1
+        deepest = self._deepest(sessions)
         if probe or self.counters.steps < FIRST_LEVELS:
             return places, deepest
-        count, levels = self._worth(places, deepest, turn)
+        count, levels = self._worth(places, sessions, deepest, turn)
         return places[:count], levels
+
+    def _deepest(self, sessions: int) -> int:
+        """Of a launch for so many."""
+        return self._levels.time_of(sessions).levels(math.inf) if 0 < sessions <= self._levels.max_sessions else 1
 
     def _entries(self, places: Sequence[_Place]) -> list[DraftBatchEntry]:
         chosen: dict[DraftSequence, list[Node]] = {}
@@ -193,19 +227,20 @@ class InTurn(Lookahead):
             _Place(
                 node.weight * chance,
                 chance,
+                max(sequence.num_uncomputed_tokens, 1) if node is root else 1,
                 sequence,
                 node,
-                max(sequence.num_uncomputed_tokens, 1) if node is root else 1,
             )
             for node in sequence.frontier(self._engine.model.context)
         ]
 
-    def _worth(self, places: Sequence[_Place], deepest: int, turn: _Turn) -> tuple[int, int]:
+    def _worth(self, places: Sequence[_Gain], sessions: int, deepest: int, turn: _Turn) -> tuple[int, int]:
         """How many of these places, best first, and levels make the most of a second; none if nothing more does.
 
-        Each further level of a launch is reckoned as wide as the first, and every draft as likely as its session's.
+        ``sessions``: of the places. Each further level of a launch is reckoned as wide as the first, and every draft
+        as likely as its session's.
         """
-        chosen, best, level = (0, 1), (turn.tokens, turn.seconds), self._levels.time.further
+        chosen, best, level = (0, 1), (turn.tokens, turn.seconds), self._levels.time_of(sessions).further
         rate, gained, read = turn.rate, [0.0] * deepest, 0
         for number, place in enumerate(places, start=1):
             read += place.tokens

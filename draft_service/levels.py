@@ -10,6 +10,7 @@ The trees that come of it are those of so many steps: the same calls in the same
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -35,13 +36,12 @@ SMOOTHING, SHORTER = 0.1, 0.5
 
 
 class LaunchTime:
-    """What a step and each further level of a launch take, in seconds."""
+    """What a step over about so many sessions and each further level of a launch take, in seconds."""
 
     def __init__(self) -> None:
         self.step: float | None = None
         self.level: float | None = None
         """One more of a launch."""
-        self._interval: float | None = None
         self._asked = 0
 
     def observe(self, levels: int, seconds: float) -> None:
@@ -57,16 +57,11 @@ class LaunchTime:
         known = [seconds for seconds in (self.step, self.level) if seconds is not None]
         return min(known, default=0.0)
 
-    def verified(self, seconds: float) -> None:
-        """A session was verified so long after the last time."""
-        self._interval = _smoothed(self._interval, seconds)
-
-    def levels(self, interval: float | None = None) -> int:
-        """How many the next launch has, at most. ``interval``: of verifications, if it is not the measured one."""
+    def levels(self, interval: float | None) -> int:
+        """How many the next launch has, at most. ``interval``: of verifications of a session; None: unknown."""
         self._asked += 1
         if self.step is None or self._asked % PROBE_EVERY == 1:
             return 1
-        interval = self._interval if interval is None else interval
         if self.level is None or interval is None:
             return MAX_LEVELS
         room = max(SHARE * interval - self.step, self.step)
@@ -77,10 +72,15 @@ class DraftLevels:
     """The launches of a draft worker; without ``levels`` every step expands one."""
 
     def __init__(self, levels: Levels | None = None) -> None:
-        self.time = LaunchTime()
+        self._times: defaultdict[int, LaunchTime] = defaultdict(LaunchTime)  # by size class of the batch
+        self._interval: float | None = None
         self._levels = levels
         self._launched: list[DraftBatchEntry] = []
         self._found_KNWX = torch.empty(0)
+
+    def time_of(self, sessions: int) -> LaunchTime:
+        """Of launches over about so many."""
+        return self._times[sessions.bit_length()]
 
     @property
     def max_sessions(self) -> int:
@@ -90,7 +90,7 @@ class DraftLevels:
     def verified(self, sequence: DraftSequence, now: float) -> None:
         """A verification of a session was heard ``now``."""
         if sequence.verified_at is not None:
-            self.time.verified(now - sequence.verified_at)
+            self._interval = _smoothed(self._interval, now - sequence.verified_at)
         sequence.verified_at = now
 
     def plan(self, entries: Sequence[DraftBatchEntry], context: int, max_levels: int | None = None) -> int:
@@ -101,7 +101,7 @@ class DraftLevels:
         able = [entry for entry in entries if _is_able(entry, context)] if self._levels is not None else []
         if self._levels is None or not 0 < len(able) <= self._levels.max_sessions:
             return 1
-        levels = self.time.levels() if max_levels is None else max_levels
+        levels = self.time_of(len(entries)).levels(self._interval) if max_levels is None else max_levels
         levels = min(levels, max(entry.sequence.session.levels_below(node) for entry in able for node in entry.expands))
         for entry in able:
             entry.levels = levels

@@ -111,7 +111,7 @@ class Lookahead:
         self._staged = staged or StagedDrafting(welcome.vocabulary)
         self._levels = levels or DraftLevels()
         self.counters = DraftCounters()
-        self._account = DraftAccount(self.counters, self._cost, self._levels.time, recorder)
+        self._account = DraftAccount(self.counters, self._cost, self._levels, recorder)
 
     def welcome(self) -> Welcome:
         """How the worker introduces itself."""

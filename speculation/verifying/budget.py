@@ -98,7 +98,7 @@ class StepCost:
 
     def observe(self, tokens: int, seconds: float, *, branched: bool = False) -> None:
         """Learn from one step. ``branched``: whether its drafts were more than a chain for each session."""
-        if not 0 < tokens <= self.LARGEST:
+        if not 0 < tokens <= self.LARGEST or seconds <= 0.0:
             return
         if branched and not self._row_classes:
             self._branched = self._branched or StepCost(smoothing=self._smoothing)

@@ -65,6 +65,9 @@ class Drafter(Protocol):
     def rests(self) -> bool:
         """See :meth:`draft_service.in_turn.InTurn.rests`."""
 
+    def passes(self, wanted: Mapping[Key, float], plain: PlainStep) -> bool:
+        """See :meth:`draft_service.in_turn.InTurn.passes`."""
+
     def validate(self) -> None:
         """See :meth:`transport.worker.Machine.validate`."""
 
@@ -147,9 +150,12 @@ class DraftModel(StateReader):
             for sequence in drawing
             if (key := _key(sequence)) in self._open
         }
+        plain = self._plain_step(len(drawing))
+        if self._drafter.passes(wanted, plain):
+            return False
         for sequence in list(self._unheard):
             self._hear(sequence)
-        outgoing = self._drafter.draft([_key(sequence) for sequence in part], wanted, self._plain_step(len(drawing)))
+        outgoing = self._drafter.draft([_key(sequence) for sequence in part], wanted, plain)
         self._take(outgoing)
         return bool(outgoing)
 

@@ -132,7 +132,7 @@ def test_levels_of_one_launch_change_nothing_but_the_number_of_forwards(
     model: Model, likeness: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By rows, with a repeated call in place of a recording; each launch has as many levels as are left."""
-    monkeypatch.setattr(LaunchTime, "levels", lambda self, interval=None: MAX_LEVELS)
+    monkeypatch.setattr(LaunchTime, "levels", lambda self, interval: MAX_LEVELS)
     openings = [opening(number, replace(WARM if number % 2 else GREEDY, top_k=0)) for number in range(4)]
     expected = texts(loop_of(model), [replace(one, speculation=PLAIN) for one in openings])
     found = []
@@ -342,6 +342,9 @@ class Asked:
     def rests(self) -> bool:
         return False
 
+    def passes(self, *_: object) -> bool:
+        return False
+
 
 @pytest.mark.parametrize(("committed", "rests"), [(56, False), (30, True)])
 def test_drafting_that_costs_more_than_it_brings_rests(model: Model, committed: int, rests: bool) -> None:
@@ -440,14 +443,15 @@ def test_levels_of_a_launch_are_weighed_together(
     key, one = (LINK, SessionId(1)), opening(1, GREEDY, new=120)
     drafter.receive(LINK, one)
     drafter._cost.observe(1, 0.01)
-    levels.time.levels()  # a first launch has one level
+    time = levels.time_of(1)
+    time.levels(None)  # a first launch has one level
     for step, level, plain, expected in [
         (0.01, 0.001, 0.002, 0),
         (0.01, 0.001, 0.02, 8),
         (0.01, 0.05, 0.002, 0),
         (0.01, 0.05, 0.02, 2),
     ]:
-        levels.time.step, levels.time.level = step, level
+        time.step, time.level = step, level
         places, found = drafter._level({key: 0.8}, _Turn(1, plain, 0.0), probe=False)
         assert (found if places else 0) == expected, (level, plain)
     drafter._levels._levels.classes = ()  # type: ignore[union-attr, misc]
@@ -474,6 +478,25 @@ def test_what_a_draft_costs_keeps_unlikely_ones_out(
             drafter.receive(LINK, Close(SessionId(1), 1))
         assert (weights[0] != weights[1]) == kept_out
         assert not kept_out or (min(weights[0]) < 0.2 <= min(weights[1], default=1.0))
+
+
+def test_where_nothing_has_paid_for_a_while_it_is_told_without_reading_what_was_committed(
+    model: Model, likeness: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for probes, and until drafting would pay again."""
+    monkeypatch.setattr(in_turn, "FIRST_LEVELS", 0)
+    drafter, key, dear, cheap = drafter_of(engine_of(likeness, invariant=False)), (LINK, SessionId(1)), 1e-6, 1e9
+    drafter._cost.observe(1, 0.01)
+
+    def passes(step_seconds: float) -> bool:
+        return drafter.passes({key: 0.8}, PlainStep(1, step_seconds, 0.0))
+
+    assert not passes(dear), "it has paid, for all that is known"
+    drafter._idle_turns = 1
+    assert not passes(cheap)
+    passed = [passes(dear) for _ in range(in_turn.PROBE_EVERY - in_turn.PROBES - 1)]
+    assert all(passed) and drafter.rests()
+    assert not passes(dear), "it is time for a probe"
 
 
 def test_what_growing_the_trees_takes_is_learned(

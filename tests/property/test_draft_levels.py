@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -113,7 +115,7 @@ class Drafter:
         attention = how.pop("attention", None) or FewRows(2, model.context)
         self.engine = by_rows(model, capacity, attention, **{"record": self.recorder, **how})
         self.launches = Counted(self.engine.levels(limits.width, limits.children) if levels > 1 else None)
-        self.launches.time = Fixed(levels)
+        self.launches._times = defaultdict(partial(Fixed, levels))
         introduction = welcome(EngineSettings("draft"), model, "draft")
         self.worker = Lookahead(self.engine, introduction, LookaheadLimits(draft=limits), levels=self.launches)
         self.texts: dict[int, list[Token]] = {}
@@ -161,7 +163,7 @@ class Fixed(LaunchTime):
         super().__init__()
         self.count = count
 
-    def levels(self, interval: float | None = None) -> int:
+    def levels(self, interval: float | None) -> int:
         return self.count
 
 
@@ -429,7 +431,7 @@ def test_the_kernels_draft_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: P
                 children=3,
                 ops=TritonLevelOps(steps.store.device),
             )
-            found.launches.time = Fixed(levels)
+            found.launches._times = defaultdict(partial(Fixed, levels))
         return found
 
     one, other = drafter(1), drafter(2)

@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from draft_service import levels
-from draft_service.levels import LaunchTime
+from draft_service.draft_account import DraftAccount
+from draft_service.levels import DraftLevels, LaunchTime
+from draft_service.sequence import DraftBatchEntry, DraftCounters
 from engine.cuda.level_memory import MAX_LEVELS
 from engine.cuda.level_ops import best_draws
 from engine.sampling.noise import keys_at
 from engine.sampling.sampling import Draw, candidates
-from speculation.messages import Sampling
+from speculation.messages import Sampling, SessionId
 from speculation.noise import splitmix64
+from speculation.trie import Node
+from speculation.verifying.budget import StepCost
 
 
 def known(step: float, level: float) -> LaunchTime:
     time = LaunchTime()
     time.observe(1, step)
     time.observe(3, step + 2 * level)
-    time.levels()  # of the first of some launches one level is taken
+    time.levels(None)  # of the first of some launches one level is taken
     return time
 
 
 def test_a_launch_grows_from_one_level_to_what_there_is_time_for() -> None:
     time = LaunchTime()
-    assert time.levels() == 1
+    assert time.levels(None) == 1
     time.observe(4, 9.0)
-    assert time.levels() == 1, "it is not known what one takes"
+    assert time.levels(None) == 1, "it is not known what one takes"
     time.observe(1, 1.0)
-    assert time.levels() == MAX_LEVELS
+    assert time.levels(None) == MAX_LEVELS
     time.observe(2, 1.25)
-    time.verified(5.0)
-    assert time.levels() == 7, "1 + 4 of half of 5"
-    for _ in range(60):
-        time.verified(1.0)
-    assert time.levels() == 5, "as long again as the first one"
+    assert time.levels(5.0) == 7, "1 + 4 of half of 5"
+    assert time.levels(1.0) == 5, "as long again as the first one"
 
 
 def test_a_level_never_counts_more_than_a_step() -> None:
@@ -44,9 +47,29 @@ def test_a_level_never_counts_more_than_a_step() -> None:
     assert known(1.0, 7.0).levels(interval=100.0) == MAX_LEVELS
 
 
+def test_a_launch_that_is_shorter_than_its_levels_were_thought_to_be_has_a_cost() -> None:
+    """A first level takes an even share of it at least, or nothing would be known of what reading takes."""
+    launches, cost = DraftLevels(), StepCost()
+    account = DraftAccount(DraftCounters(), cost, launches, None)
+    session = Mock(session=Mock(opened=Mock(session=SessionId(1))))
+    for count, seconds in ((1, 1.0), (4, 7.0), (4, 1.5), (4, 1.5)):
+        entry = DraftBatchEntry(session, [5], [-1], [Node(token=5, end=9, digest=0)], levels=count)
+        account.observe([entry], 0.0, seconds, 0.0, 0.0)
+    assert 0.375 <= cost(1) < 1.5
+
+
+def test_launches_over_few_sessions_and_many_are_known_apart() -> None:
+    launches = DraftLevels()
+    launches.time_of(1).observe(1, 1.0)
+    launches.time_of(30).observe(1, 9.0)
+    assert launches.time_of(1).step == 1.0
+    assert launches.time_of(16).step == launches.time_of(31).step == 9.0
+    assert launches.time_of(8).step is None
+
+
 def test_what_is_known_is_measured_again() -> None:
     time = known(1.0, 0.1)
-    asked = [time.levels() for _ in range(2 * levels.PROBE_EVERY)]
+    asked = [time.levels(None) for _ in range(2 * levels.PROBE_EVERY)]
     assert set(asked) == {1, MAX_LEVELS} and asked.count(1) == 2
 
 

@@ -141,6 +141,13 @@ def test_cost_is_interpolated_rises_and_ignores_outliers():
     assert cost(600) < 30.0
 
 
+def test_a_step_that_took_no_time_says_nothing():
+    cost = learned(1.0)
+    for seconds in (0.0, 0.0, 1.0):
+        cost.observe(3, seconds)
+    assert cost(3) == pytest.approx(1.0)
+
+
 def test_cost_follows_a_machine_that_slows_down():
     cost = learned(1.0)
     for _ in range(60):
