@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby
 from typing import Any
 
 from benchmarks.chaos import settings
@@ -31,6 +31,11 @@ FOLLOW = {
 }
 """Pools that follow the load, with delays short enough to be watched."""
 SAMPLE_SECONDS = 1.0
+MOST_TURNS = {Role.TARGET: 1, Role.DRAFT: 3}
+"""Work for targets rises and falls with the streams. That for drafters has two humps: at the peak, where drafts do not
+pay, they may be told to rest."""
+SHORTEST = 9
+"""Samples for which a size is held at least, of the ten seconds for which a pool has to be too large to shrink."""
 MEGABYTE = 1 << 20
 GROWTH_MB = 100
 """Most memory that a router may take for requests beyond its capacity."""
@@ -45,19 +50,21 @@ class PoolSizes:
     seen: dict[Role, list[int]] = field(default_factory=lambda: {Role.TARGET: [], Role.DRAFT: []})
 
     def objections(self) -> list[str]:
-        """What is wrong with how the pools followed: each should have grown, then shrunk, and no more."""
+        """What is wrong with how the pools followed: each should have grown, then shrunk, and held every size."""
         found = []
         for role, seen in self.seen.items():
             if not seen[0] < max(seen) > seen[-1]:
                 found.append(f"the {role} pool did not follow")
-            if self.reversals(role) > 1:
+            turns = self.turns(role)
+            if len(turns) > MOST_TURNS[role] or min(turns, default=SHORTEST) < SHORTEST:
                 found.append(f"the {role} pool flapped: {seen}")
         return found
 
-    def reversals(self, role: Role) -> int:
-        """How often the pool turned from growing to shrinking or back."""
-        steps = [after - before for before, after in pairwise(self.seen[role]) if after != before]
-        return sum((before > 0) != (after > 0) for before, after in pairwise(steps))
+    def turns(self, role: Role) -> list[int]:
+        """For how many samples each size was held between growing and shrinking, or the other way round."""
+        runs = [(size, len([*same])) for size, same in groupby(self.seen[role])]
+        around = zip(runs, runs[1:], runs[2:], strict=False)
+        return [count for (before, _), (size, count), (after, _) in around if (before < size) == (after < size)]
 
     def about(self, role: Role) -> str:
         """For the notes."""

@@ -193,15 +193,24 @@ def test_a_schedule_of_faults_follows_from_its_seed():
 @pytest.mark.parametrize(
     ("seen", "objections"),
     [
-        ([1, 1, 2, 2, 1], []),
-        ([1, 2, 3, 3, 2, 1], []),
-        ([1, 2, 1, 2, 1], ["the target pool flapped: [1, 2, 1, 2, 1]"]),
-        ([1, 2, 2], ["the target pool did not follow"]),
-        ([2, 2], ["the target pool did not follow"]),
+        ([1, *[2] * 9, 1], []),
+        ([1, 2, *[3] * 10, 2, 1], []),
+        ([1, *[2] * 8, 1], ["flapped"]),
+        ([1, *[2] * 20, *[1] * 20, *[2] * 20, 1], ["flapped"]),
+        ([1, 2, 2], ["did not follow"]),
+        ([2, 2], ["did not follow"]),
     ],
 )
 def test_a_pool_that_flaps_or_stays_is_noticed(seen, objections):
-    assert PoolSizes({Role.TARGET: seen}).objections() == objections
+    found = PoolSizes({Role.TARGET: seen}).objections()
+    assert [what.removeprefix("the target pool ").partition(":")[0] for what in found] == objections
+
+
+def test_drafters_may_be_wanted_on_the_way_up_and_down_and_not_at_the_peak():
+    two = [1, *[2] * 20, *[1] * 20, *[2] * 20]
+    assert PoolSizes({Role.DRAFT: [*two, 1]}).objections() == []
+    assert len(PoolSizes({Role.DRAFT: [*two, *[1] * 20, *[2] * 20, 1]}).objections()) == 1
+    assert len(PoolSizes({Role.DRAFT: [1, *[2] * 20, *[1] * 5, *[2] * 20, 1]}).objections()) == 1
 
 
 def test_memory_and_sockets_that_grow_are_noticed():
