@@ -119,7 +119,8 @@ async def eagle(size: Size) -> AsyncIterator[Row]:
     on_cuda = size.device == "cuda"
     shape = ON_A_GPU if on_cuda else Shape()
     target, head = noiseless_target(shape.hidden, shape.layers, torch.device(size.device)), stretched_eagle(shape)
-    flags = ("--device", size.device, "--dtype", "bfloat16")
+    # A GPU that several share has no free memory to be shared out by each.
+    flags = ("--device", size.device, "--dtype", "bfloat16", *(("--cache-tokens", "8192") if on_cuda else ()))
     headed = (*flags, "--draft-eagle", str(head))
     target_core, draft_core = (None, None) if on_cuda else (0, 1)
     plans = [
@@ -129,7 +130,7 @@ async def eagle(size: Size) -> AsyncIterator[Row]:
         WorkerPlan(Role.TARGET, target, target_core, flags=headed),
     ]
     async with (
-        all_running(plans) as (alone, sending, drafting, both),
+        all_running(plans, together=on_cuda) as (alone, sending, drafting, both),
         connected(alone) as without,
         connected(sending, drafting) as away,
         connected(both) as beside,

@@ -129,10 +129,14 @@ def running(plan: WorkerPlan) -> AbstractAsyncContextManager[ReadyProcess]:
 
 
 @asynccontextmanager
-async def all_running(plans: Sequence[WorkerPlan]) -> AsyncIterator[list[ReadyProcess]]:
-    """Several, started one after the other; raises :class:`WorkerFailed`."""
+async def all_running(plans: Sequence[WorkerPlan], *, together: bool = False) -> AsyncIterator[list[ReadyProcess]]:
+    """Several, started one after the other, since each takes the time of its steps; raises :class:`WorkerFailed`.
+
+    ``together``: all at once, where what they compute with is not what starting takes.
+    """
     async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(running(plan)) for plan in plans]
+        starts = [stack.enter_async_context(running(plan)) for plan in plans]
+        yield await asyncio.gather(*starts) if together else [await start for start in starts]
 
 
 @asynccontextmanager
