@@ -94,8 +94,9 @@ class VerifyLoop:
         self._numbers = itertools.count()
         self.counters = TargetCounters()
         self._planner = Planner(
-            adaptive=limits.adaptive, lookup=limits.lookup, row_classes=engine.row_classes, believed=step_seconds
-        )
+            adaptive=limits.adaptive, beside=drafter is None, lookup=limits.lookup, row_classes=engine.row_classes,
+            believed=step_seconds,
+        )  # fmt: skip
         self._suffix_store = SuffixStore(limits.suffix.tokens, limits.suffix.scope)
         self._drafters = OwnDrafters(engine, drafter, self._planner, self.counters, adaptive=limits.adaptive)
         self._account = StepAccount(self.counters, self._planner, recorder)

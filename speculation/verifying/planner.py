@@ -55,21 +55,24 @@ class Planner:
         self,
         *,
         adaptive: bool = True,
+        beside: bool = True,
         lookup: LookupBounds = LookupBounds(),
         row_classes: Sequence[int] = (),
         believed: Mapping[int, float] = {},
     ) -> None:
         """``adaptive``: verify what pays; else all there is room for, and wait for nothing.
 
+        ``beside``: drafters work during the target's steps, so that drafts may be waited for, and steps without any
+        drafter be tried now and then; not so where one takes turns with the target, in its process.
         ``row_classes``: numbers of rows that steps are padded to, ``believed``: seconds of a step by its tokens, until
         such a step is measured (:class:`~speculation.verifying.budget.StepCost`).
         """
         self.shared_estimators = SharedEstimators()
-        self._adaptive, self._lookup = adaptive, lookup
+        self._adaptive, self._beside, self._lookup = adaptive, beside, lookup
         self._payoffs: defaultdict[int, Payoff] = defaultdict(partial(Payoff, row_classes, believed))
         """By size class of the batch."""
         self._quiet_for = SETTLE  # steps since a drafter was last at work for a session of the step
-        self._follow = True
+        self._follow = beside
         """Whether drafters run ahead of all sessions of the step, none of which takes turns with them."""
         self._asked_at: float | None = None  # when the step to come was first asked about
         self._began: float | None = None  # when the step under way began
@@ -155,7 +158,7 @@ class Planner:
             self._asked_at = now
             at_work = any(one.session.expects_drafts for one in asked)
             self._quiet_for = 0 if at_work else self._quiet_for + 1
-            self._follow = all(_follows(one.session) for one in asked)
+            self._follow = self._beside and all(_follows(one.session) for one in asked)
         payoff, shared = self._payoff(len(asked)), self.shared_estimators
         shared.drafting_pays = (payoff.drafting and room != 0) or not self._adaptive
         shared.break_even = payoff.break_even(len(asked))
@@ -197,7 +200,7 @@ class Planner:
         A drafter that reads features drafts again from the last outcome. What is at hand was drafted before that.
         """
         miss = session.miss
-        if not self._adaptive or session.opened.speculation.schedule is not Schedule.TRIE:
+        if not self._adaptive or not self._beside or session.opened.speculation.schedule is not Schedule.TRIE:
             return None
         if miss is None or (tree.nodes and not session.fed):
             return None

@@ -380,8 +380,10 @@ def test_who_verifies_all_it_has_gets_an_even_part_of_the_room():
 class Served:
     """A session that is always drafted for, one token right or none, on a device that this slows down."""
 
-    def __init__(self, right: bool, slower: float, *, adaptive: bool = True, rule: Rule = Rule.COUPLED) -> None:
-        self.planner = Planner(adaptive=adaptive)
+    def __init__(
+        self, right: bool, slower: float, *, adaptive: bool = True, beside: bool = True, rule: Rule = Rule.COUPLED
+    ) -> None:
+        self.planner = Planner(adaptive=adaptive, beside=beside)
         opened = Open(SessionId(1), 1, PROMPT, Sampling(), Limits(5000), replace(DRAFT, rule=rule))
         self.session = self.planner.session(opened, 100)
         self.right, self.slower, self.now = right, slower, 0.0
@@ -434,8 +436,9 @@ def test_where_drafters_rest_those_of_new_sessions_are_told_to_as_well():
     assert other.commit([7], losing.now).verification.lead == 0
 
 
-def test_without_a_budget_by_gain_nothing_is_ever_probed():
-    served = Served(right=False, slower=1.5, adaptive=False)
+@pytest.mark.parametrize("how", [{"adaptive": False}, {"beside": False}], ids=["without a budget", "in turn"])
+def test_nothing_is_ever_probed_without_a_budget_by_gain_or_beside_a_drafter_in_turn(how: dict[str, bool]):
+    served = Served(right=False, slower=1.5, **how)
     served.session.lookahead_policy.observe = lambda *_: None  # type: ignore[method-assign]
     served.steps(300)
     assert 0 not in served.leads
