@@ -104,7 +104,11 @@ def tally(replies: Iterable[Reply], right: Mapping[int, str]) -> ReplyTally:
     asked = list(replies)
     failed = [reply for reply in asked if reply.failed]
     different = [reply for reply in asked if reply.differs(right[reply.request])]
-    complaints = [f"request {reply.request}: {reply.reason}" for reply in failed]
+    first = min((reply.sent for reply in asked), default=0.0)
+    complaints = [
+        f"request {reply.request}, sent after {reply.sent - first:.0f} s, {len(reply.chunks)} pieces: {reply.reason}"
+        for reply in failed
+    ]
     complaints += [f"request {reply.request}: {difference(reply.text, right[reply.request])}" for reply in different]
     return ReplyTally(
         requests=len(asked),
