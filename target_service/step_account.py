@@ -33,8 +33,9 @@ ROWS_SMOOTHING = 0.2
 """Weight of a new number of tokens that a session's part of a step had."""
 EVEN = 32
 """Tokens of a step that tells as much of the fixed part as about that of each token."""
-STUCK_TIMES, STUCK_SECONDS = 20.0, 10.0
-"""A step that takes so many times the longest that its like lately took, and at least so many seconds, is stuck."""
+STUCK_TIMES, STUCK_BEYOND, STUCK_SECONDS = 20.0, 30.0, 10.0
+"""A step is stuck that takes so many times the longest that its like lately took, or so many seconds beyond it, and at
+least so many."""
 FORGETTING = 0.99
 """What is left of the longest time at the next step."""
 TIMED_TOKENS, TIMED_TIMES, TIMED_SECONDS = (1, 4, 16, 64), 3, 1.0
@@ -195,7 +196,7 @@ class LongestStep:
         size = tokens.bit_length()
         known = self._seconds.copy().items()
         longest = min((seconds * 2 ** max(0, size - smaller) for smaller, seconds in known), default=None)
-        return None if longest is None else max(STUCK_TIMES * longest, STUCK_SECONDS)
+        return None if longest is None else max(min(STUCK_TIMES * longest, longest + STUCK_BEYOND), STUCK_SECONDS)
 
 
 class StepAccount:

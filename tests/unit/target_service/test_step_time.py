@@ -6,7 +6,7 @@ from pathlib import Path
 
 from engine.cache.kv_cache import KVCache
 from engine.step import Engine
-from target_service.step_account import STUCK_SECONDS, STUCK_TIMES, LongestStep, time_steps
+from target_service.step_account import STUCK_BEYOND, STUCK_SECONDS, STUCK_TIMES, LongestStep, time_steps
 from tests.unit.engine.engine_models import load_tiny
 
 
@@ -19,14 +19,20 @@ def test_nothing_is_said_of_steps_before_one_was_measured() -> None:
 
 def test_a_larger_step_may_take_longer_in_proportion_until_one_was_measured() -> None:
     longest = LongestStep()
-    longest.observe(1, 2.0)
-    assert longest.max_seconds(1) == STUCK_TIMES * 2.0
-    assert longest.max_seconds(1024) == STUCK_TIMES * 2.0 * 1024
-    longest.observe(1024, 5.0)
-    assert longest.max_seconds(1024) == STUCK_TIMES * 5.0
-    assert longest.max_seconds(1) == STUCK_TIMES * 2.0
-    longest.observe(40, 1.0)  # a smaller step than it takes no longer
-    assert longest.max_seconds(33) == longest.max_seconds(1) == STUCK_TIMES * 1.0
+    longest.observe(1, 0.8)
+    assert longest.max_seconds(1) == STUCK_TIMES * 0.8
+    assert longest.max_seconds(1024) == 0.8 * 1024 + STUCK_BEYOND
+    longest.observe(1024, 1.25)
+    assert longest.max_seconds(1024) == STUCK_TIMES * 1.25
+    assert longest.max_seconds(1) == STUCK_TIMES * 0.8
+    longest.observe(40, 0.6)  # a smaller step than it takes no longer
+    assert longest.max_seconds(33) == longest.max_seconds(1) == STUCK_TIMES * 0.6
+
+
+def test_where_steps_take_seconds_one_that_hangs_is_not_waited_for_all_the_longer() -> None:
+    longest = LongestStep()
+    longest.observe(1, 4.0)
+    assert longest.max_seconds(1) == 4.0 + STUCK_BEYOND
 
 
 def test_one_long_step_is_forgotten() -> None:
