@@ -23,7 +23,8 @@ DRAFTED = Speculation(sources=frozenset({Source.DRAFT}), remember=False)
 
 
 async def started(ending: AsyncExitStack, role: Role, model: str) -> ReadyProcess:
-    flags = ["--device", DEVICE, "--dtype", "bfloat16"]
+    # What is free of a GPU that several share is no size for a cache.
+    flags = ["--device", DEVICE, "--dtype", "bfloat16", "--cache-tokens", "4096"]
     return await ending.enter_async_context(running(WorkerPlan(role, MODELS / model, None, flags=flags)))
 
 
