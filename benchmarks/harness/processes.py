@@ -135,8 +135,15 @@ async def all_running(plans: Sequence[WorkerPlan], *, together: bool = False) ->
     ``together``: all at once, where what they compute with is not what starting takes.
     """
     async with AsyncExitStack() as stack:
-        starts = [stack.enter_async_context(running(plan)) for plan in plans]
-        yield await asyncio.gather(*starts) if together else [await start for start in starts]
+        if not together:
+            yield [await stack.enter_async_context(running(plan)) for plan in plans]
+            return
+        try:
+            async with asyncio.TaskGroup() as group:  # one that fails ends the others' starts
+                starts = [group.create_task(stack.enter_async_context(running(plan))) for plan in plans]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        yield [start.result() for start in starts]
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import pytest
 import torch
 
-from benchmarks.harness.processes import ReadyProcess, WorkerPlan, running
+from benchmarks.harness.processes import ReadyProcess, WorkerPlan, all_running
 from router.dispatch import Dispatcher
 from router.generation import Committed, Ended, Generation
 from speculation.events import Role
@@ -22,10 +22,10 @@ NEW, STREAMS = 96, 6
 DRAFTED = Speculation(sources=frozenset({Source.DRAFT}), remember=False)
 
 
-async def started(ending: AsyncExitStack, role: Role, model: str) -> ReadyProcess:
+def plan(role: Role, model: str) -> WorkerPlan:
     # What is free of a GPU that several share is no size for a cache.
     flags = ["--device", DEVICE, "--dtype", "bfloat16", "--cache-tokens", "4096"]
-    return await ending.enter_async_context(running(WorkerPlan(role, MODELS / model, None, flags=flags)))
+    return WorkerPlan(role, MODELS / model, None, flags=flags)
 
 
 async def until_welcome(dispatcher: Dispatcher) -> None:
@@ -62,9 +62,8 @@ async def told(dispatcher: Dispatcher, lost: ReadyProcess | None) -> tuple[list[
 
 def test_a_killed_target_changes_no_text_in_bfloat16() -> None:
     async def compared() -> None:
-        async with AsyncExitStack() as ending:
-            models = (Role.TARGET, "target"), (Role.TARGET, "target"), (Role.DRAFT, "draft")
-            first, second, draft = await asyncio.gather(*(started(ending, role, model) for role, model in models))
+        plans = [plan(Role.TARGET, "target"), plan(Role.TARGET, "target"), plan(Role.DRAFT, "draft")]
+        async with all_running(plans, together=True) as (first, second, draft), AsyncExitStack() as ending:
             dispatcher = Dispatcher()
             ending.push_async_callback(dispatcher.pool.close)
             dispatcher.pool.set_workers(Role.TARGET, [first.first, second.first])
