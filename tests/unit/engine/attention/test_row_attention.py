@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy
@@ -20,6 +17,7 @@ from engine.attention.rows import Rows, empty_buffer, packed
 from engine.cache.kv_cache import KVCache
 from engine.cache.sequence_state import SequenceState
 from tests.by_rows import check_groups
+from tests.compiled import assert_compiles
 
 CPU = torch.device("cpu")
 PAGE = 8
@@ -252,6 +250,4 @@ for window, sinks in ((0, False), (4096, True)):
 @pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile them")
 def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert_compiles(COMPILE, tmp_path)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ import torch
 
 from engine.cache.kv_store import CLEAR, KVStore, Move
 from engine.cache.move_kernels import SlotMover
+from tests.compiled import assert_compiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOTS = 12
@@ -66,6 +64,4 @@ for kernel in (kernels._read, kernels._write):
 @pytest.mark.thorough
 @pytest.mark.skipif(DEVICE == "cuda", reason="the other test compiles them")
 def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert_compiles(COMPILE, tmp_path)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +17,7 @@ from engine.cuda.level_ops import LevelOps
 from engine.sampling.noise import gumbel, keys_at
 from speculation.verifying.calibration import CELLS, RANKS
 from tests.by_rows import check_groups
+from tests.compiled import assert_compiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGES, SPARE = 5, 1000
@@ -229,6 +227,4 @@ for capability in (89, 90):
 @pytest.mark.thorough
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the other tests compile them")
 def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert_compiles(COMPILE, tmp_path)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ pytest.importorskip("triton")
 
 from engine.layers.layer_kernels import GATE_BLOCK, TritonOps
 from engine.layers.layer_ops import LayerOps, Norm
+from tests.compiled import assert_compiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPS = (LayerOps(), TritonOps())
@@ -144,6 +142,4 @@ assert "mul.rn.bf16" in rotation and "fma.rn" not in rotation, rotation
 @pytest.mark.thorough
 @pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile them")
 def test_kernels_compile_for_gpus_and_round_products_before_adding_them(tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert_compiles(COMPILE, tmp_path)
