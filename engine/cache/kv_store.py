@@ -143,13 +143,14 @@ class KVStore:
 
 def _move_one_by_one(everything: Sequence[Tensor], moves: Sequence[Move]) -> None:
     device = everything[0].device
-    copies, cleared = [move for move in moves if move[0] != CLEAR], [slot for source, slot in moves if source == CLEAR]
+    copies = [move for move in moves if move[0] != CLEAR]
     sources_M, destinations_M = (upload([move[end] for move in copies], device) for end in (0, 1))
+    cleared_C = upload([slot for source, slot in moves if source == CLEAR], device)
     moved = [stored.index_select(0, sources_M) for stored in everything]
     for stored, moved_MHD in zip(everything, moved, strict=True):
         stored.index_copy_(0, destinations_M, moved_MHD)
-        if cleared:
-            stored.index_fill_(0, upload(cleared, device), 0)
+        if len(cleared_C):
+            stored.index_fill_(0, cleared_C, 0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
