@@ -99,7 +99,7 @@ class VerifyLoop:
         )  # fmt: skip
         self._suffix_store = SuffixStore(limits.suffix.tokens, limits.suffix.scope)
         self._drafters = OwnDrafters(engine, drafter, self._planner, self.counters, adaptive=limits.adaptive)
-        self._account = StepAccount(self.counters, self._planner, recorder)
+        self._account = StepAccount(self.counters, self._planner, recorder, step_seconds)
         self._recorder, self._tracing = recorder, tracing
         self._due: float | None = None
         self._last_committed = 0
