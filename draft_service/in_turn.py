@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.sequence import DraftBatchEntry, DraftSequence
 from speculation.drafting.draft_session import Candidate, DraftLimits
+from speculation.frozen import frozen
 from speculation.messages import SessionId
 from speculation.trie import Node
 from speculation.verifying.payoff import PlainStep
@@ -69,7 +70,7 @@ class _Turn:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Gain:
     """What expanding a place is expected to come to."""
 
@@ -81,7 +82,7 @@ class _Gain:
     """Computed for it."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Place(_Gain):
     """A place that may be expanded."""
 

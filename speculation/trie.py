@@ -18,6 +18,7 @@ from enum import StrEnum
 from itertools import chain
 
 from speculation import digest as digests
+from speculation.frozen import frozen
 from speculation.messages import ANCHOR, Proposal, Source, SourceName, Support, Token
 
 DEFAULT_CONFIDENCE = 0.7
@@ -97,7 +98,7 @@ class InsertResult(StrEnum):
     """It does not say what its tokens were drawn from, in a session under the rejection rule."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Placement:
     """The fate of a proposal, and how many of its tokens became new nodes."""
 
@@ -105,7 +106,7 @@ class Placement:
     added: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class VerificationTree:
     """Draft tokens chosen for one verification, parents first. ``parents[i]`` indexes this offer; -1 is the root."""
 

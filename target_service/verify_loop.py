@@ -380,7 +380,7 @@ class VerifyLoop:
         assert entry.tree is not None
         started, ended = times
         sequence, scheduled = entry.sequence, entry.num_scheduled_tokens
-        commit = sequence.session.settle(accepted, ended)
+        commit = sequence.settle(accepted, started, ended)
         verification = commit.verification
         sequence.cached.commit([*range(scheduled), *(scheduled + i for i in commit.kept)])
         self.counters.count(entry.tree, commit)
@@ -397,4 +397,4 @@ class VerifyLoop:
             return self._give_up(sequence, why, RefusalCode.INVALID)
         if logprobs:
             verification = replace(verification, logprobs=tuple(logprobs[: len(verification.tokens)]))
-        return [(sequence.link, sequence.said(verification, started, ended))]
+        return [(sequence.link, sequence.said(verification))]

@@ -17,6 +17,7 @@ from math import inf
 from typing import TypeVar
 
 from speculation.drafting.proposals import PROPOSAL_BYTES, parent_of, proposal_bytes, proposals_of, token_bytes
+from speculation.frozen import frozen
 from speculation.messages import Open, Proposal, Rule, Schedule, Support, Token, Verification
 from speculation.trie import Node, SpeculationTrie, TrieLimits
 from speculation.verifying.budget import StepCost, worth_drafting
@@ -65,7 +66,7 @@ class Sync(Enum):
     FINISHED = auto()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Candidate:
     """A token the draft model would follow a node with, and its estimate that the target does the same."""
 
@@ -78,7 +79,7 @@ class Candidate:
 NONE_RIGHT = -1
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Outcome:
     """What the drafter thought of its candidates at a place that the text went through, and which one came true."""
 
@@ -88,7 +89,7 @@ class Outcome:
     """Index of the one that the target took, or :data:`NONE_RIGHT`."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LookaheadDemand:
     """How far ahead of the text drafting should be, in tokens, and is: no further than it should."""
 
