@@ -41,9 +41,9 @@ def flag(default: Any, about: str, **how: Any) -> Any:
     """A field that is a flag of the field's name, of the type of its default.
 
     Keyword arguments: ``least`` and ``most`` (bounds), ``positive`` (above 0 and finite), ``quick`` (the default of a
-    quick run), ``name`` (of the flag), ``choices``, ``metavar``, ``group`` (of the help text); of one that is repeated
-    ``parse`` (makes a value of a text, or raises ValueError saying what would be right) and ``whole`` (commas separate
-    nothing).
+    quick run), ``kind`` (of a number that may be left out: the default is None), ``name`` (of the flag), ``choices``,
+    ``metavar``, ``group`` (of the help text); of one that is repeated ``parse`` (makes a value of a text, or raises
+    ValueError saying what would be right) and ``whole`` (commas separate nothing).
     """
     return field(default=default, metadata={"about": about, **how})
 
@@ -148,7 +148,7 @@ def add_flags(parser: argparse.ArgumentParser, options: type[Options]) -> None:
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         assert default is not MISSING
-        about, kind = how["about"], type(default)
+        about, kind = how["about"], how.get("kind", type(default))
         if kind is bool:
             groups[title].add_argument(_name(one), dest=one.name, action="store_true", help=about)
             continue
@@ -184,8 +184,8 @@ def known(flag_name: str, given: Sequence[str], names: Iterable[str], kind: str)
 
 def _checked(one: Field[Any], args: argparse.Namespace) -> Any:
     how, value = one.metadata, getattr(args, one.name)
-    if value is None and "quick" in how:
-        return how["quick"] if args.quick else one.default
+    if value is None:
+        return how["quick"] if "quick" in how and args.quick else one.default
     if "positive" in how and not 0 < value < float("inf"):
         raise BadInput(f"{_name(one)} must be above 0, got {value:g}")
     if "least" in how or "most" in how:

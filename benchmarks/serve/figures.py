@@ -7,21 +7,21 @@ Of a request with chunks at ``t_1 .. t_n``, due at ``t_0``, over at ``t_e``, wit
   many tokens a chunk has, ``t_i - t_(i-1)``, once: latency by chunk, which is another thing;
 * time per output token: ``(t_n - t_1) / (k_2 + .. + k_n)``; with unknown ``k``, over all tokens but one.
 
-Requests that failed are in no latency; they are counted by kind.
+Requests that failed are in no latency; they are counted by kind. Figures are as they stand in the JSON.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
-from benchmarks.serve.client import Heard
+from benchmarks.serve.client import PACELINE, Heard
 from benchmarks.serve.rounds import Log, Turn
-from benchmarks.serve.settings import Make, ServeOptions, ServerContender
+from benchmarks.serve.settings import Json, ServeOptions, ServerContender
 
 RESAMPLES = 2000
 MOST_DRAWS = 4_000_000
@@ -29,167 +29,54 @@ MOST_DRAWS = 4_000_000
 LEVEL = 0.95
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Percentiles, in milliseconds."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-
-    @classmethod
-    def of(cls, seconds: Iterable[float | None]) -> Spread | None:
-        """Of those that are not None; None if there are none."""
-        known = [value for value in seconds if value is not None]
-        if not known:
-            return None
-        values = 1e3 * np.asarray(known)
-        return cls(float(values.mean()), *np.percentile(values, (50, 90, 99)).tolist())
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Of one contender, all rounds together."""
-
-    requests: int
-    ok: int
-    empty: int
-    """Went well and had no text."""
-    unfinished: int
-    """Under way when the run was interrupted; in no other figure."""
-    errors: Mapping[str, int]
-    details: Mapping[str, str]
-    """By kind: what the server said first."""
-    seconds: float
-    tokens: int
-    guessed: bool
-    cached: int
-    """Prompt tokens found in the server's prefix cache, as answers say."""
-    by_token: bool
-    """``itl`` is by token, not by chunk."""
-    ttft: Spread | None
-    itl: Spread | None
-    tpot: Spread | None
-    e2e: Spread | None
-    late: Spread | None
-    """How late this process sent requests that were due; None: nothing was due at a time of its own."""
-    request_rate: float
-    """Requests that went well, a second."""
-    token_rate: float
-    accepted: int | None
-    """Draft tokens kept, as answers say; None: they do not."""
-    offered: int | None
-    acceptance_length: float | None
-    """Tokens of a verification with drafts, its own included: 1 + accepted / verifications; None: not said."""
-    client_share: float
-
-
-def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Figures:
-    """Of what is in the log so far."""
-    turns = [turn for turn in log.turns if turn.contender == contender]
-    heard = list(chain.from_iterable(turn.heard for turn in turns))
-    ok = [one for one in heard if not one.error]
-    seconds = sum(turn.seconds for turn in turns)
-    tokens = sum(one.tokens for one in ok)
-    accepted, offered, acceptance_length = _drafts(ok)
-    errors, details = _failures(heard)
-    return Figures(
-        requests=len(heard),
-        ok=len(ok),
-        empty=sum(not one.times for one in ok),
-        unfinished=sum(turn.running for turn in turns),
-        errors=errors,
-        details=details,
-        seconds=seconds,
-        tokens=tokens,
-        guessed=any(one.guessed for one in ok),
-        cached=sum(one.cached for one in ok),
-        by_token=all(one.sizes is not None for one in ok),
-        ttft=Spread.of(map(ttft, ok)),
-        itl=Spread.of(chain.from_iterable(map(gaps, ok))),
-        tpot=Spread.of(map(tpot, ok)),
-        e2e=Spread.of(map(e2e, ok)),
-        late=None if options.pace.rate is None else Spread.of(map(lateness, heard)),
-        request_rate=_over(len(ok), seconds),
-        token_rate=_over(tokens, seconds),
-        accepted=accepted,
-        offered=offered,
-        acceptance_length=acceptance_length,
-        client_share=_over(sum(turn.client_cpu for turn in turns), seconds),
+def spread(seconds: Iterable[float | None]) -> dict[str, float] | None:
+    """Mean and percentiles in milliseconds, of those that are not None; None if there are none."""
+    values = 1e3 * np.asarray([value for value in seconds if value is not None])
+    if not len(values):
+        return None
+    return dict(
+        zip(
+            ("mean", "p50", "p90", "p99"),
+            [values.mean().item(), *np.percentile(values, (50, 90, 99)).tolist()],
+            strict=True,
+        )
     )
 
 
-def _failures(heard: Sequence[Heard]) -> tuple[dict[str, int], dict[str, str]]:
-    """How many requests failed by error, the commonest first, and what the first of each said."""
-    failed = [one for one in heard if one.error]
-    return dict(Counter(one.error for one in failed).most_common()), {one.error: one.detail for one in reversed(failed)}
-
-
-def _drafts(ok: Iterable[Heard]) -> tuple[int | None, int | None, float | None]:
-    """Drafts accepted and offered, and tokens a step of the requests that told of their steps; None: none said."""
-    told = [one.drafts for one in ok if one.drafts is not None]
-    if not told:
-        return None, None, None
-    stepped = [(drafts.accepted, drafts.steps) for drafts in told if drafts.steps]
-    length = 1 + sum(accepted for accepted, _ in stepped) / sum(steps for _, steps in stepped) if stepped else None
-    return sum(drafts.accepted for drafts in told), sum(drafts.offered for drafts in told), length
-
-
-def ttft(one: Heard) -> float | None:
-    """Seconds; None: no text came."""
-    return one.times[0] - one.due if one.times else None
-
-
-def lateness(one: Heard) -> float:
-    """Seconds by which it was sent after it was due."""
-    return one.sent - one.due
-
-
-def e2e(one: Heard) -> float:
-    """Seconds."""
-    return one.ended - one.due
-
-
-def tpot(one: Heard) -> float | None:
-    """Seconds; None: nothing came after the first chunk."""
-    later = sum(one.sizes[1:]) if one.sizes is not None else one.tokens - 1
-    return (one.times[-1] - one.times[0]) / later if len(one.times) > 1 and later > 0 else None
-
-
-def gaps(one: Heard) -> list[float]:
-    """Inter-token latencies in seconds: by token if the server says how many a chunk has, else by chunk."""
-    between = [later - earlier for earlier, later in zip(one.times, one.times[1:], strict=False)]
-    if one.sizes is None:
-        return between
-    return [gap / size for gap, size in zip(between, one.sizes[1:], strict=True) for _ in range(size)]
-
-
-@dataclass(frozen=True, slots=True)
-class RatioInterval:
-    """How many times faster a variant is than its baseline, with the bounds of a 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-    n: int
-    """Requests, or rounds, that were compared."""
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A contender beside its baseline, request by request and round by round. Above 1: faster."""
-
-    variant: str
-    baseline: str
-    ttft: RatioInterval | None
-    tpot: RatioInterval | None
-    e2e: RatioInterval | None
-    token_rate: RatioInterval | None
-    """By rounds, the others by requests; None where the rate of requests was given, which decides it."""
-    same: int | None
-    """Texts that are the same; None: they need not be (another server, and a temperature)."""
-    compared: int
+def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Json:
+    """Of one contender, all rounds together, of what is in the log so far."""
+    turns = [turn for turn in log.turns if turn.contender == contender]
+    heard = list(chain.from_iterable(turn.heard for turn in turns))
+    ok, failed = [one for one in heard if not one.error], [one for one in heard if one.error]
+    seconds, tokens = sum(turn.seconds for turn in turns), sum(one.tokens for one in ok)
+    drafts = [one.drafts for one in ok if one.drafts is not None]
+    stepped = [(told.accepted, told.steps) for told in drafts if told.steps]
+    return {
+        "requests": len(heard),
+        "ok": len(ok),
+        "empty": sum(not one.times for one in ok),  # went well and had no text
+        "unfinished": sum(turn.running for turn in turns),  # when the run was interrupted; in no other figure
+        "errors": dict(Counter(one.error for one in failed).most_common()),
+        "details": {one.error: one.detail for one in reversed(failed)},  # what the first of each kind said
+        "seconds": seconds,
+        "tokens": tokens,
+        "guessed": any(one.guessed for one in ok),
+        "cached": sum(one.cached for one in ok),
+        "by_token": all(one.sizes is not None for one in ok),  # ``itl`` is by token, not by chunk
+        "ttft": spread(one.ttft for one in ok),
+        "itl": spread(chain.from_iterable(one.gaps for one in ok)),
+        "tpot": spread(one.tpot for one in ok),
+        "e2e": spread(one.e2e for one in ok),
+        # How late this process sent requests that were due at a time of their own.
+        "late": None if options.rate is None else spread(one.sent - one.due for one in heard),
+        "request_rate": _over(len(ok), seconds),
+        "token_rate": _over(tokens, seconds),
+        "accepted": sum(told.accepted for told in drafts) if drafts else None,
+        "offered": sum(told.offered for told in drafts) if drafts else None,
+        # Tokens of a verification with drafts, its own included.
+        "acceptance_length": 1 + _over(*map(sum, zip(*stepped, strict=True))) if stepped else None,
+        "client_share": _over(sum(turn.client_cpu for turn in turns), seconds),
+    }
 
 
 def baseline_of(contenders: Sequence[ServerContender]) -> ServerContender:
@@ -197,28 +84,32 @@ def baseline_of(contenders: Sequence[ServerContender]) -> ServerContender:
     return next((one for one in contenders if one.plain), contenders[0])
 
 
-def compare(log: Log, contender: ServerContender, baseline: ServerContender, options: ServeOptions) -> Comparison:
-    """Over requests that both answered well."""
+def compare(log: Log, contender: ServerContender, baseline: ServerContender, options: ServeOptions) -> Json:
+    """A contender beside its baseline, over requests that both answered well and over rounds; above 1: faster."""
     ours, theirs = _by_number(log.turns, contender), _by_number(log.turns, baseline)
-    both = sorted(ours.keys() & theirs.keys())
-    pairs = [(ours[number], theirs[number]) for number in both]
+    pairs = [(ours[number], theirs[number]) for number in sorted(ours.keys() & theirs.keys())]
     makes = {log.servers[one.name].make for one in (contender, baseline)}
-    exact = options.temperature == 0 or makes == {Make.PACELINE}
+    exact = options.temperature == 0 or makes == {PACELINE}
     rates, base_rates = _rates(log.turns, contender), _rates(log.turns, baseline)
     rounds = [(rates[turn], base_rates[turn]) for turn in sorted(rates.keys() & base_rates.keys())]
-    return Comparison(
-        variant=contender.name,
-        baseline=baseline.name,
-        ttft=_ratio(pairs, ttft, options.seed),
-        tpot=_ratio(pairs, tpot, options.seed),
-        e2e=_ratio(pairs, e2e, options.seed),
-        token_rate=bootstrap(rounds, options.seed) if options.pace.rate is None else None,
-        same=sum(one.digest == other.digest for one, other in pairs) if exact else None,
-        compared=len(pairs),
-    )
+    times = {
+        measure: bootstrap([pair for pair in found if None not in pair], options.seed)
+        for measure in ("ttft", "tpot", "e2e")
+        for found in [[(getattr(other, measure), getattr(own, measure)) for own, other in pairs]]
+    }
+    return {
+        "variant": contender.name,
+        "baseline": baseline.name,
+        **times,
+        # A given rate of requests decides that of tokens.
+        "token_rate": bootstrap(rounds, options.seed) if options.rate is None else None,
+        # None: texts need not be the same, of another server at a temperature.
+        "same": sum(one.text == other.text for one, other in pairs) if exact else None,
+        "compared": len(pairs),
+    }
 
 
-def bootstrap(pairs: Sequence[tuple[float, float]], seed: int) -> RatioInterval | None:
+def bootstrap(pairs: Sequence[tuple[Any, Any]], seed: int) -> dict[str, float] | None:
     """Mean of the first over mean of the second, resampling pairs (Efron's percentile interval); None: no pairs."""
     values_N2 = np.asarray(pairs, dtype=float).reshape(-1, 2)
     if not (values_N2.sum(axis=0) > 0).all():
@@ -229,15 +120,7 @@ def bootstrap(pairs: Sequence[tuple[float, float]], seed: int) -> RatioInterval 
     some_R2 = drawn_R2[drawn_R2[:, 1] > 0]
     low, high = np.percentile(some_R2[:, 0] / some_R2[:, 1], (50 * (1 - LEVEL), 50 * (1 + LEVEL))).tolist()
     above, below = values_N2.sum(axis=0).tolist()
-    return RatioInterval(above / below, low, high, count)
-
-
-def _ratio(
-    pairs: Sequence[tuple[Heard, Heard]], measure: Callable[[Heard], float | None], seed: int
-) -> RatioInterval | None:
-    """Of times: the baseline's over the variant's."""
-    values = [(measure(baseline), measure(variant)) for variant, baseline in pairs]
-    return bootstrap([(base, own) for base, own in values if base is not None and own is not None], seed)
+    return {"value": above / below, "low": low, "high": high, "n": count}
 
 
 def _by_number(turns: Sequence[Turn], contender: ServerContender) -> dict[int, Heard]:

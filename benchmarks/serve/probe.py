@@ -7,21 +7,22 @@ serve`` lists what lies in its cache), are not refused for it: the request decid
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from benchmarks.harness.prompts import Prompt
-from benchmarks.serve.answer import Answer, AnswerError
-from benchmarks.serve.client import Refusal, body, path, read
-from benchmarks.serve.settings import Make, ServeOptions, ServerContender
+from benchmarks.serve.client import PACELINE, VLLM, AnswerError, Heard, body, path, read
+from benchmarks.serve.settings import ServeOptions, ServerContender
 from cluster.console import FAILED, CommandError
 
 TOKENS = 4
 LIST_SECONDS = 10.0
-MAKES = {"paceline": Make.PACELINE, "vllm": Make.VLLM, "llamacpp": Make.LLAMA_CPP}
+MAKES = {"paceline": PACELINE, "vllm": VLLM, "llamacpp": "llama.cpp"}
+"""By what a server says of itself in its list of models; what it offers depends on it."""
+OTHER = "not known"
 
 
 class ServerError(CommandError):
@@ -35,7 +36,7 @@ class ServerError(CommandError):
 class Server:
     """What is known of a contender's server."""
 
-    make: Make
+    make: str
     model: str
     note: str = ""
 
@@ -47,23 +48,23 @@ async def identify(
     where = f"--url {contender.url}"
     try:
         owners = await _models(client, where, required=not contender.model)
-        model = _chosen(owners, contender.model, where)
+        model = contender.model or _only(owners, where)
         known = {MAKES[owner] for owner in owners.values() if owner in MAKES}
-        server = Server(known.pop() if len(known) == 1 else Make.OTHER, model)
-        await _try(client, server, contender, options, prompt)
-    except httpx.InvalidURL as error:
-        raise ServerError(f"{where}: {error}") from error
-    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        raise ServerError(f"{where}: nothing answers there ({_why(error)}); is the server up?") from error
-    except httpx.RemoteProtocolError as error:
-        raise ServerError(f"{where}: what answers there does not speak HTTP, or not well ({_why(error)})") from error
-    except httpx.RequestError as error:
-        raise ServerError(f"{where}: the connection broke off ({_why(error)})") from error
+        make = known.pop() if len(known) == 1 else OTHER
+        asked = body(options, contender, make, model, prompt, 0)
+        asked |= {"max_tokens": min(TOKENS, options.max_tokens)} if "max_tokens" in asked else {}
+        async with asyncio.timeout(options.timeout):
+            await read(client, asked, options.chat, Heard())
+    except TimeoutError as error:
+        late = f"a first request of {TOKENS} tokens was not over after {options.timeout:g} s; give more by --timeout"
+        raise ServerError(f"{where}: {late}") from error
+    except (httpx.InvalidURL, httpx.RequestError) as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ServerError(f"{where}: nothing answers there, or not in HTTP ({why}); is the server up?") from error
     except AnswerError as error:
         raise ServerError(f"{where}: {_refused(error, owners, model, options.chat)}") from error
-    if owners and model not in owners:
-        return Server(server.make, model, f"{contender.name} answers to {model}, but lists {_names(owners)}")
-    return server
+    other = bool(owners) and model not in owners
+    return Server(make, model, f"{contender.name} answers to {model}, but lists {_names(owners)}" if other else "")
 
 
 async def _models(client: httpx.AsyncClient, where: str, *, required: bool) -> dict[str, str]:
@@ -75,9 +76,8 @@ async def _models(client: httpx.AsyncClient, where: str, *, required: bool) -> d
     except TimeoutError as error:
         raise ServerError(f"{where}: no answer to /v1/models within {LIST_SECONDS:g} s") from error
     status = response.status_code
-    if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        hint = "name the variable that holds one by --api-key-env"
-        raise ServerError(f"{where}: the server wants another API key ({status}); {hint}")
+    if status in KEYS_WANTED:
+        raise ServerError(f"{where}: {KEYS_WANTED[status]}")
     if response.is_redirect:
         raise ServerError(f"{where}: it redirects to {response.headers.get('location')}; give that address")
     if not response.is_success:
@@ -87,56 +87,35 @@ async def _models(client: httpx.AsyncClient, where: str, *, required: bool) -> d
     try:
         listed: Any = response.json()
         return {str(entry["id"]): str(entry.get("owned_by", "")) for entry in listed["data"]}
-    except ValueError as error:
-        kind = response.headers.get("content-type", "nothing")
-        raise ServerError(f"{where}: /v1/models is answered by {kind}, not by JSON: not OpenAI's API") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ServerError(
-            f"{where}: the JSON of /v1/models is not a list of models ({response.text[:60]}): not OpenAI's API"
-        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        kind = f"{response.headers.get('content-type', 'nothing')} ({response.text[:60]})"
+        raise ServerError(f"{where}: /v1/models is answered by {kind}, no list of models: not OpenAI's API") from error
 
 
-def _chosen(owners: dict[str, str], wanted: str, where: str) -> str:
-    if wanted:
-        return wanted
-    if not owners:
-        raise ServerError(f"{where}: lists no models; name one by --model")
-    if len(owners) > 1:
-        raise ServerError(f"{where}: serves {_names(owners)}; choose by --model")
-    return next(iter(owners))
+def _only(owners: dict[str, str], where: str) -> str:
+    if len(owners) == 1:
+        return next(iter(owners))
+    listed = f"serves {_names(owners)}; choose" if owners else "lists no models; name one"
+    raise ServerError(f"{where}: {listed} by --model")
 
 
-async def _try(
-    client: httpx.AsyncClient, server: Server, contender: ServerContender, options: ServeOptions, prompt: Prompt
-) -> None:
-    asked = body(options, contender, server.make, server.model, prompt, 0)
-    asked |= {"max_tokens": min(TOKENS, options.max_tokens)} if "max_tokens" in asked else {}
-    try:
-        async with asyncio.timeout(options.timeout):
-            await read(client, asked, options.chat, Answer())
-    except TimeoutError as error:
-        raise ServerError(
-            f"--url {contender.url}: a first request of {TOKENS} tokens was not over after {options.timeout:g} s; "
-            "give more by --timeout"
-        ) from error
+KEYS_WANTED = {
+    status: f"the server wants another API key ({status}); name the variable that holds one by --api-key-env"
+    for status in (httpx.codes.UNAUTHORIZED.value, httpx.codes.FORBIDDEN.value)
+}
 
 
 def _refused(error: AnswerError, owners: dict[str, str], model: str, chat: bool) -> str:
-    status = error.status if isinstance(error, Refusal) else None
-    if owners and model not in owners and status is not None:
+    if owners and model not in owners and error.status is not None:
         return f"does not serve {model!r}; it lists {_names(owners)} ({error})"
-    if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        return f"the server wants another API key ({status}); name the variable that holds one by --api-key-env"
-    if status == httpx.codes.NOT_FOUND:
+    if error.status in KEYS_WANTED:
+        return KEYS_WANTED[error.status]
+    if error.status == httpx.codes.NOT_FOUND:
         other = "no --chat" if chat else "--chat"
         return f"POST {path(chat)} is answered by 404: {error}; another --model, or {other}?"
     return f"a first request failed: {error.kind}: {error}"
 
 
-def _names(owners: Sequence[str] | dict[str, str]) -> str:
+def _names(owners: Iterable[str]) -> str:
     names = list(owners)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _why(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -17,17 +17,18 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import httpx
 
 from benchmarks.harness.prompts import Prompt
-from benchmarks.serve.client import NOT_SENT, Heard, ask, body, connect
+from benchmarks.serve.client import NOT_SENT, PACELINE, Heard, ask, body, connect
 from benchmarks.serve.probe import Server, ServerError, identify
-from benchmarks.serve.settings import MOST_OPEN, PLAIN_SUFFIX, Make, ServeOptions, ServerContender
+from benchmarks.serve.settings import MOST_OPEN, PLAIN_SUFFIX, ServeOptions, ServerContender
 
 RESUMED = 0.2
 """Seconds that servers which stood still have for what is overdue, such as closing connections that were idle."""
@@ -117,15 +118,49 @@ async def measure(
             log.servers[contender.name] = await identify(client, contender, options, prompts[0])
             clients[contender.name] = client
         log.contenders = with_plain(options, log.servers)
-        runner = _Runner(options, prompts, log.servers, clients)
+
+        async def send(contender: ServerContender, number: int, due: float) -> Heard:
+            client, server = clients[contender.name.removesuffix(PLAIN_SUFFIX)], log.servers[contender.name]
+            prompt = prompts[number % len(prompts)]
+            return await ask(
+                client, body(options, contender, server.make, server.model, prompt, number), options, number, due
+            )
+
         for contender in log.contenders:
             report(f"warming up {contender.name}")
-            await runner.warm_up(contender)
+            # With the last prompts, counted from behind, so that as few as possible are measured again.
+            for number in range(1, options.warmup + 1):
+                await send(contender, -number, time.perf_counter())
         for number in range(options.rounds):
-            for contender in order(log.contenders, number):
+            for contender in log.contenders[:: 1 if number % 2 == 0 else -1]:
                 report(f"round {number + 1} of {options.rounds}: {contender.name}")
                 async with stopped(one.process for one in options.contenders if one.url != contender.url):
-                    await runner.take(contender, number, log)
+                    await take(partial(send, contender), Turn(contender, number, time.perf_counter()), options, log)
+
+
+async def take(send: Callable[[int, float], Awaitable[Heard]], turn: Turn, options: ServeOptions, log: Log) -> None:
+    """One turn, into ``log`` from its beginning."""
+    log.turns.append(turn)
+    used = time.process_time()
+
+    async def noted(request: int, due: float) -> float:
+        turn.running += 1
+        heard = await send(request, due)
+        turn.running -= 1
+        turn.heard.append(heard)
+        return heard.pause
+
+    def skip(request: int, due: float) -> None:
+        turn.heard.append(Heard(request, due, due, due, error=NOT_SENT))
+
+    requests = iter(range(turn.round, options.requests, options.rounds))
+    try:
+        if options.rate is not None:
+            await at_rate(requests, offsets(options.rate, options.seed, turn.round), noted, skip)
+        else:
+            await at_once(requests, options.concurrency, noted)
+    finally:
+        turn.client_cpu = time.process_time() - used
 
 
 @asynccontextmanager
@@ -148,11 +183,6 @@ async def stopped(processes: Iterable[int | None]) -> AsyncIterator[None]:
             await asyncio.sleep(RESUMED)
 
 
-def order(everyone: Sequence[ServerContender], number: int) -> Sequence[ServerContender]:
-    """Who comes after whom in a round: forth, then back."""
-    return everyone if number % 2 == 0 else everyone[::-1]
-
-
 def with_plain(options: ServeOptions, servers: dict[str, Server]) -> tuple[ServerContender, ...]:
     """Each contender, followed by the same without speculation if that is wanted. Raises :class:`ServerError`."""
     if not options.against_plain:
@@ -160,58 +190,10 @@ def with_plain(options: ServeOptions, servers: dict[str, Server]) -> tuple[Serve
     found = []
     for contender in options.contenders:
         found.append(contender)
-        if servers[contender.name].make is Make.PACELINE:
+        if servers[contender.name].make == PACELINE:
             name = contender.name + PLAIN_SUFFIX
             found.append(replace(contender, name=name, plain=True))
             servers[name] = servers[contender.name]
     if len(found) == len(options.contenders):
         raise ServerError("--against-plain: only Paceline can be asked not to speculate, and no --url is one")
     return tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
-class _Runner:
-    """Sends the requests of one contender after the other."""
-
-    options: ServeOptions
-    prompts: list[Prompt]
-    servers: dict[str, Server]
-    clients: dict[str, httpx.AsyncClient]
-
-    async def warm_up(self, contender: ServerContender) -> None:
-        """With the last prompts, counted from behind, so that as few as possible are measured again."""
-        for number in range(1, self.options.warmup + 1):
-            await self._ask(contender, -number, time.perf_counter())
-
-    async def take(self, contender: ServerContender, number: int, log: Log) -> None:
-        """One turn, into ``log`` from its beginning."""
-        options, pace = self.options, self.options.pace
-        turn = Turn(contender, number, time.perf_counter())
-        log.turns.append(turn)
-        used = time.process_time()
-
-        async def send(request: int, due: float) -> float:
-            turn.running += 1
-            heard = await self._ask(contender, request, due)
-            turn.running -= 1
-            turn.heard.append(heard)
-            return heard.pause
-
-        def skip(request: int, due: float) -> None:
-            turn.heard.append(Heard(request, due, due, due, error=NOT_SENT))
-
-        requests = iter(range(number, options.requests, options.rounds))
-        try:
-            if pace.rate is not None:
-                await at_rate(requests, offsets(pace.rate, options.seed, number), send, skip)
-            else:
-                assert pace.concurrency is not None
-                await at_once(requests, pace.concurrency, send)
-        finally:
-            turn.client_cpu = time.process_time() - used
-
-    async def _ask(self, contender: ServerContender, number: int, due: float) -> Heard:
-        client = self.clients[contender.name.removesuffix(PLAIN_SUFFIX)]
-        server, prompt = self.servers[contender.name], self.prompts[number % len(self.prompts)]
-        asked = body(self.options, contender, server.make, server.model, prompt, number)
-        return await ask(client, asked, self.options, number, due)
