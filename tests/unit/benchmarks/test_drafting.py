@@ -12,7 +12,6 @@ from benchmarks import drafting
 from benchmarks.bench import PARTS, DraftingOptions
 from benchmarks.drafting import GOALS, Part, Row, Size
 from benchmarks.harness.report import Goal
-from cluster.cli import main
 
 
 def judged(part: str, figures: Sequence[Row]) -> list[tuple[float, bool]]:
@@ -59,8 +58,3 @@ def test_what_a_part_measures_is_kept_and_judged(wanted, reached, tmp_path: Path
     assert f"| twice over once | at least {wanted:g} | 2.00 | {reached} |" in page
     written = json.loads((tmp_path / "out" / "drafting.json").read_text())
     assert (written["summary"], written["parts"]) == ({"twice": 2.0}, {"twice": [{"ratio": 2.0}]})
-
-
-def test_a_part_that_does_not_exist_is_refused(capsys) -> None:
-    assert main(["bench", "drafting", "--only", "nonsense"]) == 2
-    assert "--only nonsense: no such part; there are medusa, " in capsys.readouterr().err

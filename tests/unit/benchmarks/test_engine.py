@@ -265,26 +265,6 @@ def started(monkeypatch):
     return options
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--hidden", "100"], "--hidden must be a multiple of 256, got 100"),
-        (["--hidden", "0"], "--hidden must be a multiple of 256, got 0"),
-        (["--layers", "0"], "--layers must be at least 1, got 0"),
-        (["--threads", "0"], "--threads must be 1 to"),
-        (["--threads", "100000"], "the cores usable here, got 100000"),
-        (["--json", "/nowhere/figures.json"], "--json /nowhere/figures.json: no such folder"),
-        (["--quick", "--out", "results"], "--out belongs to a full run"),
-    ],
-)
-def test_a_mistake_is_answered_in_one_line(arguments, words, started, capsys):
-    assert main(["bench", "engine", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert said.count("\n") == 1
-    assert not started
-
-
 def test_flags_arrive(started, tmp_path):
     file = str(tmp_path / "x.json")
     assert main(["bench", "engine", "--quick", "--hidden", "256", "--layers", "3", "--json", file]) == 0

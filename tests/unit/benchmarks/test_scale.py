@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from benchmarks.http import load
 from benchmarks.http.scale import (
     BARE,
@@ -19,7 +17,6 @@ from benchmarks.http.scale import (
     result,
     summary,
 )
-from cluster.cli import main
 
 POINT = LoadPoint(ROUTER, 64, 1000.0, 990.0, (1.0, 20.0, 30.0), 25.0, 0.5, 0.1, 1.5, 3.0, 40.0)
 
@@ -50,19 +47,6 @@ def test_features_are_compared_where_both_kept_up() -> None:
     late = replace(POINT, asked=9000.0, cpu_us_per_token=1.0)
     assert features_over_router([POINT, with_features, late, replace(late, contender=FEATURES)]) == 1.2
     assert features_over_router([POINT, late, replace(late, contender=FEATURES)]) is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--streams", "64,0"], "--streams '0': must be a whole number from 1 to 16384"),
-        (["--tokens", "fast"], "--tokens 'fast': must be a whole number from 1 to 1000000"),
-        (["--seconds", "0"], "--seconds must be 0.5 to 600, got 0"),
-    ],
-)
-def test_a_mistake_is_answered_in_one_line(arguments, words, capsys) -> None:
-    assert main(["bench", "scale", *arguments]) == 2
-    assert words in capsys.readouterr().err
 
 
 async def test_every_event_is_matched_with_its_commit(tmp_path) -> None:

@@ -23,46 +23,6 @@ def started(monkeypatch) -> list[ServeOptions]:
     return options
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--url", "localhost:8000"], "--url localhost:8000: not an address such as http://127.0.0.1:8000"),
-        (["--url", "ftp://a"], "--url ftp://a: not an address"),
-        (["--url", "http://a:99999"], "--url http://a:99999: not an address"),
-        (["--url", "http://[::1"], "--url http://[::1: not an address"),
-        (["--url", "http://a b"], "not an address"),
-        (["--url", "http://a/v1?x=1"], "not an address"),
-        (["--url", "http://me:secret@a"], "--url: must not contain a password"),
-        ([*URL, *URL], "is there twice"),
-        (["--url", "a plain=http://a"], "must not end with ' plain'"),
-        (["--rate", "inf"], "--rate must be 0.001 to 100000, got inf"),
-        (["--concurrency", "0"], "--concurrency must be 1 to 4096, got 0"),
-        (["--rate", "1", "--concurrency", "2"], "--concurrency: not allowed with --rate"),
-        (["--rounds", "9", "--requests", "8"], "--rounds must be 1 to 8, got 9"),
-        (["--temperature", "nan"], "--temperature must be 0 to 100, got nan"),
-        (["--extra-body", "{"], "--extra-body {: not JSON"),
-        (["--extra-body", "[]"], "must be an object"),
-        (["--extra-body", '{"a": NaN}'], "not JSON"),
-        (["--extra-body", '{"stream": false}'], "leave out stream and n"),
-        (["--extra-body", '{"n": 2}'], "leave out stream and n"),
-        (["--extra-body", "other={}"], "there is no such contender, only 127.0.0.1:8000"),
-        (["--extra-body", "{}", "--extra-body", "{}"], "given twice for 127.0.0.1:8000"),
-        (["--api-key-env", "NO_SUCH_KEY"], "--api-key-env NO_SUCH_KEY: there is no such variable"),
-        (["--process", "first"], "--process first: must be the id of a process on this machine"),
-        (["--process", "0"], "--process 0: is of this command's own process group"),
-        (["--json", "/nowhere/x.json"], "no such folder"),
-        (["--out", __file__], "is not a folder"),
-    ],
-)
-def test_a_mistake_is_answered_in_one_line(arguments, words, started, capsys) -> None:
-    assert main(["bench", "serve", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert said.count("\n") == 1
-    assert "secret" not in said
-    assert not started
-
-
 def test_flags_arrive(started, monkeypatch) -> None:
     monkeypatch.setenv("SOME_KEY", "sesame")
     assert main(["bench", "serve"]) == 0
