@@ -21,9 +21,8 @@ import yaml
 
 from benchmarks.chaos.nodes import ENVIRONMENT
 from benchmarks.chaos.processes import Processes, WorkerReplica
-from benchmarks.chaos.records import Reply, ReplyTally, tally
 from benchmarks.chaos.settings import FRESH, HEAL_SECONDS, Body, FaultOptions, haproxy_environment
-from benchmarks.chaos.workload import client, plain_text
+from benchmarks.chaos.workload import Reply, ReplyTally, client, plain_text, tally
 from benchmarks.harness.options import BenchError
 from benchmarks.harness.processes import ReadyProcess, child
 from cluster.config.environment import CHECKOUT, current

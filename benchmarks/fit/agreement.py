@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.fit.command import DEPTH, Way
-from benchmarks.speculation.records import Depth
+from benchmarks.speculation.figures import Depth
 from simulation.agreement import AgreementPassage, Passages, ReplayedRequest
 from simulation.simulate import Bounds
 from simulation.simulated_world import OwnSources

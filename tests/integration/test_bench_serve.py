@@ -12,10 +12,8 @@ import pytest
 
 from benchmarks.harness.prompts import Prompt
 from benchmarks.serve import rounds
-from benchmarks.serve.figures import figures
-from benchmarks.serve.probe import OTHER, ServerError
-from benchmarks.serve.report import result
-from benchmarks.serve.rounds import Log
+from benchmarks.serve.report import figures, result
+from benchmarks.serve.rounds import OTHER, Log, ServerError
 from benchmarks.serve.settings import ServeOptions, ServerContender
 from cluster.cli import main
 from router.generation import ServedModel

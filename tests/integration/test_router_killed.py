@@ -7,9 +7,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.records import Reply
 from benchmarks.chaos.settings import body
-from benchmarks.chaos.workload import client, plain_text, stream
+from benchmarks.chaos.workload import Reply, client, plain_text, stream
 from tests.cluster.processes import PATIENCE, Paceline
 from tests.ports import free_port
 from tests.stack import draft_worker, target_worker

@@ -6,14 +6,12 @@ import json
 import pytest
 
 from benchmarks.chaos.faults import times_lost
-from benchmarks.chaos.one_way import NOTICED_SECONDS, OneWayProxy, noticed
-from benchmarks.chaos.pressure import PoolSizes
-from benchmarks.chaos.records import FaultResult, Reply, Requirement, tally
-from benchmarks.chaos.routers import BREAK_SECONDS, objections, too_short
+from benchmarks.chaos.routers import BREAK_SECONDS, NOTICED_SECONDS, OneWayProxy, noticed, objections, too_short
+from benchmarks.chaos.run import Footprint, against_growth, schedule
+from benchmarks.chaos.scenarios import PoolSizes
 from benchmarks.chaos.settings import body
-from benchmarks.chaos.soak import Footprint, against_growth, schedule
 from benchmarks.chaos.stage import Stage
-from benchmarks.chaos.workload import Workload
+from benchmarks.chaos.workload import FaultResult, Reply, Requirement, Workload, tally
 from cluster.cli import main
 from speculation.events import Role
 

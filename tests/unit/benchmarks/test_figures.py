@@ -10,7 +10,7 @@ import pytest
 from benchmarks.harness.measure import Decoded, Run, TimedCommit
 from benchmarks.harness.pair import Pair
 from benchmarks.harness.report import Result, against
-from benchmarks.speculation import report
+from benchmarks.speculation import run as report
 from benchmarks.speculation.figures import (
     ASSISTED,
     GOALS,
@@ -18,13 +18,15 @@ from benchmarks.speculation.figures import (
     PARALLEL,
     PLAIN,
     SEQUENTIAL,
+    Depth,
     MeasuredRuns,
     PairResult,
+    Profile,
     Row,
+    WorkerLog,
     ratio,
     rows,
 )
-from benchmarks.speculation.records import Depth, Profile, WorkerLog
 from benchmarks.speculation.settings import (
     BATCH_16,
     DEAD,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.speculation.records import (
+from benchmarks.speculation.figures import (
     Depth,
     WorkerLog,
     acceptance_by_depth,

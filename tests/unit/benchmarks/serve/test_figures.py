@@ -9,10 +9,8 @@ from datetime import date
 import pytest
 
 from benchmarks.serve.client import BUSY_LATER, LATE, PACELINE, Drafts, Heard
-from benchmarks.serve.figures import baseline_of, bootstrap, compare, figures, spread
-from benchmarks.serve.probe import OTHER, Server
-from benchmarks.serve.report import result
-from benchmarks.serve.rounds import Log, Turn
+from benchmarks.serve.report import baseline_of, bootstrap, compare, figures, result, spread
+from benchmarks.serve.rounds import OTHER, Log, Server, Turn
 from benchmarks.serve.settings import ServeOptions, ServerContender
 
 A, B = ServerContender("a", "http://a.test"), ServerContender("b", "http://b.test")
