@@ -22,8 +22,20 @@ from rich.status import Status
 from transformers import DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.engine.figures import ALONE, MIXED, TOGETHER, Measured, Repeated, result
-from benchmarks.engine.model import SEED, Memory, memory_of, mixed_batch, parameters, random_prompts, write_model
+from benchmarks.engine.figures import (
+    ALONE,
+    MIXED,
+    SEED,
+    TOGETHER,
+    Measured,
+    Memory,
+    memory_of,
+    mixed_batch,
+    parameters,
+    random_prompts,
+    result,
+    write_model,
+)
 from benchmarks.engine.settings import CONCURRENT, EngineOptions
 from benchmarks.engine.steps import PREFIX, TRIES, TimedSteps, Work, chain, in_turn, pinned, reads
 from benchmarks.harness.measure import PLAIN, Batch, Decoded, Run, Runner, TimedCommit, served, take_turns
@@ -63,7 +75,7 @@ def main(options: EngineOptions) -> int:
         tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder,
         Console(stderr=True).status("writing a model of random weights") as status,
     ):
-        write_model(options.shape, Path(folder) / "model")
+        write_model(options, Path(folder) / "model")
         measured, dtype = asyncio.run(measure(Path(folder), options, status))
     result(options, str(dtype).removeprefix("torch."), measured).publish()
     return 0
@@ -92,7 +104,7 @@ async def measure(folder: Path, options: EngineOptions, status: Status) -> tuple
     status.update("serving from a worker process")
     memory = await serve(folder, options, dtype, generator)
     measured = Measured(
-        weight_bytes=parameters(options.shape) * dtype.itemsize,
+        weight_bytes=parameters(options) * dtype.itemsize,
         read_bytes=READ_BYTES,
         reads=read_seconds,
         steps=step_seconds,
@@ -144,7 +156,7 @@ async def decode_exactly(settings: EngineSettings, generator: torch.Generator) -
     return await _take_turns(runners, 1, EXACT_NEW, generator)
 
 
-async def repeat_prefixes(loop: Loop, count: int, generator: torch.Generator) -> list[Repeated]:
+async def repeat_prefixes(loop: Loop, count: int, generator: torch.Generator) -> list[tuple[float, float]]:
     """Time to first token of a new prefix, then of another request that begins with it. A first pair warms up."""
 
     async def first_token(prompt: tuple[int, ...]) -> float:
@@ -153,7 +165,7 @@ async def repeat_prefixes(loop: Loop, count: int, generator: torch.Generator) ->
     pairs = []
     for prefix in random_prompts(1 + count, REPEATED_PREFIX, generator):
         one, other = random_prompts(2, SUFFIX, generator)
-        pairs.append(Repeated(await first_token(prefix + one), await first_token(prefix + other)))
+        pairs.append((await first_token(prefix + one), await first_token(prefix + other)))
     return pairs[1:]
 
 
@@ -167,7 +179,7 @@ async def serve(folder: Path, options: EngineOptions, dtype: torch.dtype, genera
         await served(dispatcher, PLAIN)(Batch(tuple(random_prompts(CONCURRENT, PROMPT, generator)), NEW))
         if sys.platform != "linux":
             return None
-        return memory_of(worker.process.pid, options.shape, dtype.itemsize, WORKER_CACHE_TOKENS, CONCURRENT)
+        return memory_of(worker.process.pid, options, dtype.itemsize, WORKER_CACHE_TOKENS, CONCURRENT)
 
 
 async def _take_turns(

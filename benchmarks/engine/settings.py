@@ -17,22 +17,13 @@ HIDDEN_MULTIPLE = HEAD_SIZE * GROUP
 CONCURRENT = 16
 
 
-@dataclass(frozen=True, slots=True)
-class EngineShape:
-    """How large the model is.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions(Options):
+    """How large the model is, and how many cores compute.
 
     By default 260 million parameters: a quarter of the layers of the Llama 3.2 of a billion. With more and thinner
     layers, more of a step is overhead.
     """
-
-    hidden: int = 2048
-    """A multiple of :data:`HIDDEN_MULTIPLE`."""
-    layers: int = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions(Options):
-    """How large the model is, and how many cores compute."""
 
     BENCH = "engine"
     ABOUT = "the target worker's engine: its steps, its batches and its memory, and transformers"
@@ -51,11 +42,6 @@ class EngineOptions(Options):
         if self.hidden < HIDDEN_MULTIPLE or self.hidden % HIDDEN_MULTIPLE:
             raise BadInput(f"--hidden must be a multiple of {HIDDEN_MULTIPLE}, got {self.hidden}")
         between("--threads", self.threads, 1, usable_cores(), ", the cores usable here")
-
-    @property
-    def shape(self) -> EngineShape:
-        """Of the model."""
-        return EngineShape(self.hidden, self.layers)
 
     @property
     def rounds(self) -> int:

@@ -11,23 +11,19 @@ from statistics import mean, stdev
 import pytest
 import torch
 
-from benchmarks.engine import figures, model
+from benchmarks.engine import figures
 from benchmarks.engine import run as engine
 from benchmarks.engine.figures import (
     ALONE,
     GOALS,
-    MIXED,
-    TOGETHER,
-    Measured,
-    Repeated,
-    TextAgreement,
-    agreement,
-)
-from benchmarks.engine.model import (
     MEAN_ANSWER,
     MEAN_PROMPT,
+    MIXED,
     SHORTENED,
+    TOGETHER,
+    Measured,
     Memory,
+    agreement,
     config,
     lengths,
     memory_of,
@@ -37,7 +33,7 @@ from benchmarks.engine.model import (
     write_model,
 )
 from benchmarks.engine.run import READ_BYTES, Loop
-from benchmarks.engine.settings import EngineOptions, EngineShape
+from benchmarks.engine.settings import EngineOptions
 from benchmarks.engine.steps import PREFIX, TREE, chain, in_turn, many, reads
 from benchmarks.harness.measure import Batch, Decoded, Run, TimedCommit
 from benchmarks.harness.report import Result, against
@@ -83,7 +79,7 @@ def measured() -> Measured:
             MIXED: [run(16, 40, 1.0 * x, 1.0 * x) for x in slow],
             PREFIX + MIXED: [run(16, 40, 1.0 * x, 5.0 * x) for x in slow],
         },
-        prefixes=[Repeated(2.0, 0.1), Repeated(4.0, 0.8), Repeated(2.0, 0.16)],
+        prefixes=[(2.0, 0.1), (4.0, 0.8), (2.0, 0.16)],
         memory=Memory(1_100_000_000, 900_000_000, 500_000_000, 90_000_000, 10_000_000),
         exact={TOGETHER: [run(16, 16, 1.0, 1.0)], PREFIX + TOGETHER: [run(16, 16, 1.0, 2.0)]},
     )
@@ -140,7 +136,7 @@ def test_mixed_requests_spread_widely_and_are_the_same_in_every_run():
 
 async def test_padded_texts_equal_ours_and_end_where_each_was_to_end(tmp_path):
     """In float32, with a tiny model: the padding of one contender and the retiring of the other change no token."""
-    write_model(EngineShape(256, 1), tmp_path / "model")
+    write_model(EngineOptions(hidden=256, layers=1), tmp_path / "model")
     settings = EngineSettings(str(tmp_path / "model"), device="cpu", dtype="float32", cache_tokens=4096)
     generator = torch.Generator().manual_seed(0)
     prompts = tuple(random_prompts(1, tokens, generator)[0] for tokens in (3, 11, 7))
@@ -155,7 +151,7 @@ async def test_padded_texts_equal_ours_and_end_where_each_was_to_end(tmp_path):
 @pytest.mark.parametrize("mode", [PLAIN, *ASSISTED], ids=str)
 def test_assisted_generation_says_the_same_and_tells_when_which_tokens_came(mode, tmp_path):
     """A model that drafts for itself in float32: everything that it drafts is kept."""
-    write_model(EngineShape(256, 1), tmp_path / "model")
+    write_model(EngineOptions(hidden=256, layers=1), tmp_path / "model")
     stock = Stock(tmp_path / "model", torch.float32, tmp_path / "model")
     batch = Batch((random_prompts(1, 9, torch.Generator().manual_seed(0))[0],), 12)
     (plain,) = stock.decode(batch).decoded
@@ -174,7 +170,7 @@ def test_goals_say_what_is_reached_and_what_transformers_does(result):
 
 
 def test_goals_say_what_was_missed_and_what_was_not_measured(result, measured):
-    short = replace(measured, prefixes=[Repeated(1.0, 0.5)], memory=None)
+    short = replace(measured, prefixes=[(1.0, 0.5)], memory=None)
     lines = {line[0]: line[1:] for line in shown(short).tables[-1].lines}
     assert lines["first token, repeated prefix over cold"] == ("at most 0.1", "0.50", "NO", "")
     assert lines["worker's memory beyond need, MB"] == ("at most 600", "not measured", "", "")
@@ -191,7 +187,7 @@ def test_the_document_holds_the_summary_what_was_wanted_and_where_it_ran(result)
     assert document["hardware"] == {"processor": "a processor"}
     assert document["command"] == "paceline bench engine --quick --hidden 256 --layers 2 --threads 1"
     assert document["model"] == {
-        "parameters": parameters(EngineShape(256, 2)),
+        "parameters": parameters(EngineOptions(hidden=256, layers=2)),
         "hidden": 256,
         "layers": 2,
         "weights": "random",
@@ -212,7 +208,7 @@ def test_agreement_counts_equal_texts_and_tokens_before_the_first_difference():
         return [Run(tuple(Decoded(row, ()) for row in rows))]
 
     ours, theirs = texts((1, 2, 3, 4), (1, 2, 3, 4), (9, 2, 3, 4)), texts((1, 2, 3, 4), (1, 2, 3, 9), (1, 2, 3, 4))
-    assert agreement(ours, theirs) == TextAgreement(texts=3, same=1, tokens=3)
+    assert agreement({TOGETHER: ours, PREFIX + TOGETHER: theirs}) == {"texts": 3, "same": 1, "tokens": 3}
 
 
 def test_what_is_timed_takes_turns_and_the_first_round_does_not_count():
@@ -243,9 +239,9 @@ def test_memory_of_a_process_is_read_from_its_rollup():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process holds")
 def test_known_needs_are_taken_off_the_memory():
-    shape = EngineShape(256, 2)
-    found = memory_of(os.getpid(), shape, item=2, slots=48, rows=3)
-    assert found.weights == 2 * parameters(shape)
+    options = EngineOptions(hidden=256, layers=2)
+    found = memory_of(os.getpid(), options, item=2, slots=48, rows=3)
+    assert found.weights == 2 * parameters(options)
     layers, keys_and_values, head_size, bytes_each = 2, 2, 64, 2
     assert found.cache == layers * keys_and_values * head_size * bytes_each * 48
     assert found.overhead == found.resident - found.weights - found.cache - found.activations
@@ -253,8 +249,8 @@ def test_known_needs_are_taken_off_the_memory():
 
 
 def test_the_default_model_has_about_250_million_parameters():
-    assert parameters(EngineShape()) == pytest.approx(250e6, rel=0.05)
-    assert config(EngineShape()).tie_word_embeddings
+    assert parameters(EngineOptions()) == pytest.approx(250e6, rel=0.05)
+    assert config(EngineOptions()).tie_word_embeddings
 
 
 @pytest.fixture
@@ -270,8 +266,8 @@ def test_flags_arrive(started, tmp_path):
     assert main(["bench", "engine", "--quick", "--hidden", "256", "--layers", "3", "--json", file]) == 0
     assert main(["bench", "engine"]) == 0
     quick, full = started
-    assert (quick.shape, quick.json, quick.threads) == (EngineShape(256, 3), Path(file), 1)
-    assert (full.shape, full.json) == (EngineShape(), None)
+    assert (quick.hidden, quick.layers, quick.json, quick.threads) == (256, 3, Path(file), 1)
+    assert (full.hidden, full.layers, full.json) == (2048, 4, None)
     assert full.out.name.endswith("-engine")
     assert quick.rounds < full.rounds
     assert quick.turns < full.turns
@@ -281,7 +277,7 @@ def test_a_small_run_measures_everything(monkeypatch, tmp_path, capsys):
     """The real thing with a tiny model: a worker process, transformers, and every figure."""
     for name, value in SMALL.items():
         monkeypatch.setattr(engine, name, value)
-    monkeypatch.setattr(model, "SHORTENED", 40)
+    monkeypatch.setattr(figures, "SHORTENED", 40)
     file, cores = tmp_path / "figures.json", os.sched_getaffinity(0)
     assert main(["bench", "engine", "--quick", "--hidden", "256", "--layers", "1", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
