@@ -88,7 +88,7 @@ class LoadPoint:
     """A commit's way from its target to its drafter, in the median; None: there are no drafters."""
     proposed_ms: float | None = None
     relayed_bytes: float = 0.0
-    """Of what workers say to each other through the server, by committed token."""
+    """Of features that targets send to drafters through the server, by committed token."""
 
     @property
     def kept_up(self) -> bool:
@@ -164,7 +164,7 @@ def table(points: Sequence[LoadPoint]) -> Table:
     columns = (
         *("server", "streams", "asked tokens/s", "delivered", "added ms p50", "p99", "most", "CPU us/token"),
         *("tokens/s a core", "busy % server/load", "CPU ms/request", "first ms", "KB/stream"),
-        *("relayed ms, there / back", "relayed bytes/token"),
+        *("relayed ms, there / back", "feature bytes/token"),
     )
     return Table("What one carries", columns, lines)
 
