@@ -18,8 +18,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.fit.agreement import SUFFIX_TOKENS
 from benchmarks.fit.command import PLAIN, FitError, FitOptions, Way
+from benchmarks.fit.predict import SUFFIX_TOKENS
 from benchmarks.harness.measure import RUN_SECONDS, SETTLE_SECONDS, Run, decode
 from benchmarks.harness.processes import ReadyProcess, WorkerPlan, connected, running
 from benchmarks.harness.prompts import PromptError

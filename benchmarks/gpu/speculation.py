@@ -28,7 +28,7 @@ from benchmarks.gpu.figures import Speedup, StageResult
 from benchmarks.gpu.settings import DraftingSetting, GpuOptions
 from benchmarks.harness.measure import DRAFTED, PLAIN, Batch, Run, Runner, served, take_turns
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, wrong_draft
-from benchmarks.harness.processes import ReadyProcess, WorkerPlan, connected, running, until_lost
+from benchmarks.harness.processes import ReadyProcess, WorkerPlan, all_running, connected, until_lost
 from router.dispatch import Dispatcher
 from speculation.events import Role
 from speculation.messages import Token
@@ -100,20 +100,11 @@ class DraftingBench:
 
     async def _start(self, ending: AsyncExitStack) -> dict[Key, ReadyProcess]:
         """All at once: reading weights and recording steps takes each of them a while."""
-        started, plans, found = time.perf_counter(), self._plans(), dict[Key, ReadyProcess]()
+        started, plans = time.perf_counter(), self._plans()
         self.tell(f"starting {len(plans)} workers")
-
-        async def start(key: Key, plan: WorkerPlan) -> None:
-            found[key] = await ending.enter_async_context(running(plan))
-            self.tell(f"{_name(key)}: ready after {time.perf_counter() - started:.0f} s")
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for key, plan in plans.items():
-                    group.create_task(start(key, plan))
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return found
+        workers = await ending.enter_async_context(all_running([*plans.values()], together=True))
+        self.tell(f"ready after {time.perf_counter() - started:.0f} s: {', '.join(map(_name, plans))}")
+        return dict(zip(plans, workers, strict=True))
 
     def _plans(self) -> dict[Key, WorkerPlan]:
         options = self.options

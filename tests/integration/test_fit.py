@@ -142,7 +142,7 @@ async def test_a_fit_of_real_workers_from_their_records_to_the_check(in_process,
     assert [one.depth for one in found.depths] == [1, 2, 3, 32]
     assert all(one.measured > 0 and one.predicted > 0 for one in found.depths)
     assert all(1 <= one.measured_step <= 1 + one.depth and one.predicted_step >= 1 for one in found.depths)
-    loaded = (Loaded(1, 1, 0.5, 20.0, 10.0),)
+    loaded = (Loaded(1, 1, 20.0, 10.0),)
     told = replace(OPTIONS, out=tmp_path / "fit")
     result = report.FitResult(told, known, forecasts, forecasts[1], loaded, None, found)
     assert json.loads(json.dumps(report.as_json(result)))["validation"]["same_text"] == 1

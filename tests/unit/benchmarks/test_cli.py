@@ -139,7 +139,7 @@ def test_a_quick_run_of_the_ways_to_draft_writes_where_it_is_told(monkeypatch, t
 
     async def nothing(size):
         asked.append(size)
-        yield {"ratio": 1.0}
+        yield [{"ratio": 1.0}]
 
     sizes = drafting.Size(4, 8, (0.0,)), drafting.Size(2, 8, (0.0,))
     parts = drafting.Part("one", nothing, *sizes), drafting.Part("left out", nothing, sizes[0])

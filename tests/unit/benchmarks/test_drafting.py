@@ -46,8 +46,8 @@ def test_parts_are_those_that_can_be_asked_for() -> None:
 
 @pytest.mark.parametrize(("wanted", "reached"), [(2.0, "yes"), (3.0, "NO")])
 def test_what_a_part_measures_is_kept_and_judged(wanted, reached, tmp_path: Path, monkeypatch, capsys) -> None:
-    async def twice(size: Size) -> AsyncIterator[Row]:
-        yield {"ratio": float(size.rounds)}
+    async def twice(size: Size) -> AsyncIterator[Sequence[Row]]:
+        yield [{"ratio": float(size.rounds)}]
 
     goal = Goal("twice", "twice over once", wanted, False, lambda found: found["twice"][0]["ratio"])
     monkeypatch.setattr(drafting, "PARTS", (Part("twice", twice, Size(2, 8, (0.0,))),))
