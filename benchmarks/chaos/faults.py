@@ -46,14 +46,14 @@ async def under_load(
 
     Returns what was said, when the fault began, and what there is to say without knowing the right texts.
     """
-    complaints, healed, began = [], 0.0, time.monotonic()
+    complaints, healed, began = [], 0.0, time.perf_counter()
     async with Workload(stage.url, requests, options.streams) as load:
         try:
             await load.begun(settings.BEGIN_SECONDS)
-            began = time.monotonic()
+            began = time.perf_counter()
             await inject(stage, rng)
             await stage.whole(settings.HEAL_SECONDS)
-            healed = time.monotonic() - began
+            healed = time.perf_counter() - began
             await asyncio.sleep(settings.AFTER_SECONDS)
         except (BenchError, TimeoutError) as error:
             complaints.append(in_words(error))

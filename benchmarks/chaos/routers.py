@@ -74,27 +74,27 @@ async def kill_router(stage: Stage, options: ChaosOptions) -> FaultResult:
 
 async def ask_again(url: str, requests: Sequence[Body], broken: Sequence[Reply]) -> list[Reply]:
     """The same requests, as a client would send them whose stream broke."""
-    again = [Reply(reply.request, time.monotonic()) for reply in broken]
+    again = [Reply(reply.number, due=time.perf_counter()) for reply in broken]
     async with client(max(len(again), 1)) as http:
-        await asyncio.gather(*(stream(http, url, requests[reply.request], reply) for reply in again))
+        await asyncio.gather(*(stream(http, url, requests[reply.number], reply) for reply in again))
     return again
 
 
 def objections(replies: Sequence[Reply], killed: float, right: Mapping[int, str]) -> list[str]:
     """What is wrong with how streams broke when a router was killed, at the time ``killed``."""
     broken = [reply for reply in replies if reply.failed]
-    struck = [reply for reply in replies if reply.ended is not None and reply.sent < killed < reply.ended]
+    struck = [reply for reply in replies if reply.sent < killed < reply.ended]
     found = []
-    if not any(reply.failed and reply.parts for reply in struck):
+    if not any(reply.failed and reply.text for reply in struck):
         found.append("no stream broke: the killed router had none")
     if all(reply.failed for reply in struck):
         found.append("every stream broke, also those of the other router")
     for reply in broken:
-        after = (reply.ended or 0.0) - killed
+        after = reply.ended - killed
         if not 0 <= after <= BREAK_SECONDS:
-            found.append(f"request {reply.request} broke {after:.1f} s after the router was killed: {reply.reason}")
-        if reply.differs(right[reply.request]):
-            found.append(f"request {reply.request}, broken: {difference(reply.text, right[reply.request])}")
+            found.append(f"request {reply.number} broke {after:.1f} s after the router was killed: {reply.reason}")
+        if reply.differs(right[reply.number]):
+            found.append(f"request {reply.number}, broken: {difference(reply.text, right[reply.number])}")
     return found
 
 
@@ -117,10 +117,10 @@ async def long_streams(stage: Stage, options: ChaosOptions) -> FaultResult:
     async with Workload(stage.url, requests, options.streams) as load:
         await load.begun(settings.BEGIN_SECONDS)
         load.resize(0)
-        began = time.monotonic()
+        began = time.perf_counter()
         async with _held_back(stage, load.replies), meanwhile(sampling(sample)):
             await stage.update({"router": {"replicas": 2}})
-            replaced = time.monotonic()  # that takes until the last stream has ended
+            replaced = time.perf_counter()  # that takes until the last stream has ended
             replacing = asyncio.create_task(stage.update({"router": {"max_sessions": settings.MAX_SESSIONS + 1}}))
             await asyncio.sleep(LONG_SECONDS + SLACK_SECONDS)
         await load.finish(settings.FINISH_SECONDS)
@@ -131,7 +131,7 @@ async def long_streams(stage: Stage, options: ChaosOptions) -> FaultResult:
     if not (carriers and successors):
         complaints.append(f"HAProxy was not replaced below the streams: {len(carriers)} ran, {len(successors)} came")
     counted = await stage.tally(requests, load.replies)
-    lasted = [(reply.ended or 0.0) - reply.sent for reply in load.replies]
+    lasted = [reply.ended - reply.sent for reply in load.replies]
     when = (
         f"all routers were replaced {replaced - began:.0f} s after they had begun; {len(came)} routers and "
         f"{len(successors)} HAProxies came meanwhile"
@@ -142,7 +142,7 @@ async def long_streams(stage: Stage, options: ChaosOptions) -> FaultResult:
 
 def too_short(replies: Sequence[Reply], since: float, seconds: float) -> list[str]:
     """Which streams ended so soon after a time, although they were to last longer."""
-    lasted = {reply.request: (reply.ended or 0.0) - since for reply in replies}
+    lasted = {reply.number: reply.ended - since for reply in replies}
     return [f"request {number} went on for {took:.0f} s only" for number, took in lasted.items() if took <= seconds]
 
 
@@ -153,10 +153,10 @@ async def _held_back(stage: Stage, replies: Sequence[Reply]) -> AsyncIterator[No
     processes = [process for worker in workers for process in (worker.replica, *worker.ranks)]
 
     async def hold() -> None:
-        began = time.monotonic()
+        began = time.perf_counter()
         while True:
-            due = settings.LONG_TOKENS * (time.monotonic() - began) / HELD_BACK_SECONDS
-            if max(len(reply.chunks) for reply in replies) > due:
+            due = settings.LONG_TOKENS * (time.perf_counter() - began) / HELD_BACK_SECONDS
+            if max(len(reply.times) for reply in replies) > due:
                 with faults.stopped(*processes):
                     await asyncio.sleep(RESTS_SECONDS)
             await asyncio.sleep(WORKS_SECONDS)
@@ -258,11 +258,11 @@ async def one_way_stall(stage: Stage, options: ChaosOptions) -> FaultResult:
     requests = stage.fresh(options, options.tokens)
     async with two_targets(options.dtype) as (url, proxy), Workload(url, requests, options.streams) as load:
         await load.begun(BEGIN_SECONDS)
-        began, held_at = time.monotonic(), time.time()
+        began, held_at = time.perf_counter(), time.time()
         async with proxy.held():
             await asyncio.sleep(HELD_SECONDS)
         events = await _until_back(url, f"target@{proxy.address}", HEAL_SECONDS)
-        healed = time.monotonic() - began
+        healed = time.perf_counter() - began
         await load.finish(FINISH_SECONDS)
     complaints, notes = noticed(events, f"target@{proxy.address}", held_at)
     counted = await stage.tally(requests, load.replies)
@@ -281,13 +281,13 @@ def noticed(events: Iterable[Mapping[str, Any]], worker: str, held_at: float) ->
 
 async def _until_back(url: str, worker: str, seconds: float) -> list[Mapping[str, Any]]:
     """Wait until a router has a worker; its events. Raises StageError, httpx.HTTPError."""
-    deadline = time.monotonic() + seconds
+    deadline = time.perf_counter() + seconds
     async with client(1) as http:
         while True:
             view = (await http.get(f"{url}/cluster")).raise_for_status().json()
             if any(part["id"] == worker and part["state"] == "up" for part in view["workers"]):
                 events: list[Mapping[str, Any]] = view["events"]
                 return events
-            if time.monotonic() > deadline:
+            if time.perf_counter() > deadline:
                 raise StageError(f"{worker} was not reached again within {seconds:.0f} s")
             await asyncio.sleep(POLL_SECONDS)

@@ -204,7 +204,7 @@ class Stage:
                     self._texts[key] = await plain_text(http, self.url, requests[number])
             return self._texts[key]
 
-        numbers = sorted({reply.request for reply in replies})
+        numbers = sorted({reply.number for reply in replies})
         async with client(AT_ONCE) as http:
             http.timeout = httpx.Timeout(READY_SECONDS)  # nothing is said before a text is whole, however long it is
             return dict(zip(numbers, await asyncio.gather(*(text(http, number) for number in numbers)), strict=True))

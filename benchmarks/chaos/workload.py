@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,9 +19,7 @@ from typing import Any
 import httpx
 
 from benchmarks.chaos.settings import Body
-
-REFUSED = 429
-OK = 200
+from benchmarks.serve.client import BUSY_LATER, LATE, Heard, ask
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -37,60 +34,35 @@ NO_SILENCE = Silence(0.0, 0.0)
 
 
 @dataclass(slots=True)
-class Reply:
-    """One streamed request, from the moment it was sent."""
-
-    request: int
-    sent: float
-    status: int | None = None
-    """Of HTTP; None while there was no answer. A status of 200 accepts the request."""
-    retry_after: str = ""
-    chunks: list[float] = field(default_factory=list)
-    parts: list[str] = field(default_factory=list)
-    done: bool = False
-    """Whether the stream said that it is complete."""
-    error: str = ""
-    ended: float | None = None
-
-    @property
-    def text(self) -> str:
-        """All text so far."""
-        return "".join(self.parts)
+class Reply(Heard):
+    """One streamed request, and what of it counts."""
 
     @property
     def refused(self) -> bool:
         """Whether it was turned away as it should be: before acceptance, and told when to come again."""
-        return self.status == REFUSED and bool(self.retry_after)
+        return self.error == BUSY_LATER
 
     @property
     def failed(self) -> bool:
         """Whether it ended in any other way than complete or refused."""
-        return self.ended is not None and not self.refused and not (self.status == OK and self.done)
+        return bool(self.error) and not self.refused
 
     @property
     def reason(self) -> str:
         """Why it failed."""
-        if self.error:
-            return self.error
-        if self.status == REFUSED:
-            return "status 429 without Retry-After"
-        return "the stream ended without [DONE]" if self.status == OK else f"status {self.status}"
-
-    @property
-    def first_token(self) -> float:
-        """Seconds until the first piece; 0 if there was none."""
-        return self.chunks[0] - self.sent if self.chunks else 0.0
+        return f"{self.error}: {self.detail}"
 
     @property
     def silence(self) -> Silence:
         """Longest time without a piece of text after the first, up to the end."""
-        ends = [] if self.ended is None or not self.chunks else [self.ended]
-        gaps = (Silence(later - earlier, earlier) for earlier, later in pairwise([*self.chunks, *ends]))
+        ends = [self.ended] if self.ended and self.times else []
+        gaps = (Silence(later - earlier, earlier) for earlier, later in pairwise([*self.times, *ends]))
         return max(gaps, default=NO_SILENCE)
 
     def differs(self, right: str) -> bool:
         """Whether its text is not the right one, or not its beginning if the stream did not complete."""
-        return self.text != right if self.done else not right.startswith(self.text)
+        complete = self.ended and not self.error
+        return self.text != right if complete else not right.startswith(self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +87,20 @@ def tally(replies: Iterable[Reply], right: Mapping[int, str]) -> ReplyTally:
     """Count; ``right`` has the text of each request that was asked for."""
     asked = list(replies)
     failed = [reply for reply in asked if reply.failed]
-    different = [reply for reply in asked if reply.differs(right[reply.request])]
+    different = [reply for reply in asked if reply.differs(right[reply.number])]
     first = min((reply.sent for reply in asked), default=0.0)
     complaints = [
-        f"request {reply.request}, sent after {reply.sent - first:.0f} s, {len(reply.chunks)} pieces: {reply.reason}"
+        f"request {reply.number}, sent after {reply.sent - first:.0f} s, {len(reply.times)} pieces: {reply.reason}"
         for reply in failed
     ]
-    complaints += [f"request {reply.request}: {difference(reply.text, right[reply.request])}" for reply in different]
+    complaints += [f"request {reply.number}: {difference(reply.text, right[reply.number])}" for reply in different]
     return ReplyTally(
         requests=len(asked),
         refused=sum(reply.refused for reply in asked),
         failed=len(failed),
         different=len(different),
         silence=max((reply.silence for reply in asked), default=NO_SILENCE),
-        first_token=max((reply.first_token for reply in asked), default=0.0),
+        first_token=max((reply.ttft or 0.0 for reply in asked), default=0.0),
         complaints=tuple(complaints[:COMPLAINTS]),
     )
 
@@ -204,33 +176,7 @@ async def plain_text(http: httpx.AsyncClient, url: str, request: Body) -> str:
 async def stream(http: httpx.AsyncClient, url: str, request: Body, reply: Reply) -> None:
     """Ask once, and note in ``reply`` whatever happens, as it happens."""
     asked = {**request, "stream": True, "stream_options": {"include_speculation": True}}
-    try:
-        async with http.stream("POST", f"{url}/v1/completions", json=asked) as response:
-            reply.status = response.status_code
-            reply.retry_after = response.headers.get("retry-after", "")
-            if response.status_code == OK:
-                await _read(response, reply)
-            elif response.status_code != REFUSED:
-                reply.error = (
-                    f"status {response.status_code}: {(await response.aread())[:200].decode(errors='replace')}"
-                )
-    except httpx.HTTPError as error:
-        reply.error = f"{type(error).__name__}: {error}"
-    finally:
-        reply.ended = time.monotonic()
-
-
-async def _read(response: httpx.Response, reply: Reply) -> None:
-    async for line in response.aiter_lines():
-        if line == "data: [DONE]":
-            reply.done = True
-        elif line.startswith("data: "):
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                reply.error = f"error event: {event['error']}"
-                return
-            reply.chunks.append(time.monotonic())
-            reply.parts.append(event["choices"][0]["text"])
+    await ask(http, f"{url}/v1/completions", asked, None, reply)
 
 
 class Workload:
@@ -269,7 +215,7 @@ class Workload:
     @property
     def streaming(self) -> int:
         """Streams that are under way."""
-        return sum(len(reply.chunks) >= CHUNKS_BEGUN and reply.ended is None for reply in self._running.values())
+        return sum(len(reply.times) >= CHUNKS_BEGUN and not reply.ended for reply in self._running.values())
 
     async def begun(self, seconds: float) -> None:
         """Wait until all streams are under way at once. Raises TimeoutError."""
@@ -283,18 +229,19 @@ class Workload:
         _, late = await asyncio.wait(self._slots.values(), timeout=seconds) if self._slots else (set(), set())
         for slot, task in self._slots.items():
             if task in late:
-                self._running[slot].error = f"not complete within {seconds:.0f} s"
+                self._running[slot].error = LATE
+                self._running[slot].detail = f"not complete within {seconds:.0f} s"
                 task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
 
     async def _repeat(self, slot: int) -> None:
         number = next(self._numbers)
         while slot < self._wanted:
-            reply = self._running[slot] = Reply(number, time.monotonic())
+            reply = self._running[slot] = Reply(number, due=time.perf_counter())
             self.replies.append(reply)
             await stream(self._http, self._url, self._requests[number], reply)
             if reply.refused:
-                await asyncio.sleep(float(reply.retry_after))
+                await asyncio.sleep(reply.pause)
                 continue
             if reply.failed:
                 await asyncio.sleep(AFTER_FAILURE_SECONDS)

@@ -55,6 +55,8 @@ class Batch:
     each: tuple[int, ...] = ()
     """New tokens of every prompt, where they differ; ``tokens`` is the most then."""
     grammar: str = ""
+    predictions: tuple[tuple[Token, ...], ...] = ()
+    """What is expected of every prompt, where something is."""
 
     def __post_init__(self) -> None:
         assert not self.each or (len(self.each) == len(self.prompts) and max(self.each) == self.tokens)
@@ -143,25 +145,25 @@ class Run:
 Runner = Callable[[Batch], Awaitable[Run]]
 
 
-def served(dispatcher: Dispatcher, speculation: Speculation, extras: RequestOptions = RequestOptions()) -> Runner:
+def served(
+    dispatcher: Dispatcher,
+    speculation: Speculation,
+    extras: RequestOptions = RequestOptions(),
+    stop_tokens: frozenset[Token] = frozenset(),
+) -> Runner:
     """A contender that is a request to our workers."""
 
     async def run(batch: Batch) -> Run:
         sampling = Sampling(temperature=batch.temperature, seed=batch.seed)
-        asked_for = replace(extras, grammar=batch.grammar)
+        predictions = batch.predictions or ((),) * len(batch.prompts)
+        generations = [
+            Generation(prompt, sampling, tokens, stop_tokens, speculation, request_options=options)
+            for prompt, tokens, expected in zip(batch.prompts, batch.wanted, predictions, strict=True)
+            for options in [replace(extras, grammar=batch.grammar, prediction=expected)]
+        ]
         before, asked = dispatcher.pool.traffic(Role.TARGET), time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(
-                    decode(
-                        dispatcher,
-                        Generation(prompt, sampling, tokens, speculation=speculation, request_options=asked_for),
-                    )
-                )
-                for prompt, tokens in zip(batch.prompts, batch.wanted, strict=True)
-            ]
-        used = dispatcher.pool.traffic(Role.TARGET) - before
-        return Run(tuple(task.result() for task in tasks), used, asked)
+        decoded = await asyncio.gather(*(decode(dispatcher, one) for one in generations))
+        return Run(tuple(decoded), dispatcher.pool.traffic(Role.TARGET) - before, asked)
 
     return run
 
@@ -184,6 +186,13 @@ def order(names: Sequence[Name], number: int) -> list[Name]:
     return [*names[first:], *names[:first]]
 
 
+async def run_once(runner: Runner, batch: Batch) -> Run:
+    """Once what ran before has settled. Raises TimeoutError if it hangs."""
+    await asyncio.sleep(SETTLE_SECONDS)
+    async with asyncio.timeout(RUN_SECONDS):
+        return await runner(batch)
+
+
 async def take_turns(
     runners: Mapping[Name, Runner], batches: Sequence[Batch], warm_up: int, advance: Callable[[], None] = lambda: None
 ) -> dict[Name, list[Run]]:
@@ -197,9 +206,7 @@ async def take_turns(
     rounds = [*itertools.islice(itertools.cycle(batches), warm_up), *batches]
     for number, batch in enumerate(rounds):
         for name in order(names, number):
-            await asyncio.sleep(SETTLE_SECONDS)
-            async with asyncio.timeout(RUN_SECONDS):
-                run = await runners[name](batch)
+            run = await run_once(runners[name], batch)
             if number >= warm_up:
                 runs[name].append(run)
             advance()

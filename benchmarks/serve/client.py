@@ -144,6 +144,7 @@ class Heard:
     """When it should have been sent; latencies count from here."""
     sent: float = 0.0
     ended: float = 0.0
+    """0: not yet."""
     times: list[float] = field(default_factory=list)
     """When each chunk with text or tokens came."""
     totals: list[int | None] = field(default_factory=list)
@@ -267,27 +268,30 @@ def connect(contender: ServerContender, options: ServeOptions) -> httpx.AsyncCli
     )
 
 
-async def ask(client: httpx.AsyncClient, body: Json, options: ServeOptions, number: int, due: float) -> Heard:
-    """Send it, and read the answer to its end or until the time is up."""
-    heard = Heard(number, due, time.perf_counter())
+async def ask(client: httpx.AsyncClient, path: str, body: Json, timeout: float | None, heard: Heard) -> None:
+    """Send it, and read the answer into ``heard`` to its end, or until so many seconds are over."""
+    heard.sent = time.perf_counter()
     try:
-        async with asyncio.timeout(options.timeout):
-            await read(client, body, options.chat, heard)
+        async with asyncio.timeout(timeout):
+            await read(client, path, body, heard)
     except TimeoutError:
-        heard.error, heard.detail = LATE, f"not over after {options.timeout:g} s"
+        heard.error, heard.detail = LATE, f"not over after {timeout:g} s"
     except AnswerError as wrong:
         heard.error, heard.detail, heard.pause = wrong.kind, str(wrong), wrong.pause
     except (httpx.ConnectError, httpx.ConnectTimeout) as wrong:
         heard.error, heard.detail = NO_CONNECTION, str(wrong) or type(wrong).__name__
     except httpx.RequestError as wrong:
         heard.error, heard.detail = LOST, str(wrong) or type(wrong).__name__
-    heard.ended = time.perf_counter()
-    return heard
+    except asyncio.CancelledError:
+        heard.error = heard.error or CUT
+        raise
+    finally:
+        heard.ended = time.perf_counter()
 
 
-async def read(client: httpx.AsyncClient, body: Json, chat: bool, heard: Heard) -> None:
+async def read(client: httpx.AsyncClient, path: str, body: Json, heard: Heard) -> None:
     """Send a request, and take its answer in as it comes. Raises :class:`AnswerError`, httpx.RequestError."""
-    async with client.stream("POST", path(chat), json=body) as response:
+    async with client.stream("POST", path, json=body) as response:
         if response.status_code != httpx.codes.OK:
             raise _refusal(response, await response.aread())
         kind = response.headers.get("content-type", "")

@@ -69,7 +69,7 @@ async def identify(
         asked = body(options, contender, make, model, prompt, 0)
         asked |= {"max_tokens": min(TOKENS, options.max_tokens)} if "max_tokens" in asked else {}
         async with asyncio.timeout(options.timeout):
-            await read(client, asked, options.chat, Heard())
+            await read(client, path(options.chat), asked, Heard())
     except TimeoutError as error:
         late = f"a first request of {TOKENS} tokens was not over after {options.timeout:g} s; give more by --timeout"
         raise ServerError(f"{where}: {late}") from error
@@ -228,9 +228,9 @@ async def measure(
         async def send(contender: ServerContender, number: int, due: float) -> Heard:
             client, server = clients[contender.name.removesuffix(PLAIN_SUFFIX)], log.servers[contender.name]
             prompt = prompts[number % len(prompts)]
-            return await ask(
-                client, body(options, contender, server.make, server.model, prompt, number), options, number, due
-            )
+            asked, heard = body(options, contender, server.make, server.model, prompt, number), Heard(number, due)
+            await ask(client, path(options.chat), asked, options.timeout, heard)
+            return heard
 
         for contender in log.contenders:
             report(f"warming up {contender.name}")

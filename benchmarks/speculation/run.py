@@ -18,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from transformers.utils import logging as transformers_logging
@@ -54,6 +55,7 @@ from benchmarks.speculation.figures import (
     rows,
 )
 from benchmarks.speculation.settings import EXTRAS, ROUND_TRIPS, ComparisonSetting, PairPlan, SpeculationOptions
+from engine.loading.checkpoint import DTYPES
 from router.dispatch import Dispatcher
 from speculation.events import Role
 from speculation.messages import Schedule, Speculation
@@ -139,15 +141,18 @@ async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: Compar
 
 async def compare_transformers(bench: PairBench, dispatcher: Dispatcher) -> None:
     """The other library, in turn with ours."""
-    async with baseline.transformers(bench.pair, bench.options.dtype) as other:
-        modes = {str(mode): baseline.runner(other, mode) for mode in baseline.ASSISTED}
-        chosen = await bench.choose(settings.TRANSFORMERS, ASSISTED, modes)
-        runners = {
-            OURS: served(dispatcher, DRAFTED),
-            "transformers plain": baseline.runner(other, baseline.PLAIN),
-            ASSISTED: modes[chosen],
-        }
-        await bench.compare(settings.TRANSFORMERS, runners, {ASSISTED: chosen})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(baseline.CORES, len(os.sched_getaffinity(0))))
+    stock = baseline.Stock(bench.pair.target, DTYPES[bench.options.dtype], bench.pair.draft)
+    modes = {str(mode): baseline.runner(stock, mode) for mode in baseline.ASSISTED}
+    chosen = await bench.choose(settings.TRANSFORMERS, ASSISTED, modes)
+    runners = {
+        OURS: served(dispatcher, DRAFTED),
+        "transformers plain": baseline.runner(stock, baseline.PLAIN),
+        ASSISTED: modes[chosen],
+    }
+    await bench.compare(settings.TRANSFORMERS, runners, {ASSISTED: chosen})
+    torch.set_num_threads(threads)
 
 
 def _served(dispatcher: Dispatcher, known: Mapping[str, Speculation]) -> dict[str, Runner]:

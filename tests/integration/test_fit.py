@@ -11,6 +11,7 @@ import pytest
 from benchmarks.fit import main, report, serving, teacher, validate
 from benchmarks.fit.command import FitError, FitOptions, Way
 from benchmarks.fit.predict import Known, Loaded, Predictor, forecast
+from benchmarks.harness.measure import PLAIN, Batch, served
 from benchmarks.harness.processes import ReadyProcess, connected
 from benchmarks.harness.prompts import Prompt, PromptError
 from draft_service.lookahead import Lookahead
@@ -316,7 +317,7 @@ async def plainly_decoded(options: FitOptions, folder) -> serving.TargetText:
         connected(target) as dispatcher,
     ):
         prompt = tokens_of(options)[0]
-        run = await serving.Requests(dispatcher, options).ask([prompt], frozenset())
+        run = await served(dispatcher, PLAIN)(Batch((prompt,), options.tokens))
     return serving.TargetText("code", prompt, run.decoded[0].tokens)
 
 
