@@ -27,8 +27,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import takewhile
-from operator import eq
 from pathlib import Path
 from random import Random
 from statistics import mean, median
@@ -178,8 +176,6 @@ class Measured:
     prefixes: Sequence[tuple[float, float]]
     """Seconds to the first token of a prompt with a new prefix, then of another with the same one."""
     memory: Memory | None
-    exact: Mapping[str, Sequence[Run]]
-    """In float32."""
 
     @property
     def bandwidths(self) -> list[float]:
@@ -241,17 +237,6 @@ GOALS: tuple[Goal[Measured], ...] = (
 )
 
 
-def agreement(runs: Mapping[str, Sequence[Run]]) -> dict[str, float]:
-    """How many texts ours and theirs write alike, text by text, and for how many tokens: the median over all."""
-    pairs = [
-        (one.tokens, other.tokens)
-        for run, their in zip(runs[TOGETHER], runs[PREFIX + TOGETHER], strict=True)
-        for one, other in zip(run.decoded, their.decoded, strict=True)
-    ]
-    agreed = [sum(takewhile(bool, map(eq, *pair))) for pair in pairs]
-    return {"texts": len(pairs), "same": sum(one == other for one, other in pairs), "tokens": median(agreed)}
-
-
 def steps(measured: Measured) -> Table:
     """How long a step takes, by the tokens in it."""
     sizes = [int(name.split()[1]) for name in measured.steps if name.startswith(chain(0)[:-1])]
@@ -309,10 +294,6 @@ def result(options: EngineOptions, dtype: str, measured: Measured, **about: Any)
                 name: {"decoding": rates(runs), "with_prompts": rates(runs, whole=True)}
                 for name, runs in measured.runs.items()
             },
-            "agreement": {
-                dtype: agreement(measured.runs),
-                "float32": agreement(measured.exact),
-            },
             "first_token_seconds": [dict(zip(("cold", "repeated"), pair, strict=True)) for pair in measured.prefixes],
             "memory_bytes": None if measured.memory is None else asdict(measured.memory),
         },
@@ -333,8 +314,6 @@ def notes(options: EngineOptions, dtype: str, measured: Measured, processor: str
         f"Floor: {measured.weight_bytes / MEGABYTE:.0f} MB of weights at {median(bandwidths) / 1e9:.1f} GB/s "
         f"(best {max(bandwidths) / 1e9:.1f}), read by the same core in the same rounds: "
         f"{1e3 * median(measured.floors):.2f} ms.",
-        f"Texts of ours and transformers: {_agreed_texts(measured.exact)} in float32; "
-        f"{_agreed_texts(measured.runs)} in {dtype}, where rounding decides between close tokens.",
         "Over transformers: from the requests to the last token, prompts included. While all decode it is "
         f"{_over_theirs(measured, TOGETHER, whole=False):.2f}, for a request alone "
         f"{_over_theirs(measured, ALONE, whole=False):.2f}.",
@@ -350,10 +329,6 @@ def notes(options: EngineOptions, dtype: str, measured: Measured, processor: str
             "shared with other processes.".format(**held)
         )
     return answer
-
-
-def _agreed_texts(runs: Mapping[str, Sequence[Run]]) -> str:
-    return "{same} of {texts} equal, in the median for {tokens:g} tokens".format(**agreement(runs))
 
 
 def _range(tokens: Sequence[int]) -> str:

@@ -55,8 +55,6 @@ from transport.worker import Outgoing
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 200
 PROMPT, NEW = 64, 64
-EXACT_NEW = 16
-"""New tokens a prompt where texts are compared in float32."""
 REPEATED_PREFIX, SUFFIX = 1000, 16
 """Tokens of a prompt that were, and were not, served before."""
 CACHE_TOKENS = 32_768
@@ -99,8 +97,6 @@ async def measure(folder: Path, options: EngineOptions, status: Status) -> tuple
         runs = await decode_batches(loop, stock, options, generator)
         status.update("repeating prefixes")
         prefixes = await repeat_prefixes(loop, options.turns, generator)
-        status.update("comparing texts in float32")
-        exact = await decode_exactly(replace(settings, dtype="float32"), generator)
     status.update("serving from a worker process")
     memory = await serve(folder, options, dtype, generator)
     measured = Measured(
@@ -111,7 +107,6 @@ async def measure(folder: Path, options: EngineOptions, status: Status) -> tuple
         runs=runs,
         prefixes=prefixes,
         memory=memory,
-        exact=exact,
     )
     return measured, dtype
 
@@ -146,14 +141,6 @@ async def decode_batches(
     batches = [mixed_batch(CONCURRENT, generator) for _ in range(options.mixed_turns)]
     alike = await _take_turns(runners, options.turns, NEW, generator)
     return alike | await take_turns(mixed, batches, 0)
-
-
-async def decode_exactly(settings: EngineSettings, generator: torch.Generator) -> dict[str, list[Run]]:
-    """The same 16 prompts by both in float32, where rounding does not decide between tokens."""
-    loop = Loop(build(settings), settings)
-    stock = Stock(Path(settings.model), torch.float32)
-    runners = {TOGETHER: _together(loop.run), PREFIX + TOGETHER: _together(stock.run)}
-    return await _take_turns(runners, 1, EXACT_NEW, generator)
 
 
 async def repeat_prefixes(loop: Loop, count: int, generator: torch.Generator) -> list[tuple[float, float]]:

@@ -13,7 +13,6 @@ sources at a place the one that gets furthest counts, as in the trie. Earlier ou
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -21,9 +20,9 @@ from random import Random
 
 from benchmarks.fit.command import DEPTH, PLAIN, Way
 from benchmarks.speculation.figures import Depth
-from simulation.agreement import AgreementPassage, Passages, ReplayedRequest, made_up
+from simulation.agreement import AgreementPassage, Passages, ReplayedRequest
 from simulation.costs import Costs, Curve
-from simulation.simulate import WITHIN, Bounds, Report, SimulationSettings, simulate, simulate_texts
+from simulation.simulate import WITHIN, Bounds, Report, SimulationSettings, simulate_texts
 from simulation.simulated_world import OwnSources
 from speculation.messages import ANCHOR, Limits, Open, Sampling, Schedule, SessionId, Source, Token
 from speculation.sources.registry import LocalSource, Suggestion, local_sources
@@ -146,7 +145,6 @@ MOST_REMEMBERED = 8000
 LEAST_TOKENS, LEAST_WARM_UP = 40, 16
 """Of a session, where there are many: what one learns helps all."""
 ROUGH_DEPTHS = (1, 2, 3, 4, 6, 8, 12, DEPTH)
-ACCEPTANCES = tuple(percent / 100 for percent in range(10, 100, 10))
 
 
 def best_depth(speeds: Mapping[int, float]) -> int:
@@ -244,20 +242,6 @@ class Predictor:
         counts = [count for count in DRAFTERS if count <= sessions]
         rates = {count: self.report(way, TargetLoad(sessions, rtt, count), depth).rate for count in counts}
         return min(count for count, rate in rates.items() if rate >= (1 - ENOUGH) * max(rates.values()))
-
-    def least_acceptance(self, way: Way, sessions: int) -> float | None:
-        """The acceptance, in tenths, from which on drafting would pay at these costs; None: at none below 1."""
-        if way.draft is None:
-            return None
-        costs, plain = self.known.costs[way.draft], self.plain(way, sessions)
-        setting = self._setting(Way(way.draft), TargetLoad(sessions), DEPTH)
-
-        def pays(acceptance: float) -> bool:
-            outcomes = made_up(Random(self.seed), acceptance, length=self.tokens)
-            return simulate(setting, costs, outcomes, Random(self.seed), tokens=self.tokens).rate >= PAYS * plain
-
-        found = bisect_left(ACCEPTANCES, True, key=pays)
-        return ACCEPTANCES[found] if found < len(ACCEPTANCES) else None
 
     def _setting(self, way: Way, load: TargetLoad, depth: int) -> SimulationSettings:
         """With the second level of draft workers as they are started unless told otherwise."""

@@ -117,7 +117,6 @@ class FitResult:
     chosen: Forecast | None
     """Known better than as one of ``forecasts``: at every depth, along more text."""
     loaded: tuple[Loaded, ...] = ()
-    least_acceptance: float | None = None
     validation: Validation | None = None
     forgetful: float | None = None
     """Speed-up of the way shown if it knew no earlier answers; None: it asks for none."""
@@ -275,9 +274,6 @@ def _sentences(result: FitResult) -> Iterator[str]:
         longest = costs.best_length(first, cost, DEPTHS[-1])
         speedup = costs.expected_speedup(first, longest, cost)
         yield f"The textbook's best for {shown.way} (a = {first:.2f}, c = {cost:.3f}): K = {longest}, {speedup:.2f} x."
-        least = result.least_acceptance
-        below = "at no acceptance below 1" if least is None else f"from an acceptance of about {least:g} on"
-        yield f"At these costs drafting gains {100 * (PAYS - 1):.0f} % {below}."
     if result.forgetful is not None:
         gain = shown.speedup - 1
         share = f", {(shown.speedup - result.forgetful) / gain:.0%} of its gain" if gain > 0 else ""
@@ -323,7 +319,6 @@ def as_json(result: FitResult) -> dict[str, Any]:
             str(depth): textbook(result.shown.agreement, _cost(result), depth) for depth in result.shown.depths
         },
         "loads": [asdict(one) for one in result.loaded],
-        "least_acceptance": result.least_acceptance,
         "speedup_without_earlier_answers": result.forgetful,
         "validation": _validation_json(result.validation) if result.validation else None,
     }

@@ -26,7 +26,7 @@ from benchmarks.gpu import settings
 from benchmarks.gpu.device import TimedDevice
 from benchmarks.gpu.figures import Speedup, StageResult
 from benchmarks.gpu.settings import DraftingSetting, GpuOptions
-from benchmarks.harness.measure import DRAFTED, PLAIN, Batch, Run, Runner, served, take_turns
+from benchmarks.harness.measure import DRAFTED, PLAIN, Batch, Run, Runner, beside, served, take_turns
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, wrong_draft
 from benchmarks.harness.processes import ReadyProcess, WorkerPlan, all_running, connected, until_lost
 from router.dispatch import Dispatcher
@@ -190,17 +190,16 @@ def distinct(prompts: Sequence[tuple[Token, ...]], count: int, rounds: int) -> l
 
 def speedup_of(placement: str, setting: DraftingSetting, plain: Sequence[Run], drafted: Sequence[Run]) -> Speedup:
     """Of the runs of the same batches."""
-    steps = [commit for run in drafted for commit in run.counted]
-    texts, plain_texts = ([request.tokens for run in runs for request in run.decoded] for runs in (drafted, plain))
+    found = beside(drafted, plain)
     return Speedup(
         placement=placement,
         setting=setting,
         plain=tuple(run.rate for run in plain),
-        drafted=tuple(run.rate for run in drafted),
-        ratios=tuple(one.rate / other.rate for one, other in zip(drafted, plain, strict=True)),
-        offered=fmean(commit.offered for commit in steps),
-        kept=fmean(commit.accepted for commit in steps),
-        same_text=fmean(one == other for one, other in zip(texts, plain_texts, strict=True)),
+        drafted=found.rates,
+        ratios=found.ratios,
+        offered=fmean(commit.offered for commit in found.commits),
+        kept=fmean(commit.accepted for commit in found.commits),
+        same_text=found.same_text,
         plain_ms=_between_commits(plain),
         drafted_ms=_between_commits(drafted),
     )

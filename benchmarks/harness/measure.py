@@ -228,33 +228,60 @@ def best(tried: Mapping[Name, Sequence[Run]]) -> Name:
     return max(tried, key=lambda choice: pace(tried[choice]))
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a contender came to, run by run beside another."""
+
+    rates: tuple[float, ...]
+    """Tokens a second."""
+    ratios: tuple[float, ...]
+    """Of its rates over the other's."""
+    commits: tuple[TimedCommit, ...]
+    """Of all runs."""
+    same_text: float
+    """Share of the texts that are the other's."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean."""
+        return fmean(commit.tokens for commit in self.commits)
+
+    @property
+    def kept(self) -> float | None:
+        """Share of the drafts verified that became text; None: there were none, or nobody said."""
+        offered = sum(commit.offered for commit in self.commits)
+        return sum(commit.accepted for commit in self.commits) / offered if offered else None
+
+
+def beside(own: Sequence[Run], other: Sequence[Run]) -> Beside:
+    """Of runs over the same batches."""
+    texts, others = ([request.tokens for run in runs for request in run.decoded] for runs in (own, other))
+    return Beside(
+        tuple(run.rate for run in own),
+        tuple(run.rate / base.rate for run, base in zip(own, other, strict=True)),
+        tuple(commit for run in own for commit in run.counted),
+        fmean(text == its for text, its in zip(texts, others, strict=True)),
+    )
+
+
 def rows(runs: Mapping[str, Sequence[Run]], *, exact: bool = True) -> list[dict[str, Any]]:
     """What each contender came to, run by run beside the first of them.
 
     ``exact``: all have to say the same, else this raises AssertionError.
     """
     base = next(iter(runs.values()))
-    found = []
-    for name, own in runs.items():
-        commits = [commit for run in own for commit in run.counted]
-        offered = sum(commit.offered for commit in commits)
-        ratios = [run.rate / other.rate for run, other in zip(own, base, strict=True)]
-        same = [
-            one.tokens == other.tokens
-            for run, beside in zip(own, base, strict=True)
-            for one, other in zip(run.decoded, beside.decoded, strict=True)
-        ]
-        assert all(same) or not exact, "the text depends on how it was drafted"
-        found.append(
-            {
-                "contender": name,
-                "tokens_per_second": round(median(run.rate for run in own), 1),
-                "ratio_to_plain": round(median(ratios), 2),
-                "lowest_and_highest": [round(min(ratios), 2), round(max(ratios), 2)],
-                "tokens_per_step": round(fmean(commit.tokens for commit in commits), 2),
-                "kept_of_offered": round(sum(commit.accepted for commit in commits) / offered, 2) if offered else None,
-                "accepted": dict(Counter(str(source) for commit in commits for source in commit.sources)),
-                "same_text": fmean(same),
-            }
-        )
-    return found
+    found = [(name, beside(own, base)) for name, own in runs.items()]
+    assert not exact or all(one.same_text == 1 for _, one in found), "the text depends on how it was drafted"
+    return [
+        {
+            "contender": name,
+            "tokens_per_second": round(median(one.rates), 1),
+            "ratio_to_plain": round(median(one.ratios), 2),
+            "lowest_and_highest": [round(min(one.ratios), 2), round(max(one.ratios), 2)],
+            "tokens_per_step": round(one.tokens_per_step, 2),
+            "kept_of_offered": None if one.kept is None else round(one.kept, 2),
+            "accepted": dict(Counter(str(source) for commit in one.commits for source in commit.sources)),
+            "same_text": one.same_text,
+        }
+        for name, one in found
+    ]

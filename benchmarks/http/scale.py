@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness.options import FIGURES, BenchError, Options, flag
-from benchmarks.harness.report import Goal, Result, Table, against, cell, goals_table
+from benchmarks.harness.report import Goal, Result, Table, against, goals_table
 from cluster.config.flags import count
 
 ROUTER, FEATURES, BARE = "router", "with features", "bare"
@@ -84,9 +84,6 @@ class LoadPoint:
     """From a request's first byte to its first event at the client, in the median; workers commit at once."""
     kb_per_stream: float
     """Memory of the server with these streams, less that with one, by stream."""
-    verified_ms: float | None = None
-    """A commit's way from its target to its drafter, in the median; None: there are no drafters."""
-    proposed_ms: float | None = None
     relayed_bytes: float = 0.0
     """Of features that targets send to drafters through the server, by committed token."""
 
@@ -156,7 +153,6 @@ def table(points: Sequence[LoadPoint]) -> Table:
             f"{point.request_ms:.2f}",
             f"{point.first_ms:.1f}",
             f"{point.kb_per_stream:.0f}",
-            f"{cell(point.verified_ms)} / {cell(point.proposed_ms)}" if point.verified_ms else "",
             f"{point.relayed_bytes:.0f}",
         )
         for point in points
@@ -164,7 +160,7 @@ def table(points: Sequence[LoadPoint]) -> Table:
     columns = (
         *("server", "streams", "asked tokens/s", "delivered", "added ms p50", "p99", "most", "CPU us/token"),
         *("tokens/s a core", "busy % server/load", "CPU ms/request", "first ms", "KB/stream"),
-        *("relayed ms, there / back", "feature bytes/token"),
+        "feature bytes/token",
     )
     return Table("What one carries", columns, lines)
 
@@ -194,8 +190,7 @@ def notes(options: ScaleOptions) -> list[str]:
         "the others.",
         "Added: from the making of a commit at its target to its event at the client. A target makes no new step while "
         "the router has not taken the last one, so beyond what is carried less is delivered than was asked for.",
-        "First: from a request's first byte to its first event; all streams are opened at once, 256 at a time. "
-        "Relayed: from the making of a commit at its target to its drafter, and of a proposal back, in the median.",
+        "First: from a request's first byte to its first event; all streams are opened at once, 256 at a time.",
     ]
 
 

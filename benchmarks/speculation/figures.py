@@ -16,11 +16,10 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
 
-from benchmarks.harness.measure import Run
+from benchmarks.harness.measure import Run, beside
 from benchmarks.harness.pair import Pair
 from benchmarks.harness.report import Goal
 from benchmarks.speculation import settings
@@ -224,10 +223,6 @@ def rows(measured: Sequence[MeasuredRuns], log: WorkerLog) -> list[Row]:
     return [_row(one, first[one.pair, one.setting], log) for one in measured]
 
 
-def _texts(one: MeasuredRuns) -> list[Sequence[int]]:
-    return [request.tokens for run in one.runs for request in run.decoded]
-
-
 def _traffic_per_token(one: MeasuredRuns, tokens: int) -> tuple[float | None, float | None]:
     """Bytes to and from the workers for each of so many tokens; None: there were no workers."""
     used = [run.traffic for run in one.runs if run.traffic]
@@ -237,27 +232,24 @@ def _traffic_per_token(one: MeasuredRuns, tokens: int) -> tuple[float | None, fl
 
 
 def _row(one: MeasuredRuns, first: MeasuredRuns, log: WorkerLog) -> Row:
-    commits = list(chain.from_iterable(run.counted for run in one.runs))
-    texts, others = _texts(one), _texts(first)
+    found = beside(one.runs, first.runs)
     parts = [(log.during(run.start, run.end), run.start, run.end) for run in one.runs]
     steps = [step for part, _, _ in parts for step in part.steps]
-    recorded = bool(steps) and one.setting.batch == 1
+    recorded = parts if steps and one.setting.batch == 1 else []
     seconds_by_size = verify_seconds(steps)
-    offered, accepted = sum(commit.offered for commit in commits), sum(commit.accepted for commit in commits)
-    sent_per_token, received_per_token = _traffic_per_token(one, sum(map(len, texts)))
+    tokens = sum(len(request.tokens) for run in one.runs for request in run.decoded)
+    sent_per_token, received_per_token = _traffic_per_token(one, tokens)
     return Row(
         pair=one.pair,
         setting=one.setting,
         contender=one.contender,
         choice=one.choice,
-        rates=tuple(run.rate for run in one.runs),
-        tokens_per_step=sum(commit.tokens for commit in commits) / len(commits),
-        kept=accepted / offered if offered else None,
-        same_text=fmean(text == other for text, other in zip(texts, others, strict=True)),
-        efficiency=tuple(efficiency(part.steps, seconds_by_size, end - start) for part, start, end in parts)
-        if recorded
-        else (),
-        profile=profile(parts) if recorded else None,
+        rates=found.rates,
+        tokens_per_step=found.tokens_per_step,
+        kept=found.kept,
+        same_text=found.same_text,
+        efficiency=tuple(efficiency(part.steps, seconds_by_size, end - start) for part, start, end in recorded),
+        profile=profile(recorded),
         depths=acceptance_by_depth(steps),
         sent_per_token=sent_per_token,
         received_per_token=received_per_token,

@@ -145,7 +145,7 @@ async def test_a_fit_of_real_workers_from_their_records_to_the_check(in_process,
     assert all(1 <= one.measured_step <= 1 + one.depth and one.predicted_step >= 1 for one in found.depths)
     loaded = (Loaded(1, 1, 20.0, 10.0),)
     told = replace(OPTIONS, out=tmp_path / "fit")
-    result = report.FitResult(told, known, forecasts, forecasts[1], loaded, None, found)
+    result = report.FitResult(told, known, forecasts, forecasts[1], loaded, found)
     assert json.loads(json.dumps(report.as_json(result)))["validation"]["same_text"] == 1
     assert sum(len(table.lines) for table in report.tables(result)) > 10
     pytest.importorskip("matplotlib")

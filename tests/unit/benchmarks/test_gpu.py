@@ -386,19 +386,8 @@ def test_drafting_beside_plain_decoding_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(pairs, "CACHE", tmp_path)
-    flags = [
-        "--placements",
-        "shared,own",
-        "--streams",
-        "2",
-        "--temperatures",
-        "0,0.8",
-        "--tokens",
-        "8",
-        "--rounds",
-        "1",
-    ]
-    code, document = measured(tmp_path, "--stage", "speculation", *flags)
+    flags = ["--placements", "shared,own", "--streams", "2", "--temperatures", "0,0.8"]
+    code, document = measured(tmp_path, "--stage", "speculation", *flags, "--tokens", "8", "--rounds", "1")
     pair, *settings = document["outcomes"]
     assert code == 0
     assert not any(outcome["failed"] for outcome in document["outcomes"])

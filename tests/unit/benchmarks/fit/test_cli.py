@@ -59,19 +59,8 @@ def test_what_fails_later_is_one_line_too(monkeypatch, capsys):
 def test_every_draft_is_tried_with_every_source_and_those_alone_too(started, tmp_path):
     file = tmp_path / "mine.txt"
     file.write_text("One prompt\nAnother\n")
-    arguments = [
-        "--draft",
-        "Org/a",
-        "--draft",
-        "Org/b",
-        "--prompts",
-        str(file),
-        "--sessions",
-        "8",
-        "--round-trip",
-        "20",
-    ]
-    assert main(["fit", *arguments]) == 0
+    drafts = ["--draft", "Org/a", "--draft", "Org/b"]
+    assert main(["fit", *drafts, "--prompts", str(file), "--sessions", "8", "--round-trip", "20"]) == 0
     (options,) = started
     lookup = frozenset({Source.LOOKUP})
     drafted = [Way(draft, local) for draft in ("Org/a", "Org/b") for local in (frozenset(), lookup)]

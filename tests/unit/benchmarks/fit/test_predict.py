@@ -1,5 +1,7 @@
 """What a fit predicts from made-up measurements with known agreement, and what it makes of it."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from random import Random
 
@@ -7,7 +9,7 @@ import pytest
 import yaml
 
 from benchmarks.fit import predict, report
-from benchmarks.fit.command import FitOptions, Way
+from benchmarks.fit.command import DEPTH, FitOptions, Way
 from benchmarks.fit.predict import (
     Agreement,
     DraftRun,
@@ -22,6 +24,7 @@ from benchmarks.fit.predict import (
     pays_until,
     recommended,
 )
+from benchmarks.fit.validate import Checked, Validation, depths_around
 from cluster.config.config import load
 from simulation import costs
 from simulation.agreement import AgreementPassage
@@ -142,14 +145,6 @@ def test_many_sessions_need_more_drafters_than_one():
     chosen = forecast(found, A, (0.0,), (4,))
     one, four = loads(found, chosen, 0.0, (1, 4))
     assert (one.sessions, four.sessions) == (1, 4)
-
-
-def test_below_some_acceptance_nothing_is_gained():
-    minimum = predictor(0.5, tokens=80).least_acceptance(A, 1)
-    assert minimum is not None
-    assert minimum <= 0.5, "drafts cost nearly nothing here"
-    slow = Costs({1: Curve.straight(VERIFY, 1.0)}, Curve.straight(1.0, 0.0), 0.0, 0.0)
-    assert predictor(0.5, slow, tokens=80).least_acceptance(A, 1) is None
 
 
 def test_the_best_depth_is_the_smallest_that_is_as_good_as_the_best():
@@ -275,3 +270,22 @@ def test_load_is_part_of_what_is_remembered():
     found = predictor(0.9)
     assert found.report(A, TargetLoad(1)) is found.report(A, TargetLoad(1))
     assert found.report(A, TargetLoad(2)).setting.sessions == 2
+
+
+def validation(*depths: tuple[int, float, float]) -> Validation:
+    return Validation(Way("a"), tuple(Checked(*one, 2.0, 2.0) for one in depths), 40.0, 41.0, 1.0)
+
+
+def test_the_best_is_told_by_one_rule_for_both():
+    found = validation((3, 1.7, 1.6), (4, 1.99, 1.9), (5, 2.0, 2.0), (16, 2.01, 2.02))
+    assert found.best == (4, 5)
+    assert found.lost == pytest.approx(1 - 1.9 / 2.02)
+    assert found.worst == pytest.approx(1.7 / 1.6 - 1)
+    assert [round(100 * one.error) for one in found.depths] == [6, 5, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("best", "tried"), [(1, [1, 2, 32]), (2, [1, 2, 3, 32]), (7, [3, 6, 7, 8, 32]), (DEPTH, [16, 31, 32])]
+)
+def test_neighbours_and_what_is_far_off_are_tried(best, tried):
+    assert depths_around(best) == tried
