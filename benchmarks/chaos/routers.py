@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.chaos import faults, settings
 from benchmarks.chaos.settings import BEGIN_SECONDS, FINISH_SECONDS, HEAL_SECONDS, MAX_SESSIONS, Body, ChaosOptions
-from benchmarks.chaos.stage import POLL_SECONDS, Stage, StageError
+from benchmarks.chaos.stage import Stage, until_nothing
 from benchmarks.chaos.workload import (
     FaultResult,
     Reply,
@@ -261,7 +261,7 @@ async def one_way_stall(stage: Stage, options: ChaosOptions) -> FaultResult:
         began, held_at = time.perf_counter(), time.time()
         async with proxy.held():
             await asyncio.sleep(HELD_SECONDS)
-        events = await _until_back(url, f"target@{proxy.address}", HEAL_SECONDS)
+        events = await _until_back(url, f"target@{proxy.address}")
         healed = time.perf_counter() - began
         await load.finish(FINISH_SECONDS)
     complaints, notes = noticed(events, f"target@{proxy.address}", held_at)
@@ -279,15 +279,16 @@ def noticed(events: Iterable[Mapping[str, Any]], worker: str, held_at: float) ->
     return (late if after > NOTICED_SECONDS else []), [f"after {after:.1f} s: {lost[0]['text']}"]
 
 
-async def _until_back(url: str, worker: str, seconds: float) -> list[Mapping[str, Any]]:
+async def _until_back(url: str, worker: str) -> list[Mapping[str, Any]]:
     """Wait until a router has a worker; its events. Raises StageError, httpx.HTTPError."""
-    deadline = time.perf_counter() + seconds
     async with client(1) as http:
-        while True:
-            view = (await http.get(f"{url}/cluster")).raise_for_status().json()
-            if any(part["id"] == worker and part["state"] == "up" for part in view["workers"]):
-                events: list[Mapping[str, Any]] = view["events"]
-                return events
-            if time.perf_counter() > deadline:
-                raise StageError(f"{worker} was not reached again within {seconds:.0f} s")
-            await asyncio.sleep(POLL_SECONDS)
+
+        async def view() -> dict[str, Any]:
+            return dict((await http.get(f"{url}/cluster")).raise_for_status().json())
+
+        async def gone() -> str:
+            back = any(part["id"] == worker and part["state"] == "up" for part in (await view())["workers"])
+            return "" if back else worker
+
+        await until_nothing(gone, HEAL_SECONDS, "not reached again")
+        return list((await view())["events"])

@@ -19,7 +19,7 @@ from benchmarks.chaos import faults, settings
 from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.routers import LONG_SECONDS, kill_router, long_streams, one_way_stall
 from benchmarks.chaos.settings import ChaosOptions
-from benchmarks.chaos.stage import Stage, StageError, load_of
+from benchmarks.chaos.stage import Stage, StageError
 from benchmarks.chaos.workload import FaultResult, Requirement, Workload, meanwhile, sampling, tally
 from benchmarks.harness.options import BenchError
 from speculation.events import Role
@@ -233,9 +233,9 @@ async def overload(stage: Stage, options: ChaosOptions) -> FaultResult:
     async def sample() -> None:
         nonlocal longest, most
         most = max(most, router.resident)
-        for worker in await stage.workers(Role.TARGET):
-            with contextlib.suppress(TimeoutError):
-                longest = max(longest, (await load_of(worker.address, Role.TARGET)).waiting)
+        with contextlib.suppress(httpx.HTTPError):
+            workers = (await stage.view())["workers"]
+            longest = max(longest, *(part["waiting"] for part in workers if part["role"] == Role.TARGET.value))
 
     began = time.monotonic()
     async with (

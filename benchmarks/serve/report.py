@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from benchmarks.harness.report import Result, Table, cell, describe_machine, table_of
-from benchmarks.serve.client import PACELINE, Heard, read_prompts, remembers
+from benchmarks.serve.client import PACELINE, Drafts, Heard, read_prompts, remembers
 from benchmarks.serve.rounds import OTHER, Log, Turn, measure
 from benchmarks.serve.settings import Json, ServeOptions, ServerContender
 from cluster.console import complain, stages
@@ -53,8 +54,6 @@ def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Json
     heard = list(chain.from_iterable(turn.heard for turn in turns))
     ok, failed = [one for one in heard if not one.error], [one for one in heard if one.error]
     seconds, tokens = sum(turn.seconds for turn in turns), sum(one.tokens for one in ok)
-    drafts = [one.drafts for one in ok if one.drafts is not None]
-    stepped = [(told.accepted, told.steps) for told in drafts if told.steps]
     return {
         "requests": len(heard),
         "ok": len(ok),
@@ -67,20 +66,25 @@ def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Json
         "guessed": any(one.guessed for one in ok),
         "cached": sum(one.cached for one in ok),
         "by_token": all(one.sizes is not None for one in ok),  # ``itl`` is by token, not by chunk
-        "ttft": spread(one.ttft for one in ok),
+        **{name: spread(map(attrgetter(name), ok)) for name in ("ttft", "tpot", "e2e")},
         "itl": spread(chain.from_iterable(one.gaps for one in ok)),
-        "tpot": spread(one.tpot for one in ok),
-        "e2e": spread(one.e2e for one in ok),
         # How late this process sent requests that were due at a time of their own.
         "late": None if options.rate is None else spread(one.sent - one.due for one in heard),
         "request_rate": _over(len(ok), seconds),
         "token_rate": _over(tokens, seconds),
-        "accepted": sum(told.accepted for told in drafts) if drafts else None,
-        "offered": sum(told.offered for told in drafts) if drafts else None,
-        # Tokens of a verification with drafts, its own included.
-        "acceptance_length": 1 + _over(*map(sum, zip(*stepped, strict=True))) if stepped else None,
+        **_drafts([one.drafts for one in ok if one.drafts is not None]),
         "client_share": _over(sum(turn.client_cpu for turn in turns), seconds),
     }
+
+
+def _drafts(told: Sequence[Drafts]) -> Json:
+    """Kept and offered, and tokens of a verification with drafts, its own included; None: no answer said."""
+    if not told:
+        return {"accepted": None, "offered": None, "acceptance_length": None}
+    stepped = [(drafts.accepted, drafts.steps) for drafts in told if drafts.steps]
+    length = 1 + _over(*map(sum, zip(*stepped, strict=True))) if stepped else None
+    accepted, offered, _ = zip(*told, strict=True)
+    return {"accepted": sum(accepted), "offered": sum(offered), "acceptance_length": length}
 
 
 def baseline_of(contenders: Sequence[ServerContender]) -> ServerContender:
@@ -258,34 +262,49 @@ def tables(rows: dict[str, Json], comparisons: Sequence[Json]) -> tuple[Table, .
 
 def notes(log: Log, options: ServeOptions, rows: dict[str, Json]) -> list[str]:
     """What a reader of the figures must know, a sentence or two each; some only where there is somebody to name."""
-    servers, urls = log.servers, [one.url for one in log.contenders]
-    about = "; ".join(
-        f"{one.name}: {server.model} at {one.url} "
-        f"({'a server of another make' if server.make == OTHER else server.make})"
-        for one in options.contenders
-        for server in [servers[one.name]]
-    )
-    pace, spread = f"{options.concurrency} at once", ""
-    if options.rate is not None:
-        pace, spread = f"{options.rate:g} requests/s", f", Poisson arrivals (seed {options.seed})"
-    ours = [one for one in log.contenders if servers[one.name].make == PACELINE]
-    forgetful, kept = (", ".join(one.name for one in ours if remembers(one) is wanted) for wanted in (False, True))
-    unsized = ", ".join(name for name, row in rows.items() if not row["by_token"] and row["ok"])
-    guessed = ", ".join(name for name, row in rows.items() if row["guessed"])
-    cached = ", ".join(f"{row['cached']} of {name}" for name, row in rows.items() if row["cached"])
+    urls, several = {one.url for one in log.contenders}, len(log.contenders) > 1
     said: list[tuple[object, str]] = [
+        (True, f"{'; '.join(_introduced(log, options))}. {_load(options)}"),
+        *((server.note, server.note) for server in {one.note: one for one in log.servers.values()}.values()),
         (
-            True,
-            f"{about}. {options.requests} requests of each contender in {options.rounds} rounds, {pace}{spread}, "
-            f"after {options.warmup} to warm up. {'Chat' if options.chat else 'Completions'} of at most "
-            f"{options.max_tokens} tokens, temperature {options.temperature:g}, seeds from {options.seed}.",
-        ),
-        *((server.note, server.note) for server in {one.note: one for one in servers.values()}.values()),
-        (
-            len(log.contenders) > 1,
+            several,
             "Contenders took turns with the same requests, back and forth. Ratios: of means over the requests that "
             "both answered (tokens/s: over rounds), with 95 % bootstrap intervals of pairs; above 1 is faster.",
         ),
+        *_remembering([one for one in log.contenders if log.servers[one.name].make == PACELINE]),
+        (
+            len(urls) < len(log.contenders),
+            "Contenders at one address share its prefix cache: who comes second in a round finds prompts computed. "
+            "The order changes with each round, so an even number of rounds shares that out evenly.",
+        ),
+        *_counting(rows),
+        *(line for name, row in rows.items() for line in _warnings(name, row)),
+    ]
+    return [words for holds, words in said if holds]
+
+
+def _introduced(log: Log, options: ServeOptions) -> Iterator[str]:
+    for one in options.contenders:
+        server = log.servers[one.name]
+        make = "a server of another make" if server.make == OTHER else server.make
+        yield f"{one.name}: {server.model} at {one.url} ({make})"
+
+
+def _load(options: ServeOptions) -> str:
+    pace = f"{options.concurrency} at once"
+    if options.rate is not None:
+        pace = f"{options.rate:g} requests/s, Poisson arrivals (seed {options.seed})"
+    return (
+        f"{options.requests} requests of each contender in {options.rounds} rounds, {pace}, after {options.warmup} to "
+        f"warm up. {'Chat' if options.chat else 'Completions'} of at most {options.max_tokens} tokens, temperature "
+        f"{options.temperature:g}, seeds from {options.seed}."
+    )
+
+
+def _remembering(ours: Sequence[ServerContender]) -> list[tuple[object, str]]:
+    """Who may draft from earlier answers."""
+    forgetful, kept = (", ".join(one.name for one in ours if remembers(one) is wanted) for wanted in (False, True))
+    return [
         (
             forgetful,
             f"{forgetful}: answers are not kept to draft for later requests (speculation.remember is false), so that "
@@ -296,11 +315,15 @@ def notes(log: Log, options: ServeOptions, rows: dict[str, Json]) -> list[str]:
             f"{kept}: answers may be kept to draft for later requests, as --extra-body wants; contenders at the same "
             "address may copy them.",
         ),
-        (
-            len(set(urls)) < len(urls),
-            "Contenders at one address share its prefix cache: who comes second in a round finds prompts computed. "
-            "The order changes with each round, so an even number of rounds shares that out evenly.",
-        ),
+    ]
+
+
+def _counting(rows: dict[str, Json]) -> list[tuple[object, str]]:
+    """What servers say of tokens, and what they do not."""
+    unsized = ", ".join(name for name, row in rows.items() if not row["by_token"] and row["ok"])
+    guessed = ", ".join(name for name, row in rows.items() if row["guessed"])
+    cached = ", ".join(f"{row['cached']} of {name}" for name, row in rows.items() if row["cached"])
+    return [
         (unsized, f"{unsized}: how many tokens a chunk has is not said, so latencies are between chunks."),
         (guessed, f"{guessed}: tokens are not counted by the server; each chunk counts as one."),
         (
@@ -308,9 +331,7 @@ def notes(log: Log, options: ServeOptions, rows: dict[str, Json]) -> list[str]:
             f"Prompt tokens that came from a prefix cache: {cached}. That flatters whoever has one beside whoever has "
             "none; prompts that no earlier run had avoid it.",
         ),
-        *(line for name, row in rows.items() for line in _warnings(name, row)),
     ]
-    return [words for holds, words in said if holds]
 
 
 def _warnings(name: str, row: Json) -> list[tuple[object, str]]:
