@@ -184,7 +184,7 @@ class OneWayProxy:
 
     async def __aenter__(self) -> OneWayProxy:
         """Listen on a free port of this machine."""
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
@@ -204,30 +204,26 @@ class OneWayProxy:
         finally:
             self._open.set()
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(self._connect(reader, writer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers, always = [writer], asyncio.Event()
+        always, task = asyncio.Event(), asyncio.current_task()
         always.set()
-        with contextlib.suppress(OSError):  # who is there is gone: whoever has connected sees that
-            try:
+        assert task is not None
+        self._tasks.add(task)
+        writers, passing = [writer], list[asyncio.Task[None]]()
+        try:
+            with contextlib.suppress(OSError):  # who is there is gone: whoever has connected sees that
                 there_reader, there_writer = await asyncio.open_connection(*self._there)
                 writers.append(there_writer)
-                ways = [(reader, there_writer, self._open), (there_reader, writer, always)]
-                passing = [asyncio.create_task(_pass_on(*way)) for way in ways]
-                try:
-                    await asyncio.wait(passing, return_when=asyncio.FIRST_COMPLETED)
-                    await self._open.wait()
-                finally:
-                    for task in passing:
-                        task.cancel()
-                    await asyncio.gather(*passing, return_exceptions=True)
-            finally:
-                for each in writers:
-                    each.close()
+                for way in ((reader, there_writer, self._open), (there_reader, writer, always)):
+                    passing.append(asyncio.create_task(_pass_on(*way)))
+                await asyncio.wait(passing, return_when=asyncio.FIRST_COMPLETED)
+                await self._open.wait()
+        finally:
+            self._tasks.discard(task)
+            for each in passing:
+                each.cancel()
+            for end in writers:
+                end.close()
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, may: asyncio.Event) -> None:

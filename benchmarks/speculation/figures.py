@@ -197,15 +197,6 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class RateRatio:
-    """One contender's rate over another's."""
-
-    median: float
-    lowest: float
-    highest: float
-
-
-@dataclass(frozen=True, slots=True)
 class PairResult:
     """What a pair came to."""
 
@@ -263,16 +254,16 @@ def find(rows: Iterable[Row], pair: str, setting: str, contender: str) -> Row | 
     )
 
 
-def ratio(row: Row, baseline: Row) -> RateRatio:
-    """``row`` over ``baseline``, prompt by prompt."""
+def ratio(row: Row, baseline: Row) -> tuple[float, float, float]:
+    """``row`` over ``baseline``, prompt by prompt: median, lowest and highest."""
     assert (row.pair, row.setting) == (baseline.pair, baseline.setting), "a ratio is taken within one setting"
     ratios = [one / other for one, other in zip(row.rates, baseline.rates, strict=True)]
-    return RateRatio(median(ratios), min(ratios), max(ratios))
+    return median(ratios), min(ratios), max(ratios)
 
 
 def _over(baseline: str, setting: ComparisonSetting) -> Callable[[Sequence[Row]], float]:
     """Ours over a baseline."""
-    return lambda rows: ratio(_must(rows, setting, OURS), _must(rows, setting, baseline)).median
+    return lambda rows: ratio(_must(rows, setting, OURS), _must(rows, setting, baseline))[0]
 
 
 def _efficiency(setting: ComparisonSetting) -> Callable[[Sequence[Row]], float]:

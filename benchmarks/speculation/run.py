@@ -47,7 +47,6 @@ from benchmarks.speculation.figures import (
     OURS,
     MeasuredRuns,
     PairResult,
-    RateRatio,
     Row,
     find,
     ratio,
@@ -257,7 +256,7 @@ def result(options: SpeculationOptions, outcomes: Sequence[PairResult], **about:
 def settings_table(rows: Sequence[Row]) -> Table:
     """Every contender in every setting."""
 
-    def over(row: Row) -> RateRatio | None:
+    def over(row: Row) -> tuple[float, float, float] | None:
         named = (
             find(rows, row.pair, row.setting.name, name) for name in (figures.PLAIN, f"transformers {figures.PLAIN}")
         )
@@ -273,8 +272,8 @@ def settings_table(rows: Sequence[Row]) -> Table:
             "contender": lambda of: of[0].contender,
             "chosen": lambda of: of[0].choice,
             "tokens/s": lambda of: f"{of[0].rate:.1f}",
-            "over plain": lambda of: of[1] and of[1].median,
-            "range": lambda of: of[1] and f"{of[1].lowest:.2f} to {of[1].highest:.2f}",
+            "over plain": lambda of: of[1] and of[1][0],
+            "range": lambda of: of[1] and "{1:.2f} to {2:.2f}".format(*of[1]),
             "efficiency": lambda of: of[0].median_efficiency if of[0].efficiency else None,
             "tokens a step": lambda of: of[0].tokens_per_step,
             "drafts kept": lambda of: of[0].kept,
@@ -349,7 +348,7 @@ def speedup(rows: Sequence[Row]) -> list[PlotPanel]:
 def _over_plain(rows: Sequence[Row], beside: Row, contender: str) -> float:
     row, plain = (find(rows, beside.pair, beside.setting.name, name) for name in (contender, figures.PLAIN))
     assert row is not None and plain is not None
-    return ratio(row, plain).median
+    return ratio(row, plain)[0]
 
 
 def acceptance(rows: Sequence[Row]) -> list[PlotPanel]:
