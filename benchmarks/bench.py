@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from benchmarks.chaos.settings import ChaosOptions, SoakOptions
 from benchmarks.engine.settings import EngineOptions
@@ -53,11 +54,12 @@ class DraftingOptions(Options):
     only: tuple[str, ...] = flag((), "only this part (may be given again)", metavar="PART")
     device: str = flag("cpu", "cuda: part eagle, on a target of billions of parameters", choices=("cpu", "cuda"))
 
-    def check(self) -> None:
+    def checked(self) -> Self:
         """See :class:`benchmarks.harness.options.Options`."""
         known("--only", self.only, PARTS, "part")
         if self.device == "cuda" and self.only != ("eagle",):
             raise BadInput("--device cuda: part eagle alone is measured on a GPU; add --only eagle")
+        return self
 
 
 _ALL = (

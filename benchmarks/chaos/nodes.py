@@ -96,7 +96,7 @@ def main(nodes: Sequence[PretendNode] = (*LARGE, *SMALL)) -> None:
 
     def add(name: str) -> None:
         node = known[name]
-        how = {"num_cpus": node.cpus, "num_gpus": node.gpus, "labels": {GPU_CLASS: node.gpu_class}}
+        how: Any = {"num_cpus": node.cpus, "num_gpus": node.gpus, "labels": {GPU_CLASS: node.gpu_class}}
         running[name] = start(node_ip_address=node.address, **how)
 
     def remove(name: str) -> None:

@@ -62,7 +62,7 @@ class Process:
     @property
     def node(self) -> str:
         """Address of the pretend node it runs on."""
-        words = _unless_gone(lambda: list[str](self.handle.parent().cmdline()), [])
+        words: list[str] = _unless_gone(lambda: list(self.handle.parent().cmdline()), [])
         flag = "--node_ip_address="
         return next((word.removeprefix(flag) for word in words if word.startswith(flag)), "")
 

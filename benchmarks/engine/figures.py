@@ -232,7 +232,7 @@ GOALS: tuple[Goal[Measured], ...] = (
     ),
     Goal(
         *("memory_overhead_mb", "worker's memory beyond need, MB", 600.0, True),
-        lambda measured: measured.memory and measured.memory.overhead / MEGABYTE,
+        lambda measured: None if measured.memory is None else measured.memory.overhead / MEGABYTE,
     ),
 )
 

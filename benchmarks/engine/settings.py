@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from benchmarks.harness.options import FIGURES, BadInput, Options, between, flag
 from cluster.local.threads import usable_cores
@@ -37,11 +38,12 @@ class EngineOptions(Options):
     layers: int = flag(4, "layers of the model", least=1)
     threads: int = flag(1, "cores, and threads of a step")
 
-    def check(self) -> None:
+    def checked(self) -> Self:
         """See :class:`benchmarks.harness.options.Options`."""
         if self.hidden < HIDDEN_MULTIPLE or self.hidden % HIDDEN_MULTIPLE:
             raise BadInput(f"--hidden must be a multiple of {HIDDEN_MULTIPLE}, got {self.hidden}")
         between("--threads", self.threads, 1, usable_cores(), ", the cores usable here")
+        return self
 
     @property
     def rounds(self) -> int:

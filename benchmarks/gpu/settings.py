@@ -11,7 +11,7 @@ from functools import partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from benchmarks.harness.options import BadInput, Options, flag, known
 from cluster.config.flags import count, number
@@ -195,7 +195,7 @@ class GpuOptions(Options):
     budget_s: float = _drafting(0.0, "seconds after which it stops with what it has; 0: none", least=0.0)
     records: str = _drafting("", "folder for the workers' records of steps, which slow them down", metavar="DIR")
 
-    def check(self) -> None:
+    def checked(self) -> Self:
         """See :class:`benchmarks.harness.options.Options`."""
         known("--stage", self.stages, STAGES, "stage")
         known("--shape", self.shapes, SHAPES if self.device == "cuda" else [CPU_SHAPE], "shape")
@@ -206,6 +206,7 @@ class GpuOptions(Options):
         if self.device == "cuda" and not import_module("torch").cuda.is_available():
             only = "this benchmark is for a GPU, and torch finds none here; --device cpu tries it on a tiny model"
             raise BadInput(only)
+        return self
 
     @property
     def sizes(self) -> Sizes:

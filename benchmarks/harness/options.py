@@ -63,11 +63,8 @@ class Options:
     json: Path | None = None
     out: Path | None = None
 
-    def check(self) -> None:
-        """Refuse what only the options together, or this machine, can refuse. Raises CommandError."""
-
-    def completed(self, args: argparse.Namespace) -> Self:  # noqa: ARG002 - for those that override it
-        """With what follows from several flags, or from arguments that are no fields. Raises CommandError."""
+    def checked(self) -> Self:
+        """With what follows from several; refuses what only they, or this machine, can refuse. Raises CommandError."""
         return self
 
     @property
@@ -88,9 +85,7 @@ class Options:
     def read(cls, args: argparse.Namespace) -> Self:
         """What the flags amount to, checked. Raises :class:`cluster.console.CommandError`."""
         given = {one.name: _checked(one, args) for one in flags(cls) if hasattr(args, one.name)}
-        options = cls(**given)
-        options.check()
-        return options.completed(args)
+        return cls(**given).checked()
 
 
 def run(options: type[Options], args: argparse.Namespace, what: str = "benchmark") -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -107,7 +106,7 @@ class ServeOptions(Options):
     json: Path | None = flag(None, "write figures and requests there")
     out: Path | None = flag(None, "write figures and a page there", metavar="DIR")
 
-    def completed(self, args: argparse.Namespace) -> Self:  # noqa: ARG002 - as the harness calls it
+    def checked(self) -> Self:
         """See :class:`benchmarks.harness.options.Options`."""
         if self.rate is not None and self.concurrency is not None:
             raise BadInput("--concurrency: not allowed with --rate")

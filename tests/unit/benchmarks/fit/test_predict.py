@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -25,7 +26,7 @@ from benchmarks.fit.predict import (
     recommended,
 )
 from benchmarks.fit.validate import Checked, Validation, depths_around
-from cluster.config.config import load
+from cluster.config.config import Config, load
 from simulation import costs
 from simulation.agreement import AgreementPassage
 from simulation.costs import Costs, Curve
@@ -189,6 +190,13 @@ def test_the_advice_is_one_line():
     )
 
 
+def pasted(folder: Path, options: FitOptions, chosen: Forecast | None, found: list[Loaded]) -> tuple[Config, str]:
+    """The configuration as a server reads it, and as it is written."""
+    file = folder / "paceline.yaml"
+    file.write_text(report.configuration(options, chosen, found))
+    return load(file), file.read_text()
+
+
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
@@ -199,13 +207,11 @@ def test_the_advice_is_one_line():
 )
 def test_the_configuration_can_be_pasted(chosen, expected, tmp_path):
     options = FitOptions(target="Org/t", drafts=("Org/a",), sources=("none",), dtype="bfloat16", threads=2)
-    file = tmp_path / "paceline.yaml"
-    file.write_text(report.configuration(options, chosen, loaded(2.0, 1.2, 1.0)))
-    config = load(file)
+    config, text = pasted(tmp_path, options, chosen, loaded(2.0, 1.2, 1.0))
     found = config.speculation
     assert (found.enabled, found.drafters, found.lookup, found.max_depth, config.draft.replicas) == expected
     assert (config.target.model, config.target.dtype, config.target.threads) == ("Org/t", "bfloat16", 2)
-    assert "device" not in yaml.safe_load(file.read_text())["target"], "only what differs from the defaults"
+    assert "device" not in yaml.safe_load(text)["target"], "only what differs from the defaults"
     if chosen is not None and chosen.way.draft:
         assert config.draft.model == "Org/a"
 
@@ -223,9 +229,7 @@ def test_the_configuration_has_what_the_way_needs_at_the_target_and_no_more(way,
     options = FitOptions(
         target="Org/t", drafts=("Org/a",), sources=("lookup", "medusa", "suffix"), medusa="/models/heads"
     )
-    file = tmp_path / "paceline.yaml"
-    file.write_text(report.configuration(options, one(way, 2.0), loaded(2.0)))
-    config = load(file)
+    config, _ = pasted(tmp_path, options, one(way, 2.0), loaded(2.0))
     assert (config.target.medusa, config.target.suffix_tokens) == (medusa, kept)
     assert config.speculation.lookup == (way == LOOKUP)
     unasked = report.configuration(replace(options, sources=("lookup",)), one(LOOKUP, 2.0), loaded(2.0))
@@ -237,9 +241,7 @@ def test_the_configuration_has_what_the_way_needs_at_the_target_and_no_more(way,
 )
 def test_the_configuration_says_where_an_eagle_head_drafts(at, way, tmp_path):
     options = FitOptions(target="Org/t", drafts=("a",), sources=("eagle",), eagle="/models/eagle", eagle_at=at)
-    file = tmp_path / "paceline.yaml"
-    file.write_text(report.configuration(options, one(way, 2.0), loaded(2.0)))
-    config, used = load(file), way != A
+    (config, _), used = pasted(tmp_path, options, one(way, 2.0), loaded(2.0)), way != A
     assert (config.target.eagle, config.target.eagle_at) == ("/models/eagle" * used, at if used else "target")
     assert config.draft.eagle == ("/models/eagle" if used and at == "drafter" else "")
 
@@ -253,11 +255,11 @@ def test_sources_are_compared_in_every_combination():
 
 def test_the_configuration_names_the_tokenizer_that_a_draft_translates_into():
     options = FitOptions(target="Org/t", drafts=("Org/a", "Org/b"), sources=("none",))
-    pasted = [
+    written = [
         yaml.safe_load(report.configuration(options, one(Way(draft), 2.0), loaded(2.0), frozenset({"Org/a"})))["draft"]
         for draft in options.drafts
     ]
-    assert [draft.get("target_tokenizer") for draft in pasted] == ["Org/t", None]
+    assert [draft.get("target_tokenizer") for draft in written] == ["Org/t", None]
 
 
 def test_a_draft_that_translates_has_no_second_level():
