@@ -78,7 +78,7 @@ def test_a_file_that_is_not_there_or_too_much_is_refused(tmp_path, monkeypatch):
     file = tmp_path / "many.txt"
     file.write_text("a\n" * 30)
     monkeypatch.setattr(prompts, "MOST_PROMPTS", 20)
-    with pytest.raises(PromptError, match="holds 30 prompts; give a sample of at most 20"):
+    with pytest.raises(PromptError, match="holds 30 prompts; give a sample of your traffic, at most 20"):
         read(file)
     monkeypatch.setattr(prompts, "MOST_BYTES", 20)
     with pytest.raises(PromptError, match="give a sample of your traffic"):
