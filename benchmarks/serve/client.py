@@ -19,7 +19,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -88,12 +88,6 @@ def body(options: ServeOptions, contender: ServerContender, make: str, model: st
         # Objects of the same name are merged, as in ``speculation``; else the user's word stands.
         fields[key] = own | value if isinstance(own, dict) and isinstance(value, dict) else value
     return {key: value for key, value in fields.items() if value is not None}
-
-
-def remembers(contender: ServerContender) -> bool:
-    """Whether a Paceline may keep its answers to draft for later requests, which the user has to ask for."""
-    said = contender.extra.get("speculation", {})
-    return not isinstance(said, Mapping) or said.get("remember", False) is not False
 
 
 class AnswerError(Exception):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.report import Result, Table, cell, describe_machine, table_of
-from benchmarks.serve.client import PACELINE, Drafts, Heard, read_prompts, remembers
-from benchmarks.serve.rounds import OTHER, Log, Turn, measure
+from benchmarks.serve.client import PACELINE, Drafts, Heard, read_prompts
+from benchmarks.serve.rounds import Log, Turn, measure
 from benchmarks.serve.settings import Json, ServeOptions, ServerContender
 from cluster.console import complain, stages
 
@@ -261,33 +261,21 @@ def tables(rows: dict[str, Json], comparisons: Sequence[Json]) -> tuple[Table, .
 
 
 def notes(log: Log, options: ServeOptions, rows: dict[str, Json]) -> list[str]:
-    """What a reader of the figures must know, a sentence or two each; some only where there is somebody to name."""
-    urls, several = {one.url for one in log.contenders}, len(log.contenders) > 1
-    said: list[tuple[object, str]] = [
-        (True, f"{'; '.join(_introduced(log, options))}. {_load(options)}"),
-        *((server.note, server.note) for server in {one.note: one for one in log.servers.values()}.values()),
-        (
-            several,
+    """What a reader of the figures must know, a sentence or two each."""
+    known, urls = log.servers, {one.url for one in log.contenders}
+    about = [f"{one.name}: {known[one.name].model} at {one.url} ({known[one.name].make})" for one in options.contenders]
+    said = [f"{'; '.join(about)}. {_load(options)}"]
+    if len(log.contenders) > 1:
+        said.append(
             "Contenders took turns with the same requests, back and forth. Ratios: of means over the requests that "
-            "both answered (tokens/s: over rounds), with 95 % bootstrap intervals of pairs; above 1 is faster.",
-        ),
-        *_remembering([one for one in log.contenders if log.servers[one.name].make == PACELINE]),
-        (
-            len(urls) < len(log.contenders),
+            "both answered (tokens/s: over rounds), with 95 % bootstrap intervals of pairs; above 1 is faster."
+        )
+    if len(urls) < len(log.contenders):
+        said.append(
             "Contenders at one address share its prefix cache: who comes second in a round finds prompts computed. "
-            "The order changes with each round, so an even number of rounds shares that out evenly.",
-        ),
-        *_counting(rows),
-        *(line for name, row in rows.items() for line in _warnings(name, row)),
-    ]
-    return [words for holds, words in said if holds]
-
-
-def _introduced(log: Log, options: ServeOptions) -> Iterator[str]:
-    for one in options.contenders:
-        server = log.servers[one.name]
-        make = "a server of another make" if server.make == OTHER else server.make
-        yield f"{one.name}: {server.model} at {one.url} ({make})"
+            "The order changes with each round, so an even number of rounds shares that out evenly."
+        )
+    return said + [f"{name}: {words}" for name, row in rows.items() for holds, words in _warnings(row) if holds]
 
 
 def _load(options: ServeOptions) -> str:
@@ -301,51 +289,15 @@ def _load(options: ServeOptions) -> str:
     )
 
 
-def _remembering(ours: Sequence[ServerContender]) -> list[tuple[object, str]]:
-    """Who may draft from earlier answers."""
-    forgetful, kept = (", ".join(one.name for one in ours if remembers(one) is wanted) for wanted in (False, True))
-    return [
-        (
-            forgetful,
-            f"{forgetful}: answers are not kept to draft for later requests (speculation.remember is false), so that "
-            "no contender copies what another said to the same request.",
-        ),
-        (
-            kept,
-            f"{kept}: answers may be kept to draft for later requests, as --extra-body wants; contenders at the same "
-            "address may copy them.",
-        ),
-    ]
-
-
-def _counting(rows: dict[str, Json]) -> list[tuple[object, str]]:
-    """What servers say of tokens, and what they do not."""
-    unsized = ", ".join(name for name, row in rows.items() if not row["by_token"] and row["ok"])
-    guessed = ", ".join(name for name, row in rows.items() if row["guessed"])
-    cached = ", ".join(f"{row['cached']} of {name}" for name, row in rows.items() if row["cached"])
-    return [
-        (unsized, f"{unsized}: how many tokens a chunk has is not said, so latencies are between chunks."),
-        (guessed, f"{guessed}: tokens are not counted by the server; each chunk counts as one."),
-        (
-            cached,
-            f"Prompt tokens that came from a prefix cache: {cached}. That flatters whoever has one beside whoever has "
-            "none; prompts that no earlier run had avoid it.",
-        ),
-    ]
-
-
-def _warnings(name: str, row: Json) -> list[tuple[object, str]]:
+def _warnings(row: Json) -> list[tuple[object, str]]:
     late, share = (row["late"] or {}).get("p99", 0.0), row["client_share"]
     return [
-        (row["empty"], f"{name}: {row['empty']} answers had no text; they are in no latency but end to end."),
-        (
-            row["unfinished"],
-            f"{name}: interrupted with {row['unfinished']} requests under way, which are not counted.",
-        ),
-        (share > BUSY_CLIENT, f"{name}: this client used {share:.0%} of a core and may be what was measured."),
+        (row["empty"], f"{row['empty']} answers had no text; they are in no latency but end to end."),
+        (row["unfinished"], f"interrupted with {row['unfinished']} requests under way, which are not counted."),
+        (share > BUSY_CLIENT, f"this client used {share:.0%} of a core and may be what was measured."),
         (
             late > LATE_MS,
-            f"{name}: 1 of 100 requests was sent {late:.0f} ms late or later by this client; latencies count from "
-            "when they were due.",
+            f"1 of 100 requests was sent {late:.0f} ms late or later by this client; latencies count from when they "
+            "were due.",
         ),
     ]

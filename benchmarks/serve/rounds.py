@@ -53,7 +53,6 @@ class Server:
 
     make: str
     model: str
-    note: str = ""
 
 
 async def identify(
@@ -77,9 +76,11 @@ async def identify(
         why = " ".join(str(error).split()) or type(error).__name__
         raise ServerError(f"{where}: nothing answers there, or not in HTTP ({why}); is the server up?") from error
     except AnswerError as error:
-        raise ServerError(f"{where}: {_refused(error, owners, model, options.chat)}") from error
-    other = bool(owners) and model not in owners
-    return Server(make, model, f"{contender.name} answers to {model}, but lists {_names(owners)}" if other else "")
+        listed = f" (it lists {_names(owners)})" if owners and model not in owners else ""
+        hint = f"another --model{listed}, --chat or not, or a key by --api-key-env?" if error.status else "is it one?"
+        failed = f"a first request by {path(options.chat)} for {model} failed: {error.kind}: {error}"
+        raise ServerError(f"{where}: {failed}; {hint}") from error
+    return Server(make, model)
 
 
 async def _models(client: httpx.AsyncClient, where: str, *, required: bool) -> dict[str, str]:
@@ -90,15 +91,11 @@ async def _models(client: httpx.AsyncClient, where: str, *, required: bool) -> d
             response = await client.get("/v1/models", headers={"connection": "close"})
     except TimeoutError as error:
         raise ServerError(f"{where}: no answer to /v1/models within {LIST_SECONDS:g} s") from error
-    status = response.status_code
-    if status in KEYS_WANTED:
-        raise ServerError(f"{where}: {KEYS_WANTED[status]}")
-    if response.is_redirect:
-        raise ServerError(f"{where}: it redirects to {response.headers.get('location')}; give that address")
     if not response.is_success:
         if not required:
             return {}
-        raise ServerError(f"{where}: /v1/models is answered by {status}: not OpenAI's API, or name a model by --model")
+        said = f"/v1/models is answered by {response.status_code}: not OpenAI's API, or it wants another address"
+        raise ServerError(f"{where}: {said}, a key by --api-key-env, or a model by --model")
     try:
         listed: Any = response.json()
         return {str(entry["id"]): str(entry.get("owned_by", "")) for entry in listed["data"]}
@@ -112,23 +109,6 @@ def _only(owners: dict[str, str], where: str) -> str:
         return next(iter(owners))
     listed = f"serves {_names(owners)}; choose" if owners else "lists no models; name one"
     raise ServerError(f"{where}: {listed} by --model")
-
-
-KEYS_WANTED = {
-    status: f"the server wants another API key ({status}); name the variable that holds one by --api-key-env"
-    for status in (httpx.codes.UNAUTHORIZED.value, httpx.codes.FORBIDDEN.value)
-}
-
-
-def _refused(error: AnswerError, owners: dict[str, str], model: str, chat: bool) -> str:
-    if owners and model not in owners and error.status is not None:
-        return f"does not serve {model!r}; it lists {_names(owners)} ({error})"
-    if error.status in KEYS_WANTED:
-        return KEYS_WANTED[error.status]
-    if error.status == httpx.codes.NOT_FOUND:
-        other = "no --chat" if chat else "--chat"
-        return f"POST {path(chat)} is answered by 404: {error}; another --model, or {other}?"
-    return f"a first request failed: {error.kind}: {error}"
 
 
 def _names(owners: Iterable[str]) -> str:

@@ -57,14 +57,17 @@ BAD_SERVERS = [
     (lambda path, body: as_json({"data": ["m"]}), "no list of models"),
     (lambda path, body: models(), "lists no models; name one by --model"),
     (lambda path, body: models("m", "n"), "serves m, n; choose by --model"),
-    (lambda path, body: as_json({"error": {"message": "who?"}}, 401), "wants another API key (401)"),
-    (lambda path, body: Reply([(0.0, b"")], 302, {"location": "http://other.test"}), "redirects to http://other.test"),
+    (lambda path, body: as_json({"error": {"message": "who?"}}, 401), "answered by 401: not OpenAI's API, or it wants"),
+    (lambda path, body: Reply([(0.0, b"")], 302, {"location": "http://other.test"}), "answered by 302"),
     (lambda path, body: MODELS if path == "/v1/models" else as_json({"choices": []}), "not a stream of events"),
     (lambda path, body: MODELS if path == "/v1/models" else HTML, "not a stream of events"),
     (lambda path, body: MODELS if path == "/v1/models" else events(text("a"), done=False), "without saying why"),
     (lambda path, body: refused(path, body, param="seed"), "HTTP 400: no (seed)"),
-    (lambda path, body: refused(path, body, 404), "POST /v1/completions is answered by 404: no; another --model"),
-    (lambda path, body: refused(path, body, 401), "wants another API key (401)"),
+    (
+        lambda path, body: refused(path, body, 404),
+        "by /v1/completions for m failed: HTTP 404: no; another --model, --chat",
+    ),
+    (lambda path, body: refused(path, body, 401), "HTTP 401: no; another --model, --chat or not, or a key by --api"),
     (lambda path, body: refused(path, body, 500), "HTTP 500: no"),
 ]
 
@@ -101,7 +104,7 @@ def test_an_address_where_nothing_or_something_else_listens(capsys) -> None:
 def test_another_model_is_refused_by_what_is_served(capsys) -> None:
     with serving(lambda path, body: refused(path, body, 404)) as server:
         assert bench("--url", server.url, "--model", "x") == 1
-    assert "does not serve 'x'; it lists m (no)" in capsys.readouterr().err
+    assert "for x failed: HTTP 404: no; another --model (it lists m)" in capsys.readouterr().err
 
 
 async def test_a_server_that_lists_nothing_is_taken_at_its_word() -> None:
