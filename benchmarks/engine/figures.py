@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -304,22 +304,20 @@ def result(options: EngineOptions, dtype: str, measured: Measured, **about: Any)
 
 def notes(options: EngineOptions, dtype: str, measured: Measured, processor: str) -> list[str]:
     """What a reader of the figures must know, a sentence or two each."""
-    threads, bandwidths = options.threads, measured.bandwidths
-    prompts, answers = zip(*lengths(CONCURRENT), strict=True)
-
+    bandwidths, (prompts, answers) = measured.bandwidths, zip(*lengths(CONCURRENT), strict=True)
+    together, alone = (_over_theirs(measured, name, whole=False) for name in (TOGETHER, ALONE))
     answer = [
-        f"{processor}, {'one core' if threads == 1 else f'{threads} cores'}; {dtype}. "
-        f"A Llama of {parameters(options) / 1e6:.0f}M parameters (hidden size {options.hidden}, {options.layers} "
-        "layers, tied embeddings) with random weights: its speed is real, its text is not.",
+        f"{processor}, {options.threads} cores; {dtype}. A Llama of {parameters(options) / 1e6:.0f}M parameters "
+        f"(hidden size {options.hidden}, {options.layers} layers, tied embeddings) with random weights: its speed is real, its text "
+        "is not.",
         f"Floor: {measured.weight_bytes / MEGABYTE:.0f} MB of weights at {median(bandwidths) / 1e9:.1f} GB/s "
         f"(best {max(bandwidths) / 1e9:.1f}), read by the same core in the same rounds: "
         f"{1e3 * median(measured.floors):.2f} ms.",
         "Over transformers: from the requests to the last token, prompts included. While all decode it is "
-        f"{_over_theirs(measured, TOGETHER, whole=False):.2f}, for a request alone "
-        f"{_over_theirs(measured, ALONE, whole=False):.2f}.",
-        f"Of mixed lengths: prompts of {_range(prompts)} tokens, answers of {_range(answers)}, log-normal in "
-        "ShareGPT's proportions, the same for both. transformers pads prompts on the left and goes on until the "
-        "longest answer is done; only what was asked for counts.",
+        f"{together:.2f}, for a request alone {alone:.2f}.",
+        f"Of mixed lengths: prompts of {min(prompts)} to {max(prompts)} tokens, answers of {min(answers)} to "
+        f"{max(answers)}, log-normal in ShareGPT's proportions, the same for both. transformers pads prompts on the "
+        "left and goes on until the longest answer is done; only what was asked for counts.",
     ]
     if measured.memory is not None:
         held = {name: value / MEGABYTE for name, value in asdict(measured.memory).items()}
@@ -329,7 +327,3 @@ def notes(options: EngineOptions, dtype: str, measured: Measured, processor: str
             "shared with other processes.".format(**held)
         )
     return answer
-
-
-def _range(tokens: Sequence[int]) -> str:
-    return f"{min(tokens)} to {max(tokens)} (mean {mean(tokens):.0f})"

@@ -12,13 +12,11 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.status import Status
 from transformers import DynamicCache
 from transformers.utils import logging as transformers_logging
 
@@ -43,6 +41,7 @@ from benchmarks.harness.processes import WorkerPlan, connected, running
 from benchmarks.harness.transformers_baseline import Stock
 from cluster.config.config import Config
 from cluster.config.serving import target_settings
+from cluster.console import stages
 from engine.build import build, welcome
 from engine.settings import EngineSettings
 from engine.step import Engine
@@ -69,35 +68,33 @@ def main(options: EngineOptions) -> int:
     """Build the model, measure, and report. Raises WorkerFailed, GenerationError, ModelError, TimeoutError."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.getLogger("router.sessions.pool").setLevel(logging.ERROR)  # that its worker leaves is part of the plan
-    with (
-        tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder,
-        Console(stderr=True).status("writing a model of random weights") as status,
-    ):
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, stages() as report:
+        report("writing a model of random weights")
         write_model(options, Path(folder) / "model")
-        measured, dtype = asyncio.run(measure(Path(folder), options, status))
+        measured, dtype = asyncio.run(measure(Path(folder), options, report))
     result(options, str(dtype).removeprefix("torch."), measured).publish()
     return 0
 
 
-async def measure(folder: Path, options: EngineOptions, status: Status) -> tuple[Measured, torch.dtype]:
+async def measure(folder: Path, options: EngineOptions, report: Callable[[str], None]) -> tuple[Measured, torch.dtype]:
     """Everything, on the model in ``folder``; and the number format, which is the one that workers choose here."""
     model, generator = folder / "model", torch.Generator().manual_seed(SEED)
     with pinned(options.threads):
-        status.update("loading the model, for ours and for transformers")
+        report("loading the model, for ours and for transformers")
         settings = EngineSettings(
             str(model), device="cpu", threads=options.threads, cache_tokens=CACHE_TOKENS, name="random"
         )
         engine = build(settings)
         dtype = engine.model.dtype
         stock = Stock(model, dtype)
-        status.update("timing steps, in turn with reading memory")
+        report("timing steps, in turn with reading memory")
         read_seconds, step_seconds = time_steps(engine, stock, options, generator)
         loop = Loop(engine, settings)
-        status.update("decoding batches, in turn with transformers")
+        report("decoding batches, in turn with transformers")
         runs = await decode_batches(loop, stock, options, generator)
-        status.update("repeating prefixes")
+        report("repeating prefixes")
         prefixes = await repeat_prefixes(loop, options.turns, generator)
-    status.update("serving from a worker process")
+    report("serving from a worker process")
     memory = await serve(folder, options, dtype, generator)
     measured = Measured(
         weight_bytes=parameters(options) * dtype.itemsize,

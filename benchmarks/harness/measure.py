@@ -193,13 +193,10 @@ async def run_once(runner: Runner, batch: Batch) -> Run:
         return await runner(batch)
 
 
-async def take_turns(
-    runners: Mapping[Name, Runner], batches: Sequence[Batch], warm_up: int, advance: Callable[[], None] = lambda: None
-) -> dict[Name, list[Run]]:
+async def take_turns(runners: Mapping[Name, Runner], batches: Sequence[Batch], warm_up: int) -> dict[Name, list[Run]]:
     """Let every contender decode every batch, in turn; the first ``warm_up`` rounds do not count.
 
-    Returns the runs by contender, in the order of ``batches``. Calls ``advance`` after every run. Raises
-    TimeoutError if one hangs.
+    Returns the runs by contender, in the order of ``batches``. Raises TimeoutError if one hangs.
     """
     names = list(runners)
     runs: dict[Name, list[Run]] = {name: [] for name in names}
@@ -209,7 +206,6 @@ async def take_turns(
             run = await run_once(runners[name], batch)
             if number >= warm_up:
                 runs[name].append(run)
-            advance()
     return runs
 
 

@@ -12,15 +12,13 @@ import itertools
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.harness import transformers_baseline as baseline
@@ -30,7 +28,6 @@ from benchmarks.harness.measure import (
     PLAIN,
     WITH_LOOKUP,
     Batch,
-    Run,
     Runner,
     best,
     in_chains,
@@ -54,6 +51,7 @@ from benchmarks.speculation.figures import (
     rows,
 )
 from benchmarks.speculation.settings import EXTRAS, ROUND_TRIPS, ComparisonSetting, PairPlan, SpeculationOptions
+from cluster.console import stages
 from engine.loading.checkpoint import DTYPES
 from router.dispatch import Dispatcher
 from speculation.events import Role
@@ -75,7 +73,7 @@ class PairBench:
     pair: Pair
     options: SpeculationOptions
     prompts: Sequence[tuple[int, ...]]
-    progress: Progress
+    report: Callable[[str], None]
     measured: list[MeasuredRuns] = field(default_factory=list)
     tried: list[MeasuredRuns] = field(default_factory=list)
 
@@ -99,7 +97,8 @@ class PairBench:
         batches = self.batches(setting)
         if setting == settings.WRONG_COLD:
             batches = batches[:COLD_ROUNDS]
-        runs = await self._take_turns(f"{self.pair.name}, {setting.name}", runners, batches, warm_up)
+        self.report(f"{self.pair.name}, {setting.name}")
+        runs = await take_turns(runners, batches, warm_up)
         self.measured += [
             MeasuredRuns(self.pair.name, setting, name, tuple(runs[name]), choices.get(name, "")) for name in runners
         ]
@@ -108,18 +107,12 @@ class PairBench:
         """The best of the choices for a contender in a setting, on prompts that are not measured."""
         tokens = max(2 * self.options.tokens // 3, 8)
         batches = [Batch((prompt,), tokens, setting.temperature) for prompt in self.prompts[-SWEEP_PROMPTS:]]
-        title = f"{self.pair.name}, {setting.name}: best {contender}"
-        runs = await self._take_turns(title, choices, batches, warm_up=0)
+        self.report(f"{self.pair.name}, {setting.name}: best {contender}")
+        runs = await take_turns(choices, batches, warm_up=0)
         self.tried += [
             MeasuredRuns(self.pair.name, setting, contender, tuple(runs[choice]), choice) for choice in choices
         ]
         return best(runs)
-
-    async def _take_turns(
-        self, title: str, runners: Mapping[str, Runner], batches: Sequence[Batch], warm_up: int
-    ) -> dict[str, list[Run]]:
-        task = self.progress.add_task(title, total=len(runners) * (len(batches) + warm_up))
-        return await take_turns(runners, batches, warm_up, lambda: self.progress.advance(task))
 
 
 async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: ComparisonSetting, lookup: bool) -> None:
@@ -158,9 +151,9 @@ def _served(dispatcher: Dispatcher, known: Mapping[str, Speculation]) -> dict[st
     return {name: served(dispatcher, speculation) for name, speculation in known.items()}
 
 
-async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, progress: Progress) -> PairResult:
+async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, report: Callable[[str], None]) -> PairResult:
     """Start a server for the pair and run its plan."""
-    bench = PairBench(pair, options, held_out(), progress)
+    bench = PairBench(pair, options, held_out(), report)
     flags = ["--dtype", options.dtype, "--threads", "1"]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
         records = [Path(name) / f"{worker}.jsonl" for worker in ("target", "draft", "wrong")]
@@ -199,14 +192,13 @@ def main(options: SpeculationOptions) -> int:
     """Build the pairs, measure, and report."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.getLogger("router.sessions.pool").setLevel(logging.ERROR)  # that workers are lost is part of the plan
-    console = Console(stderr=True)
     outcomes = []
-    for plan in options.plans:
-        with console.status("building the pair, or finding it as built before"):
+    with stages() as report:
+        for plan in options.plans:
+            report("building the pair, or finding it as built before")
             shape = Shape(options.hidden, options.layers, plan.acceptance or 0.0)
             pair = trained_pair() if plan.acceptance is None else stretched_pair(shape)
-        with Progress(console=console) as progress:
-            outcomes.append(asyncio.run(measure(pair, plan, options, progress)))
+            outcomes.append(asyncio.run(measure(pair, plan, options, report)))
     result(options, outcomes).publish()
     return 0
 

@@ -241,26 +241,21 @@ def run_of(texts: list[list[tuple[float, int, int, int]]], traffic: Traffic | No
     return Run(tuple(decoded), traffic)
 
 
-def session_step(offered: int, accepted: int, depths: tuple[int, ...] = ()) -> dict[str, object]:
-    return {"offered": offered, "accepted": accepted, "depths": depths}
-
-
-def target_step(start: float, end: float, forward: float, sessions: tuple[dict[str, object], ...]) -> dict[str, object]:
-    return {"start": start, "end": end, "forward": forward, "sessions": sessions}
+def rows_of(*runs: Run, setting: ComparisonSetting = NEAR, log: WorkerLog = WorkerLog()) -> list[Row]:
+    named = zip((PLAIN, OURS), runs, strict=False)
+    return rows([MeasuredRuns("p", setting, name, (one,), "K = 4") for name, one in named], log)
 
 
 def test_rows_join_runs_and_records():
     plain = run_of([[(0.0, 1, 0, 0), (0.1, 1, 0, 0), (0.2, 1, 0, 0), (0.3, 1, 0, 0), (0.4, 1, 0, 0)]])
     ours = run_of([[(1.0, 1, 0, 0), (1.1, 3, 2, 4), (1.2, 1, 0, 4)]], Traffic(50, 100))
-    log = WorkerLog(
-        (
-            target_step(0.0, 0.09, 0.08, (session_step(0, 0),)),
-            target_step(0.9, 0.99, 9.0, ()),  # the prompt: before the first tokens
-            target_step(1.0, 1.09, 0.08, (session_step(4, 2, (1, 2, 3, 4)),)),
-            target_step(1.1, 1.19, 0.08, (session_step(4, 0, (1, 2, 3, 4)),)),
-        )
+    steps = (
+        step(0.0, 0.09, 0.08),
+        step(0.9, 0.99, 9.0),  # the prompt: before the first tokens
+        step(1.0, 1.09, 0.08, 4, 2, (1, 2, 3, 4)),
+        step(1.1, 1.19, 0.08, 4, 0, (1, 2, 3, 4)),
     )
-    one, two = rows([MeasuredRuns("p", NEAR, PLAIN, (plain,)), MeasuredRuns("p", NEAR, OURS, (ours,), "K = 4")], log)
+    one, two = rows_of(plain, ours, log=WorkerLog(steps))
     assert one.rates == pytest.approx((10.0,))
     assert two.rates == pytest.approx((20.0,))
     assert (two.choice, two.tokens_per_step, two.kept, two.same_text) == ("K = 4", 2.0, 0.25, 1.0)
@@ -272,24 +267,18 @@ def test_rows_join_runs_and_records():
 
 
 def test_without_drafts_no_share_of_them_is_kept():
-    one = run_of([[(0.0, 1, 0, 0), (1.0, 1, 0, 0)]])
-    assert rows([MeasuredRuns("p", NEAR, PLAIN, (one,))], WorkerLog())[0].kept is None
+    (found,) = rows_of(run_of([[(0.0, 1, 0, 0), (1.0, 1, 0, 0)]]))
+    assert found.kept is None
 
 
 def test_another_text_is_told():
     one, other = run_of([[(0.0, 1, 0, 0), (0.1, 2, 0, 0)]]), run_of([[(1.0, 1, 0, 0), (1.1, 3, 0, 0)]])
-    assert (
-        rows([MeasuredRuns("p", NEAR, PLAIN, (one,)), MeasuredRuns("p", NEAR, OURS, (other,))], WorkerLog())[
-            1
-        ].same_text
-        == 0.0
-    )
+    assert [row.same_text for row in rows_of(one, other)] == [1.0, 0.0]
 
 
 def test_no_efficiency_of_a_batch():
     one = run_of([[(0.0, 1, 0, 0), (1.0, 1, 0, 0)], [(0.0, 1, 0, 0), (1.0, 1, 0, 0)]])
-    log = WorkerLog((target_step(0.5, 1.0, 0.4, (session_step(0, 0), session_step(0, 0))),))
-    found = rows([MeasuredRuns("p", BATCH_16, PLAIN, (one,))], log)[0]
+    (found,) = rows_of(one, setting=BATCH_16, log=WorkerLog((step(0.5, 1.0, 0.4),)))
     assert (found.efficiency, found.profile) == ((), None)
 
 
