@@ -308,8 +308,8 @@ def notes(options: EngineOptions, dtype: str, measured: Measured, processor: str
     together, alone = (_over_theirs(measured, name, whole=False) for name in (TOGETHER, ALONE))
     answer = [
         f"{processor}, {options.threads} cores; {dtype}. A Llama of {parameters(options) / 1e6:.0f}M parameters "
-        f"(hidden size {options.hidden}, {options.layers} layers, tied embeddings) with random weights: its speed is real, its text "
-        "is not.",
+        f"(hidden size {options.hidden}, {options.layers} layers, tied embeddings) with random weights: its speed is "
+        "real, its text is not.",
         f"Floor: {measured.weight_bytes / MEGABYTE:.0f} MB of weights at {median(bandwidths) / 1e9:.1f} GB/s "
         f"(best {max(bandwidths) / 1e9:.1f}), read by the same core in the same rounds: "
         f"{1e3 * median(measured.floors):.2f} ms.",
