@@ -1,24 +1,35 @@
 """The same models in transformers: ``generate`` with a batch, or with its assisted generation.
 
-Greedy, in our number format and of our prompts; it runs while ours is idle, in turn with it, with all the threads that
-the workers of ours have together. Which settings of assisted generation are tried is decided here; the best is what we
-compare with.
+    python -m benchmarks.harness.transformers_baseline TARGET DRAFT DTYPE THREADS
+
+Greedy, in our number format and of our prompts; it runs while ours is idle, in turn with it. Beside a router it is a
+process of its own, since on a thread it keeps the router from hearing its workers, driven line by line: a JSON request
+on stdin, its outcome on stdout; it has all the threads that the workers of ours have together. Both ends are here, and which settings of assisted generation are tried; the best is what
+we compare with.
 """
 
 # Tensor names carry their shapes: B prompts, T tokens.
 from __future__ import annotations
 
-import asyncio
+import json
+import os
+import sys
 import time
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.utils import logging
 
 from benchmarks.harness.measure import Batch, Decoded, Run, Runner, TimedCommit
+from benchmarks.harness.pair import Pair
+from benchmarks.harness.processes import ReadyProcess, child
+from cluster.console import say
+from engine.loading.checkpoint import DTYPES
 from models.pair import load
 
 CORES = 2
@@ -130,6 +141,38 @@ class Stock:
         return {"assistant_model": self._draft}
 
 
-def runner(stock: Stock, mode: Mode) -> Runner:
-    """The contender that decodes so, one prompt at a time, in a thread: a router in this process goes on meanwhile."""
-    return lambda batch: asyncio.to_thread(stock.decode, batch, mode)
+def transformers(pair: Pair, dtype: str) -> AbstractAsyncContextManager[ReadyProcess]:
+    """The process with the pair loaded, while it runs; raises :class:`benchmarks.harness.processes.WorkerFailed`."""
+    threads = str(min(CORES, len(os.sched_getaffinity(0))))
+    models = str(pair.target), str(pair.draft)
+    return child("transformers process", "benchmarks.harness.transformers_baseline", *models, dtype, threads)
+
+
+def runner(process: ReadyProcess, mode: Mode) -> Runner:
+    """The contender that decodes so; one prompt at a time."""
+
+    async def run(batch: Batch) -> Run:
+        request = {"prompts": batch.prompts, "tokens": batch.tokens, "mode": asdict(mode)}
+        answer = json.loads(await process.ask(json.dumps(request)))
+        return Run((Decoded(tuple(answer["tokens"]), tuple(TimedCommit(*commit) for commit in answer["commits"])),))
+
+    return run
+
+
+def main(target: str, draft: str, dtype: str, threads: str) -> None:
+    """Load, say so with a line, and answer requests until there are no more."""
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(int(threads))
+    stock = Stock(Path(target), DTYPES[dtype], Path(draft))
+    say("ready")
+    for line in sys.stdin:
+        asked = json.loads(line)
+        batch = Batch(tuple(map(tuple, asked["prompts"])), asked["tokens"])
+        (decoded,) = stock.decode(batch, Mode(**asked["mode"])).decoded
+        commits = [(commit.at, commit.tokens) for commit in decoded.commits]
+        say(json.dumps({"tokens": decoded.tokens, "commits": commits}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -18,7 +18,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.harness import transformers_baseline as baseline
@@ -52,7 +51,6 @@ from benchmarks.speculation.figures import (
 )
 from benchmarks.speculation.settings import EXTRAS, ROUND_TRIPS, ComparisonSetting, PairPlan, SpeculationOptions
 from cluster.console import stages
-from engine.loading.checkpoint import DTYPES
 from router.dispatch import Dispatcher
 from speculation.events import Role
 from speculation.messages import Schedule, Speculation
@@ -133,18 +131,15 @@ async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: Compar
 
 async def compare_transformers(bench: PairBench, dispatcher: Dispatcher) -> None:
     """The other library, in turn with ours."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(min(baseline.CORES, len(os.sched_getaffinity(0))))
-    stock = baseline.Stock(bench.pair.target, DTYPES[bench.options.dtype], bench.pair.draft)
-    modes = {str(mode): baseline.runner(stock, mode) for mode in baseline.ASSISTED}
-    chosen = await bench.choose(settings.TRANSFORMERS, ASSISTED, modes)
-    runners = {
-        OURS: served(dispatcher, DRAFTED),
-        "transformers plain": baseline.runner(stock, baseline.PLAIN),
-        ASSISTED: modes[chosen],
-    }
-    await bench.compare(settings.TRANSFORMERS, runners, {ASSISTED: chosen})
-    torch.set_num_threads(threads)
+    async with baseline.transformers(bench.pair, bench.options.dtype) as other:
+        modes = {str(mode): baseline.runner(other, mode) for mode in baseline.ASSISTED}
+        chosen = await bench.choose(settings.TRANSFORMERS, ASSISTED, modes)
+        runners = {
+            OURS: served(dispatcher, DRAFTED),
+            "transformers plain": baseline.runner(other, baseline.PLAIN),
+            ASSISTED: modes[chosen],
+        }
+        await bench.compare(settings.TRANSFORMERS, runners, {ASSISTED: chosen})
 
 
 def _served(dispatcher: Dispatcher, known: Mapping[str, Speculation]) -> dict[str, Runner]:
