@@ -219,6 +219,18 @@ class Contest:
             return dict(json.loads(await server.ask("commits")))
         return {name: times for worker in self.workers[Role.TARGET] for name, times in worker.made.items()}
 
+    def _relayed(self, source: Role, to: Role, first: float, last: float) -> float | None:
+        """Milliseconds on the way from one worker to the other through the router, in the median; None: nothing is."""
+        made = {name: times for worker in self.workers.get(source, ()) for name, times in worker.made.items()}
+        delays = [
+            1e3 * (came - made[name][number])
+            for worker in self.workers.get(to, ())
+            for name, times in worker.heard.items()
+            for number, came in times.items()
+            if first <= came <= last and number < len(made[name])
+        ]
+        return median(delays) if delays else None
+
     async def _point(
         self, tokens: float, usage: tuple[ProcessUsage, ProcessUsage, ProcessUsage, ProcessUsage], server: ReadyProcess
     ) -> LoadPoint:
@@ -244,5 +256,7 @@ class Contest:
             1e3 * (opened.cpu - before.cpu) / more,
             1e3 * median(client.events[0] - client.sent for client in self.clients.values()),
             (first.memory_kb - before.memory_kb) / more,
+            self._relayed(Role.TARGET, Role.DRAFT, first.at, last.at),
+            self._relayed(Role.DRAFT, Role.TARGET, first.at, last.at),
             (last.relayed - first.relayed) / delivered,
         )

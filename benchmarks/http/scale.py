@@ -84,6 +84,9 @@ class LoadPoint:
     """From a request's first byte to its first event at the client, in the median; workers commit at once."""
     kb_per_stream: float
     """Memory of the server with these streams, less that with one, by stream."""
+    verified_ms: float | None = None
+    """A commit's way from its target to its drafter, in the median; None: there are no drafters."""
+    proposed_ms: float | None = None
     relayed_bytes: float = 0.0
     """Of features that targets send to drafters through the server, by committed token."""
 
@@ -150,6 +153,9 @@ def table(points: Sequence[LoadPoint]) -> Table:
             "CPU ms/request": lambda one: one.request_ms,
             "first ms": lambda one: f"{one.first_ms:.1f}",
             "KB/stream": lambda one: f"{one.kb_per_stream:.0f}",
+            "relayed ms, there / back": lambda one: (
+                f"{one.verified_ms:.2f} / {one.proposed_ms:.2f}" if one.verified_ms and one.proposed_ms else ""
+            ),
             "feature bytes/token": lambda one: f"{one.relayed_bytes:.0f}",
         },
     )
@@ -178,7 +184,8 @@ def notes(options: ScaleOptions) -> list[str]:
         "the others.",
         "Added: from the making of a commit at its target to its event at the client. A target makes no new step while "
         "the router has not taken the last one, so beyond what is carried less is delivered than was asked for.",
-        "First: from a request's first byte to its first event; all streams are opened at once, 256 at a time.",
+        "First: from a request's first byte to its first event; all streams are opened at once, 256 at a time. "
+        "Relayed: from the making of a commit at its target to its drafter, and of a proposal back, in the median.",
     ]
 
 

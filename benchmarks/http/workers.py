@@ -95,6 +95,8 @@ class FakeWorker:
         self.address = ""
         self.made: dict[str, list[float]] = {}
         """By request: when each of its commits, or proposals, was made, by the clock that all processes share."""
+        self.heard: dict[str, dict[int, float]] = {}
+        """By request and number: when those of the other worker came."""
         self.feature_bytes = 0
         """That came."""
         self._role, self._script, self._pace, self._phase = role, script, pace, phase
@@ -129,7 +131,8 @@ class FakeWorker:
         self._link = None
 
     def received(self, link: Link, messages: Sequence[ToWorker]) -> None:
-        """What it opens and closes; of what it relays, the size of features."""
+        """What it opens and closes, and what came of the other worker."""
+        now = time.monotonic()
         for message in messages:
             if isinstance(message, Open):
                 self._open(link, message)
@@ -137,12 +140,17 @@ class FakeWorker:
                 self._sessions.pop(message.session, None)
             elif isinstance(message, Features):
                 self.feature_bytes += len(message.values)
+            elif isinstance(message, Proposal | Verification) and message.session in self._requests:
+                position = message.anchor_position if isinstance(message, Proposal) else message.position
+                number = (position - len(self._script.prompt)) // self._script.commit
+                self.heard[self._requests[message.session]].setdefault(number, now)
 
     def _open(self, link: Link, opened: Open) -> None:
         heading = b"\x08" + varint(opened.session) + b"\x10" + varint(opened.epoch)
         self._sessions[opened.session] = FakeSession(opened.session, heading)
         request = self._requests[opened.session] = opened.request_options.request
         self.made.setdefault(request, [])
+        self.heard.setdefault(request, {})
         link.put(self._next(self._sessions[opened.session], time.monotonic()))
 
     async def _loads(self) -> None:
