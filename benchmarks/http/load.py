@@ -211,7 +211,7 @@ class Contest:
 
     async def _usage(self, server: ReadyProcess) -> ProcessUsage:
         told = json.loads(await server.ask("usage"))
-        relayed = sum(worker.feature_bytes for workers in self.workers.values() for worker in workers)
+        relayed = sum(worker.relayed_bytes for workers in self.workers.values() for worker in workers)
         return ProcessUsage(time.monotonic(), told["cpu"], time.process_time(), told["memory_kb"], relayed)
 
     async def _commits(self, server: ReadyProcess) -> dict[str, list[float]]:

@@ -88,7 +88,7 @@ class LoadPoint:
     """A commit's way from its target to its drafter, in the median; None: there are no drafters."""
     proposed_ms: float | None = None
     relayed_bytes: float = 0.0
-    """Of features that targets send to drafters through the server, by committed token."""
+    """Of what workers say to each other through the server, by committed token."""
 
     @property
     def kept_up(self) -> bool:
@@ -156,7 +156,7 @@ def table(points: Sequence[LoadPoint]) -> Table:
             "relayed ms, there / back": lambda one: (
                 f"{one.verified_ms:.2f} / {one.proposed_ms:.2f}" if one.verified_ms and one.proposed_ms else ""
             ),
-            "feature bytes/token": lambda one: f"{one.relayed_bytes:.0f}",
+            "relayed bytes/token": lambda one: f"{one.relayed_bytes:.0f}",
         },
     )
 

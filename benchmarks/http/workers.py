@@ -28,7 +28,7 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from transport.codec import encode_from_worker
+from transport.codec import encode_from_worker, encode_to_worker
 from transport.server import Link, serve
 
 LOAD_SECONDS = 0.25
@@ -97,8 +97,9 @@ class FakeWorker:
         """By request: when each of its commits, or proposals, was made, by the clock that all processes share."""
         self.heard: dict[str, dict[int, float]] = {}
         """By request and number: when those of the other worker came."""
-        self.feature_bytes = 0
-        """That came."""
+        self.relayed_bytes = 0
+        """Of all that came of the other worker, features too, as long as the first of each kind."""
+        self._sizes: dict[type, int] = {}
         self._role, self._script, self._pace, self._phase = role, script, pace, phase
         self._features = _parts(script.features) if role is Role.TARGET and script.feature_width else None
         self._commits: list[tuple[tuple[bytes, bytes], ...]] = []
@@ -138,9 +139,12 @@ class FakeWorker:
                 self._open(link, message)
             elif isinstance(message, Close):
                 self._sessions.pop(message.session, None)
-            elif isinstance(message, Features):
-                self.feature_bytes += len(message.values)
-            elif isinstance(message, Proposal | Verification) and message.session in self._requests:
+            elif isinstance(message, Features | Proposal | Verification) and message.session in self._requests:
+                kind = type(message)
+                self._sizes[kind] = self._sizes.get(kind) or len(encode_to_worker(message))
+                self.relayed_bytes += self._sizes[kind]
+                if isinstance(message, Features):
+                    continue
                 position = message.anchor_position if isinstance(message, Proposal) else message.position
                 number = (position - len(self._script.prompt)) // self._script.commit
                 self.heard[self._requests[message.session]].setdefault(number, now)
