@@ -275,6 +275,11 @@ def notes(log: Log, options: ServeOptions, rows: dict[str, Json]) -> list[str]:
             "Contenders at one address share its prefix cache: who comes second in a round finds prompts computed. "
             "The order changes with each round, so an even number of rounds shares that out evenly."
         )
+    if cached := ", ".join(f"{row['cached']} of {name}" for name, row in rows.items() if row["cached"]):
+        said.append(
+            f"Prompt tokens that came from a prefix cache: {cached}. That flatters whoever has one beside whoever has "
+            "none; prompts that no earlier run had avoid it."
+        )
     return said + [f"{name}: {words}" for name, row in rows.items() for holds, words in _warnings(row) if holds]
 
 

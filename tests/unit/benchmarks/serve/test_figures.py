@@ -137,6 +137,7 @@ def test_a_reader_is_told_what_limits_the_figures() -> None:
     for words in (
         "Poisson arrivals (seed 0)",
         "share its prefix cache",
+        "from a prefix cache: 40 of a.",
         "interrupted with 1 requests",
         "of a core and may be what was measured",
         "1100 ms late",
