@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.engine.settings import CONCURRENT, EXPANSION, GROUP, HEAD_SIZE, EngineOptions
+from benchmarks.bench import EngineOptions
 from benchmarks.engine.steps import PREFIX, TREE, chain, many
 from benchmarks.harness.measure import Batch, Run
 from benchmarks.harness.report import Goal, Result, Table, against, goals_table
@@ -43,6 +43,11 @@ from cluster.config.config import Config
 from engine.head_files import placed
 from models.pair import parameter_count
 
+HEAD_SIZE, GROUP = 64, 4
+"""Of a head, and query heads that share a key head."""
+EXPANSION = 4
+"""How many times wider than the model its MLP is."""
+CONCURRENT = 16
 SEED = 0
 VOCABULARY = 8192
 LONGEST = 4096

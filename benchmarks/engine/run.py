@@ -20,8 +20,10 @@ import torch
 from transformers import DynamicCache
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.bench import EngineOptions
 from benchmarks.engine.figures import (
     ALONE,
+    CONCURRENT,
     MIXED,
     SEED,
     TOGETHER,
@@ -34,7 +36,6 @@ from benchmarks.engine.figures import (
     result,
     write_model,
 )
-from benchmarks.engine.settings import CONCURRENT, EngineOptions
 from benchmarks.engine.steps import PREFIX, TRIES, TimedSteps, Work, chain, in_turn, pinned, reads
 from benchmarks.harness.measure import PLAIN, Batch, Decoded, Run, Runner, TimedCommit, served, take_turns
 from benchmarks.harness.processes import WorkerPlan, connected, running

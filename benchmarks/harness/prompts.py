@@ -98,16 +98,26 @@ def _structured(where: str, line: str, kind: str) -> Prompt:
     given = {"prompt": given} if isinstance(given, str) else given
     if not isinstance(given, dict):
         raise PromptError(f"{where} is no JSON object, as the first is to be; give JSON in UTF-8 in every line")
-    kind, text, messages = given.get("kind", kind), given.get("prompt"), given.get("messages")
+    kind = given.get("kind", kind)
     if not isinstance(kind, str) or not 0 < len(kind) <= LONGEST_KIND or not kind.isprintable():
         raise PromptError(f"{where}: kind is {_short(kind)}; it must be a name of 1 to {LONGEST_KIND} characters")
     if ("prompt" in given) == ("messages" in given):
         raise PromptError(f"{where}: must have either prompt or messages, has {', '.join(given) or 'neither'}")
-    if "prompt" in given and not (isinstance(text, str) and text):
+    return Prompt(kind, where, **(_text(where, given) if "prompt" in given else _messages(where, given)))
+
+
+def _text(where: str, given: dict[str, Any]) -> dict[str, Any]:
+    text = given["prompt"]
+    if not isinstance(text, str) or not text:
         raise PromptError(f"{where}: prompt is {_short(text)}; it must be a string that is not empty")
-    if "messages" in given and not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
+    return {"text": text}
+
+
+def _messages(where: str, given: dict[str, Any]) -> dict[str, Any]:
+    messages = given["messages"]
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise PromptError(f"{where}: messages must be a list of objects with role and content, such as a chat has")
-    return Prompt(kind, where, text or "", tuple(messages or ()))
+    return {"messages": tuple(messages)}
 
 
 def _is_message(given: object) -> bool:

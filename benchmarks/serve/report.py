@@ -52,28 +52,39 @@ def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Json
     """Of one contender, all rounds together, of what is in the log so far."""
     turns = [turn for turn in log.turns if turn.contender == contender]
     heard = list(chain.from_iterable(turn.heard for turn in turns))
-    ok, failed = [one for one in heard if not one.error], [one for one in heard if one.error]
-    seconds, tokens = sum(turn.seconds for turn in turns), sum(one.tokens for one in ok)
+    ok, seconds = [one for one in heard if not one.error], sum(turn.seconds for turn in turns)
+    tokens = sum(one.tokens for one in ok)
     return {
         "requests": len(heard),
         "ok": len(ok),
+        **_errors([one for one in heard if one.error]),
         "empty": sum(not one.times for one in ok),  # went well and had no text
         "unfinished": sum(turn.running for turn in turns),  # when the run was interrupted; in no other figure
-        "errors": dict(Counter(one.error for one in failed).most_common()),
-        "details": {one.error: one.detail for one in reversed(failed)},  # what the first of each kind said
         "seconds": seconds,
         "tokens": tokens,
         "guessed": any(one.guessed for one in ok),
         "cached": sum(one.cached for one in ok),
         "by_token": all(one.sizes is not None for one in ok),  # ``itl`` is by token, not by chunk
-        **{name: spread(map(attrgetter(name), ok)) for name in ("ttft", "tpot", "e2e")},
-        "itl": spread(chain.from_iterable(one.gaps for one in ok)),
+        **_latencies(ok),
         # How late this process sent requests that were due at a time of their own.
         "late": None if options.rate is None else spread(one.sent - one.due for one in heard),
         "request_rate": _over(len(ok), seconds),
         "token_rate": _over(tokens, seconds),
         **_drafts([one.drafts for one in ok if one.drafts is not None]),
         "client_share": _over(sum(turn.client_cpu for turn in turns), seconds),
+    }
+
+
+def _latencies(ok: Sequence[Heard]) -> Json:
+    found = {name: spread(map(attrgetter(name), ok)) for name in ("ttft", "tpot", "e2e")}
+    return found | {"itl": spread(chain.from_iterable(map(attrgetter("gaps"), ok)))}
+
+
+def _errors(failed: Sequence[Heard]) -> Json:
+    """By kind, the commonest first: how often, and what the first said."""
+    return {
+        "errors": dict(Counter(one.error for one in failed).most_common()),
+        "details": {one.error: one.detail for one in reversed(failed)},
     }
 
 

@@ -10,6 +10,7 @@ from statistics import mean, stdev
 import pytest
 import torch
 
+from benchmarks.bench import EngineOptions
 from benchmarks.engine import figures
 from benchmarks.engine import run as engine
 from benchmarks.engine.figures import (
@@ -30,7 +31,6 @@ from benchmarks.engine.figures import (
     write_model,
 )
 from benchmarks.engine.run import READ_BYTES, Loop
-from benchmarks.engine.settings import EngineOptions
 from benchmarks.engine.steps import PREFIX, TREE, chain, in_turn, many, reads
 from benchmarks.harness.measure import Batch, Decoded, Run, TimedCommit
 from benchmarks.harness.report import Result, against
