@@ -52,18 +52,18 @@ def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Json
     """Of one contender, all rounds together, of what is in the log so far."""
     turns = [turn for turn in log.turns if turn.contender == contender]
     heard = list(chain.from_iterable(turn.heard for turn in turns))
-    ok, seconds = [one for one in heard if not one.error], sum(turn.seconds for turn in turns)
-    tokens = sum(one.tokens for one in ok)
+    ok, seconds = [one for one in heard if not one.error], _total(turns, "seconds")
+    tokens = _total(ok, "tokens")
     return {
         "requests": len(heard),
         "ok": len(ok),
         **_errors([one for one in heard if one.error]),
         "empty": sum(not one.times for one in ok),  # went well and had no text
-        "unfinished": sum(turn.running for turn in turns),  # when the run was interrupted; in no other figure
+        "unfinished": _total(turns, "running"),  # when the run was interrupted; in no other figure
         "seconds": seconds,
         "tokens": tokens,
         "guessed": any(one.guessed for one in ok),
-        "cached": sum(one.cached for one in ok),
+        "cached": _total(ok, "cached"),
         "by_token": all(one.sizes is not None for one in ok),  # ``itl`` is by token, not by chunk
         **_latencies(ok),
         # How late this process sent requests that were due at a time of their own.
@@ -71,8 +71,12 @@ def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Json
         "request_rate": _over(len(ok), seconds),
         "token_rate": _over(tokens, seconds),
         **_drafts([one.drafts for one in ok if one.drafts is not None]),
-        "client_share": _over(sum(turn.client_cpu for turn in turns), seconds),
+        "client_share": _over(_total(turns, "client_cpu"), seconds),
     }
+
+
+def _total(of: Sequence[object], name: str) -> Any:
+    return sum(map(attrgetter(name), of))
 
 
 def _latencies(ok: Sequence[Heard]) -> Json:
