@@ -140,7 +140,7 @@ def add_flags(parser: argparse.ArgumentParser, options: type[Options]) -> None:
         if kind is bool:
             groups[title].add_argument(_name(one), dest=one.name, action="store_true", help=about)
             continue
-        if kind in (int, float, str) and "default" not in about:
+        if kind in (int, float, str) and default is not None and "default" not in about:
             quick = f"; quick: {_word(how['quick'])}" if "quick" in how else ""
             about = f"{about} (default: {_word(default)}{quick})"
         groups[title].add_argument(
