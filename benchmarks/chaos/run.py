@@ -259,7 +259,6 @@ def result(options: FaultOptions, outcomes: Sequence[FaultResult]) -> Result:
             "holds": all(outcome.holds for outcome in outcomes),
             "rows": [{**asdict(one), "problems": one.problems, "holds": one.holds} for one in outcomes],
         },
-        width=220,
     )
     machine = found.machine
     about = (

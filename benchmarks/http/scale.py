@@ -197,4 +197,4 @@ def result(options: ScaleOptions, points: Sequence[LoadPoint], **about: Any) -> 
         goals = [goal for goal in GOALS if goal.ours(points) is not None]
         tables += [goals_table(goals, points)]
         document = {**against(goals, points), "summary": summary(points), **document}
-    return Result("scale", "What one router carries", options, tables, notes(options), document, width=200, **about)
+    return Result("scale", "What one router carries", options, tables, notes(options), document, **about)

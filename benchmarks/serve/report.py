@@ -205,7 +205,7 @@ def result(log: Log, options: ServeOptions, **about: Any) -> Result:
     }
     found = [table for table in tables(rows, comparisons) if table.lines]
     said = notes(log, options, rows)
-    return Result("serve", "Load on a server", options, found, said, document, width=200, indent=None, **about)
+    return Result("serve", "Load on a server", options, found, said, document, indent=None, **about)
 
 
 def _request(turn: Turn, one: Heard) -> Json:

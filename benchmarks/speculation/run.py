@@ -227,7 +227,6 @@ def result(options: SpeculationOptions, outcomes: Sequence[PairResult], **about:
             "tried": [asdict(row) for outcome in outcomes for row in outcome.tried],
         },
         plots=lambda folder: plots(rows, folder),
-        width=220,
         **about,
     )
     machine = found.machine
