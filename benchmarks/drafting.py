@@ -55,7 +55,7 @@ class Part:
     """One way to draft, or a few that are alike."""
 
     name: str
-    measure: Callable[[Size], AsyncIterator[Row]]
+    measure: Callable[[Size], AsyncIterator[Sequence[Row]]]
     full: Size
     quick: Size | None = None
     """None: a quick run leaves it out."""
@@ -94,15 +94,14 @@ MEDUSA = {
 }
 
 
-async def medusa(size: Size) -> AsyncIterator[Row]:
+async def medusa(size: Size) -> AsyncIterator[Sequence[Row]]:
     """The bundled heads, stretched as the target; without noise, so that they are those of its own function."""
     shape = Shape(acceptance=1.0)
     async with serving(_told(shape), "--medusa", str(pairs.stretched_heads(shape))) as dispatcher:
         runners = {name: served(dispatcher, speculation) for name, speculation in MEDUSA.items()}
         for seed, temperature in enumerate(size.temperatures):
             batches = [Batch((prompt,), size.tokens, temperature, seed) for prompt in held_out(size.rounds)]
-            for row in await compared(runners, batches, places=True, temperature=temperature):
-                yield row
+            yield await compared(runners, batches, places=True, temperature=temperature)
 
 
 # -- an EAGLE-3 head, at the target and away from it -------------------------------------------------------------------
@@ -111,7 +110,7 @@ REMOTE, LOCAL = "head at a draft worker", "head at the target"
 ON_A_GPU = Shape(hidden=4096, layers=24)
 
 
-async def eagle(size: Size) -> AsyncIterator[Row]:
+async def eagle(size: Size) -> AsyncIterator[Sequence[Row]]:
     """The bundled head for the stretched target without noise; three targets, of which one at a time is at work.
 
     Every contender finds nothing of another's text in a cache, and no prompt comes twice.
@@ -144,21 +143,17 @@ async def eagle(size: Size) -> AsyncIterator[Row]:
             }
             prompts = held_out(WARM_UP + size.rounds)
             batches = [Batch((prompt,), size.tokens, temperature, seed) for prompt in prompts]
-            for row in await compared(
-                runners, batches, 0, skip=WARM_UP, exact=False, places=True, temperature=temperature
-            ):
-                yield row
+            yield await compared(runners, batches, 0, skip=WARM_UP, exact=False, places=True, temperature=temperature)
 
 
-async def steps(size: Size) -> AsyncIterator[Row]:
+async def steps(size: Size) -> AsyncIterator[Sequence[Row]]:
     """What drafting takes from a target's steps, on the stretched target, one session and eight."""
     shape = Shape()
     target = noiseless_target(shape.hidden, shape.layers)
     loops = step_costs.costed_loops(target, stretched_eagle(shape), pairs.stretched_heads(shape))
     prompts = itertools.cycle(held_out())
     for sessions in (1, 8):
-        for row in step_costs.measure(loops, prompts, sessions, size.rounds, size.tokens):
-            yield row
+        yield step_costs.measure(loops, prompts, sessions, size.rounds, size.tokens)
 
 
 # -- output that repeats, drafted for without a model ------------------------------------------------------------------
@@ -173,7 +168,7 @@ NOT_COUNTED = 2
 """Requests of a kind that come first: nothing was remembered for them."""
 
 
-async def repetition(size: Size) -> AsyncIterator[Row]:
+async def repetition(size: Size) -> AsyncIterator[Sequence[Row]]:
     """Several similar requests of each kind. Every contender remembers in a scope of its own, and copies from none."""
     target = _told(Shape())
     tokenizer = Tokenizer.load(str(target))
@@ -187,14 +182,13 @@ async def repetition(size: Size) -> AsyncIterator[Row]:
                 Batch((tokenizer.encode(one.prompt, special=False),), size.tokens, temperature, number, (), one.grammar)
                 for number, one in enumerate(KINDS[kind]()[: size.rounds + NOT_COUNTED])
             ]
-            for row in await compared(runners, batches, 0, skip=NOT_COUNTED, kind=kind, temperature=temperature):
-                yield row
+            yield await compared(runners, batches, 0, skip=NOT_COUNTED, kind=kind, temperature=temperature)
 
 
 # -- a draft with another tokenizer ------------------------------------------------------------------------------------
 
 
-async def vocabularies(size: Size) -> AsyncIterator[Row]:
+async def vocabularies(size: Size) -> AsyncIterator[Sequence[Row]]:
     """The target alone, and with two drafts of one size, never both at work."""
     target, flags = _told(Shape()), ("--dtype", "bfloat16")
     plans = [
@@ -215,8 +209,7 @@ async def vocabularies(size: Size) -> AsyncIterator[Row]:
         for temperature in size.temperatures:
             prompts = enumerate(held_out(size.rounds))
             batches = [Batch((prompt,), size.tokens, temperature, seed) for seed, prompt in prompts]
-            for row in await compared(runners, batches, exact=False, temperature=temperature):
-                yield row
+            yield await compared(runners, batches, exact=False, temperature=temperature)
 
 
 # -- JSON that a schema demands ----------------------------------------------------------------------------------------
@@ -253,7 +246,7 @@ STRUCTURED = {
 }
 
 
-async def structured(size: Size) -> AsyncIterator[Row]:
+async def structured(size: Size) -> AsyncIterator[Sequence[Row]]:
     """One schema, in two layouts."""
     pair = pairs.stretched_pair(Shape())
     async with serving(_told(Shape()), draft=pair.draft) as dispatcher:
@@ -261,14 +254,13 @@ async def structured(size: Size) -> AsyncIterator[Row]:
         for layout, form in LAYOUTS.items():
             grammar = json_schema_grammar(dict(RECORD), "schema", form)
             batches = [Batch((prompt,), size.tokens, grammar=grammar) for prompt in held_out(size.rounds)]
-            for row in await compared(runners, batches, layout=layout):
-                yield row
+            yield await compared(runners, batches, layout=layout)
 
 
 # -- where a draft model works -----------------------------------------------------------------------------------------
 
 
-async def placement(size: Size) -> AsyncIterator[Row]:
+async def placement(size: Size) -> AsyncIterator[Sequence[Row]]:
     """Where a draft model may work, with the threads that ``up`` gives; the pair of ``paceline up --stretched``."""
     target, cores = noiseless_target(HIDDEN, LAYERS), len(os.sched_getaffinity(0))
     beside, fewer = ("--draft-model", str(SAME)), max(cores - 1, 1)
@@ -301,8 +293,7 @@ async def placement(size: Size) -> AsyncIterator[Row]:
                 Batch(tuple(itertools.islice(endless, streams)), size.tokens, temperature, seed=number)
                 for number in range(size.rounds)
             ]
-            for row in await compared(runners, batches, 1, exact=False, streams=streams, temperature=temperature):
-                yield row
+            yield await compared(runners, batches, 1, exact=False, streams=streams, temperature=temperature)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -387,8 +378,9 @@ def main(options: DraftingOptions) -> int:
 
 async def _measure(part: Part, size: Size) -> list[Row]:
     say(f"\n{part.name}")
-    found = []
-    async for row in part.measure(size):
-        tell(row)
-        found.append(row)
+    found: list[Row] = []
+    async for some in part.measure(size):
+        for row in some:
+            tell(row)
+        found += some
     return found

@@ -212,15 +212,18 @@ def measure(
             made.run(Open(SessionId(number), 1, prompt, greedy, limits, speculation, prompt=len(prompt)))
             if texts is not None:
                 texts.append(TargetText("held out", prompt, tuple(made.tokens[before:])))
-    said, steps = len(made.tokens), len(made.accepted)
+    row = _row(way, trip, len(made.tokens), len(made.accepted), clock.now, made.offered)
+    reached = [round(sum(kept >= k for kept in made.accepted) / len(made.accepted), 3) for k in DEPTHS]
+    return row | {"pushes_a_token": round(made.pushes / len(made.tokens), 2), "steps_reaching_place": reached}
+
+
+def _row(way: str, trip: float, said: int, steps: int, seconds: float, offered: int) -> dict[str, object]:
     return {
         "way": way,
         "round_trip_ms": trip,
         "tokens_per_step": round(said / steps, 3),
-        "ms_a_token": round(1e3 * clock.now / said, 2),
-        "offered_a_step": round(made.offered / steps, 2),
-        "pushes_a_token": round(made.pushes / said, 2),
-        "steps_reaching_place": [round(sum(kept >= k for kept in made.accepted) / steps, 3) for k in DEPTHS],
+        "ms_a_token": round(1e3 * seconds / said, 2),
+        "offered_a_step": round(offered / steps, 2),
         "steps": steps,
     }
 
@@ -240,15 +243,8 @@ def simulated(
     requests, said = len(passages), sum(len(passage.tokens) for passage in passages)
     texts, bounds = Passages(passages, VOCABULARY), Bounds(drafts_per_session=LIMITS.budget.drafts_per_session)
     report = simulate_texts(setting, costs, texts, Random(0), tokens=said - requests, warm_up=0, bounds=bounds)
-    steps = report.verifications + requests
-    return {
-        "way": f"{way}, simulated",
-        "round_trip_ms": trip,
-        "tokens_per_step": round((report.tokens + requests) / steps, 3),
-        "ms_a_token": round(1e3 * report.seconds / (report.tokens + requests), 2),
-        "offered_a_step": round(report.offered / steps, 2),
-        "steps": steps,
-    }
+    steps, said = report.verifications + requests, report.tokens + requests
+    return _row(f"{way}, simulated", trip, said, steps, report.seconds, report.offered)
 
 
 def simulate_all(options: argparse.Namespace) -> None:

@@ -10,14 +10,18 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from random import Random
 from typing import Any
 
-from benchmarks.chaos import nodes
+from benchmarks.chaos import nodes, settings
 from benchmarks.chaos.processes import CONTROLLER, Process, WorkerReplica
+from benchmarks.chaos.settings import Body, FaultOptions
 from benchmarks.chaos.stage import POLL_SECONDS, Stage, StageError
+from benchmarks.chaos.workload import FaultResult, Reply, Workload, tally
+from benchmarks.harness.options import BenchError
 from router.sessions.event_log import EventKind
 from speculation.events import Role
 
@@ -35,13 +39,36 @@ MAX_LOST = 2
 Fault = Callable[[Stage, Random], Awaitable[None]]
 
 
-def kill_replica(role: Role) -> Fault:
+async def under_load(
+    stage: Stage, options: FaultOptions, requests: Sequence[Body], inject: Fault, rng: Random
+) -> tuple[list[Reply], float, FaultResult]:
+    """Inject a fault under the steady load, wait until the cluster is whole, and let all streams complete.
+
+    Returns what was said, when the fault began, and what there is to say without knowing the right texts.
+    """
+    complaints, healed, began = [], 0.0, time.perf_counter()
+    async with Workload(stage.url, requests, options.streams) as load:
+        try:
+            await load.begun(settings.BEGIN_SECONDS)
+            began = time.perf_counter()
+            await inject(stage, rng)
+            await stage.whole(settings.HEAL_SECONDS)
+            healed = time.perf_counter() - began
+            await asyncio.sleep(settings.AFTER_SECONDS)
+        except (BenchError, TimeoutError) as error:
+            complaints.append(in_words(error))
+        await load.finish(settings.FINISH_SECONDS)
+    return load.replies, began, FaultResult(options.streams, tally([], {}), healed, complaints)
+
+
+def in_words(error: Exception) -> str:
+    """Never empty."""
+    return str(error) or f"a wait took too long ({type(error).__name__})"
+
+
+async def kill_replica(stage: Stage, rng: Random, role: Role) -> None:
     """Kill -9 of a worker's replica, which is its rank 0."""
-
-    async def inject(stage: Stage, rng: Random) -> None:
-        await kill((await _victim(stage, role, rng)).replica)
-
-    return inject
+    await kill((await _victim(stage, role, rng)).replica)
 
 
 async def kill_rank(stage: Stage, rng: Random) -> None:
@@ -81,42 +108,37 @@ def stopped(*processes: Process) -> Iterator[None]:
             process.send(signal.SIGCONT)
 
 
-def kill_all(role: Role) -> Fault:
+async def kill_all(stage: Stage, rng: Random, role: Role) -> None:  # noqa: ARG001 - as faults are called
     """Kill -9 of all workers of a role at once."""
-
-    async def inject(stage: Stage, rng: Random) -> None:
-        del rng
-        await kill(*(worker.replica for worker in await stage.workers(role)))
-
-    return inject
+    await kill(*(worker.replica for worker in await stage.workers(role)))
 
 
-def stop_replica(role: Role, seconds: float) -> Fault:
+async def kill_router(stage: Stage, rng: Random) -> None:
+    """Kill -9 of one of two routers."""
+    routers = await asyncio.to_thread(stage.processes.routers)
+    if len(routers) != 2:
+        raise StageError(f"{len(routers)} routers run, wanted 2")
+    await kill(rng.choice(routers))
+
+
+async def stop_replica(stage: Stage, rng: Random, role: Role, seconds: float) -> None:
     """SIGSTOP of a worker's replica, and SIGCONT later."""
-
-    async def inject(stage: Stage, rng: Random) -> None:
-        with stopped((await _victim(stage, role, rng)).replica):
-            await asyncio.sleep(seconds)
-
-    return inject
+    with stopped((await _victim(stage, role, rng)).replica):
+        await asyncio.sleep(seconds)
 
 
-def starve_drafter(seconds: float) -> Fault:
+async def starve_drafter(stage: Stage, rng: Random, seconds: float) -> None:
     """A drafter that seldom gets a core, on a machine all of whose cores are busy; it must not be taken for gone."""
-
-    async def inject(stage: Stage, rng: Random) -> None:
-        worker = await _victim(stage, Role.DRAFT, rng)
-        before = max((event["number"] for event in (await stage.view())["events"]), default=0)
-        async with _busy_cores():
-            for _ in range(max(1, round(seconds / (STARVED_SECONDS + FED_SECONDS)))):
-                with stopped(worker.replica):
-                    await asyncio.sleep(STARVED_SECONDS)
-                await asyncio.sleep(FED_SECONDS)
-        lost = times_lost((await stage.view())["events"], f"draft@{worker.address}", before)
-        if lost > MAX_LOST:
-            raise StageError(f"the starved drafter was taken for gone {lost} times, wanted at most {MAX_LOST}")
-
-    return inject
+    worker = await _victim(stage, Role.DRAFT, rng)
+    before = max((event["number"] for event in (await stage.view())["events"]), default=0)
+    async with _busy_cores():
+        for _ in range(max(1, round(seconds / (STARVED_SECONDS + FED_SECONDS)))):
+            with stopped(worker.replica):
+                await asyncio.sleep(STARVED_SECONDS)
+            await asyncio.sleep(FED_SECONDS)
+    lost = times_lost((await stage.view())["events"], f"draft@{worker.address}", before)
+    if lost > MAX_LOST:
+        raise StageError(f"the starved drafter was taken for gone {lost} times, wanted at most {MAX_LOST}")
 
 
 def times_lost(events: Iterable[Mapping[str, Any]], worker: str, after: int) -> int:
@@ -138,21 +160,16 @@ async def _busy_cores() -> AsyncIterator[None]:
         await asyncio.gather(*(process.wait() for process in busy))
 
 
-def remove_node(gpu_class: str, away: float = AWAY_SECONDS) -> Fault:
+async def remove_node(stage: Stage, rng: Random, gpu_class: str) -> None:
     """All processes of a node killed at once; later the node is started again."""
-
-    async def inject(stage: Stage, rng: Random) -> None:
-        name = rng.choice([node.name for node in (*nodes.SMALL, *nodes.LARGE) if node.gpu_class == gpu_class])
-        await stage.node("remove", name)
-        await asyncio.sleep(away)
-        await stage.node("add", name)
-
-    return inject
+    name = rng.choice([node.name for node in (*nodes.SMALL, *nodes.LARGE) if node.gpu_class == gpu_class])
+    await stage.node("remove", name)
+    await asyncio.sleep(AWAY_SECONDS)
+    await stage.node("add", name)
 
 
-async def kill_controller(stage: Stage, rng: Random) -> None:
+async def kill_controller(stage: Stage, rng: Random) -> None:  # noqa: ARG001 - as faults are called
     """Kill -9 of Serve's controller; returns when Ray has started another."""
-    del rng
     before = await asyncio.to_thread(stage.processes.found, CONTROLLER)
     await kill(*before)
     async with asyncio.timeout(CONTROLLER_SECONDS):

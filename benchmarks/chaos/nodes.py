@@ -17,6 +17,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -56,43 +57,6 @@ SMALL = (PretendNode("small-1", "127.0.0.20", "small", 1), PretendNode("small-2"
 LARGE = (PretendNode("large-1", "127.0.0.10", "large", 2), PretendNode("large-2", "127.0.0.11", "large", 2))
 
 
-class PretendCluster:
-    """The head and the other nodes, as processes of this one."""
-
-    def __init__(self, nodes: Sequence[PretendNode]) -> None:
-        """Start them all."""
-        self._nodes = {node.name: node for node in nodes}
-        self._running: dict[str, Any] = {}
-        self._cluster = Cluster()
-        self._start(HEAD, num_cpus=HEAD_CPUS, include_dashboard=False)
-        for node in nodes:
-            self.add(node.name)
-
-    @property
-    def address(self) -> str:
-        """Of Ray."""
-        return str(self._cluster.address)
-
-    def add(self, name: str) -> None:
-        """Start a node, or start it again."""
-        node = self._nodes[name]
-        labels = {GPU_CLASS: node.gpu_class}
-        self._running[name] = self._start(node.address, num_cpus=node.cpus, num_gpus=node.gpus, labels=labels)
-
-    def remove(self, name: str) -> None:
-        """Kill all processes of a node."""
-        node = self._running.pop(name)
-        kill_tree(info.process.pid for infos in node.all_processes.values() for info in infos)
-        self._cluster.remove_node(node, allow_graceful=False)
-
-    def stop(self) -> None:
-        """End all nodes."""
-        self._cluster.shutdown()  # type: ignore[no-untyped-call]
-
-    def _start(self, address: str, **options: Any) -> Any:
-        return self._cluster.add_node(object_store_memory=OBJECT_STORE_BYTES, node_ip_address=address, **options)
-
-
 def kill_tree(roots: Any) -> None:
     """Kill processes with everything below them, all stopped first, so that none sees another go."""
     family: list[Any] = []
@@ -122,32 +86,38 @@ def start_serve(address: str, port: int) -> None:
     ray.shutdown()
 
 
-def obey(cluster: PretendCluster) -> None:
-    """Carry out the lines of the input, until it ends."""
-    for line in sys.stdin:
-        match line.split():
-            case ["add", name]:
-                cluster.add(name)
-            case ["remove", name]:
-                cluster.remove(name)
-            case _:
-                raise ValueError(f"neither add NAME nor remove NAME: {line!r}")
-        say(f"did {line.strip()}")
-
-
 def main(nodes: Sequence[PretendNode] = (*LARGE, *SMALL)) -> None:
-    """Run a cluster."""
+    """Run a cluster, and carry out the lines of the input until it ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--serve", type=int, metavar="PORT", help="start Ray Serve with its HTTP door there")
     args = parser.parse_args()
-    cluster = PretendCluster(nodes)
+    cluster, known, running = Cluster(), {node.name: node for node in nodes}, dict[str, Any]()
+    start = partial(cluster.add_node, object_store_memory=OBJECT_STORE_BYTES)
+
+    def add(name: str) -> None:
+        node = known[name]
+        how: Any = {"num_cpus": node.cpus, "num_gpus": node.gpus, "labels": {GPU_CLASS: node.gpu_class}}
+        running[name] = start(node_ip_address=node.address, **how)
+
+    def remove(name: str) -> None:
+        node = running.pop(name)
+        kill_tree(info.process.pid for infos in node.all_processes.values() for info in infos)
+        cluster.remove_node(node, allow_graceful=False)
+
+    orders = {"add": add, "remove": remove}
     try:
+        start(node_ip_address=HEAD, num_cpus=HEAD_CPUS, include_dashboard=False)
+        for name in known:
+            add(name)
         if args.serve:
-            start_serve(cluster.address, args.serve)
-        say(cluster.address)
-        obey(cluster)
+            start_serve(str(cluster.address), args.serve)
+        say(str(cluster.address))
+        for line in sys.stdin:
+            order, name = line.split()
+            orders[order](name)
+            say(f"did {line.strip()}")
     finally:
-        cluster.stop()
+        cluster.shutdown()  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil  # type: ignore[import-untyped]
 
@@ -21,11 +21,20 @@ REPLICA = "ray::ServeReplica:paceline:"
 CONTROLLER = "ray::ServeController"
 _KINDS = {Role.TARGET: "TargetWorker", Role.DRAFT: "DraftWorker"}
 GONE = (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied)
+_IDLE = (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED, psutil.STATUS_DEAD)
+Told = TypeVar("Told")
+
+
+def _unless_gone(ask: Callable[[], Told], otherwise: Told) -> Told:
+    try:
+        return ask()
+    except GONE:
+        return otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One that was found running."""
+    """One that was found running. Of one that is gone, everything is nothing."""
 
     title: str
     handle: Any
@@ -38,47 +47,32 @@ class Process:
     @property
     def running(self) -> bool:
         """Whether it lives and is not held by SIGSTOP."""
-        with contextlib.suppress(*GONE):
-            return self.handle.is_running() and self.handle.status() not in (
-                psutil.STATUS_ZOMBIE,
-                psutil.STATUS_STOPPED,
-                psutil.STATUS_DEAD,
-            )
-        return False
+        return _unless_gone(lambda: self.handle.is_running() and self.handle.status() not in _IDLE, False)
 
     @property
     def resident(self) -> int:
-        """Bytes of memory; 0 if it is gone."""
-        with contextlib.suppress(*GONE):
-            return int(self.handle.memory_info().rss)
-        return 0
+        """Bytes of memory."""
+        return _unless_gone(lambda: int(self.handle.memory_info().rss), 0)
 
     @property
     def descriptors(self) -> int:
-        """Open files and sockets; 0 if it is gone."""
-        with contextlib.suppress(*GONE):
-            return int(self.handle.num_fds())
-        return 0
+        """Open files and sockets."""
+        return _unless_gone(lambda: int(self.handle.num_fds()), 0)
 
     @property
     def node(self) -> str:
         """Address of the pretend node it runs on."""
-        with contextlib.suppress(*GONE):
-            for part in self.handle.parent().cmdline():
-                if part.startswith("--node_ip_address="):
-                    return str(part.partition("=")[2])
-        return ""
+        words: list[str] = _unless_gone(lambda: list(self.handle.parent().cmdline()), [])
+        flag = "--node_ip_address="
+        return next((word.removeprefix(flag) for word in words if word.startswith(flag)), "")
 
     def send(self, number: signal.Signals) -> None:
-        """A signal; nothing happens if it is gone."""
-        with contextlib.suppress(*GONE):
-            self.handle.send_signal(number)
+        """A signal."""
+        _unless_gone(lambda: self.handle.send_signal(number), None)
 
     def connections(self) -> list[Any]:
         """Its TCP sockets."""
-        with contextlib.suppress(*GONE):
-            return list(self.handle.net_connections("tcp"))
-        return []
+        return _unless_gone(lambda: list(self.handle.net_connections("tcp")), [])
 
     def listens(self) -> str:
         """Where a worker serves gRPC: its one port on the address of its node. Empty if it does not yet."""
@@ -97,7 +91,6 @@ class Process:
 class WorkerReplica:
     """A replica of a worker pool, and the processes of its other ranks."""
 
-    role: Role
     node: str
     address: str
     """Where it serves gRPC; empty if it does not."""
@@ -129,7 +122,7 @@ class Processes:
             if f"{REPLICA}{_KINDS[role]}" in replica.title:
                 node = replica.node
                 ranks = (p for p in everything if f"ray::paceline:{role}" in p.title and p.node == node)
-                found.append(WorkerReplica(role, node, replica.listens(), replica, tuple(ranks)))
+                found.append(WorkerReplica(node, replica.listens(), replica, tuple(ranks)))
         return sorted(found, key=lambda worker: worker.node)
 
     def routers(self) -> list[Process]:

@@ -1,24 +1,43 @@
-"""The rows about routers: one of two killed, and streams that last longer than any of them.
+"""The rows about routers: one of two killed, streams that last longer than any of them, a way to a target that stalls.
 
 A router alone holds the connections of its clients. Killed, it takes their streams along; told to go, it stays until
 they have ended.
+
+Serve's replicas are connected to without anything in between, so the row of a stall in one direction has routers and
+workers of its own: plain processes beside the pretend cluster, one target behind a proxy that can hold back what goes
+one way.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
 from random import Random
+from typing import Any
 
 from benchmarks.chaos import faults, settings
-from benchmarks.chaos.pressure import meanwhile, sampled
-from benchmarks.chaos.records import FaultResult, Reply, difference, tally
-from benchmarks.chaos.settings import Body, ChaosOptions
-from benchmarks.chaos.stage import Stage, StageError
-from benchmarks.chaos.workload import Workload, client, stream
+from benchmarks.chaos.settings import BEGIN_SECONDS, FINISH_SECONDS, HEAL_SECONDS, MAX_SESSIONS, Body, ChaosOptions
+from benchmarks.chaos.stage import Stage, until_nothing
+from benchmarks.chaos.workload import (
+    FaultResult,
+    Reply,
+    Workload,
+    client,
+    difference,
+    meanwhile,
+    sampling,
+    stream,
+    tally,
+)
+from benchmarks.harness.processes import READY, WorkerPlan, all_running, child
+from cluster.config.environment import BUNDLED
+from cluster.processes.child import HeldPort
+from router.sessions.event_log import EventKind
 from speculation.events import Role
+from transport.address import parse
 
 BREAK_SECONDS = 5.0
 """In which Serve's proxy must know that a router is gone: no stream may break later."""
@@ -40,53 +59,42 @@ async def kill_router(stage: Stage, options: ChaosOptions) -> FaultResult:
     is that nobody else's do, that what was said until then was right, that the other router gives the same text for the
     same seed when it is asked again, and that the workers forget the sessions.
     """
-    rng = Random(f"{options.seed} kill-router")
     requests = stage.fresh(options, options.tokens)
-    async with Workload(stage.url, requests, options.streams) as load:
-        await load.begun(settings.BEGIN_SECONDS)
-        routers = await asyncio.to_thread(stage.processes.routers)
-        if len(routers) != 2:
-            raise StageError(f"{len(routers)} routers run, wanted 2")
-        killed = time.monotonic()
-        await faults.kill(rng.choice(routers))
-        await stage.whole(settings.HEAL_SECONDS)
-        healed = time.monotonic() - killed
-        await asyncio.sleep(settings.AFTER_SECONDS)
-        await load.finish(settings.FINISH_SECONDS)
-    broken = [reply for reply in load.replies if reply.failed]
+    rng = Random(f"{options.seed} kill-router")
+    replies, killed, outcome = await faults.under_load(stage, options, requests, faults.kill_router, rng)
+    broken = [reply for reply in replies if reply.failed]
     again = await ask_again(stage.url, requests, broken)
-    right = await stage.right_texts(requests, load.replies)
-    counted = tally([*(reply for reply in load.replies if not reply.failed), *again], right)
-    complaints = objections(load.replies, killed, right)
-    notes = [
-        f"{len(broken)} streams broke with their router; asked again, {sum(not r.failed for r in again)} completed"
-    ]
-    return FaultResult(options.streams, counted, healed, complaints, notes)
+    right = await stage.right_texts(requests, replies)
+    outcome.tally = tally([*(reply for reply in replies if not reply.failed), *again], right)
+    outcome.complaints += objections(replies, killed, right)
+    completed = sum(not reply.failed for reply in again)
+    outcome.notes = [f"{len(broken)} streams broke with their router; asked again, {completed} completed"]
+    return outcome
 
 
 async def ask_again(url: str, requests: Sequence[Body], broken: Sequence[Reply]) -> list[Reply]:
     """The same requests, as a client would send them whose stream broke."""
-    again = [Reply(reply.request, time.monotonic()) for reply in broken]
+    again = [Reply(reply.number, due=time.perf_counter()) for reply in broken]
     async with client(max(len(again), 1)) as http:
-        await asyncio.gather(*(stream(http, url, requests[reply.request], reply) for reply in again))
+        await asyncio.gather(*(stream(http, url, requests[reply.number], reply) for reply in again))
     return again
 
 
 def objections(replies: Sequence[Reply], killed: float, right: Mapping[int, str]) -> list[str]:
     """What is wrong with how streams broke when a router was killed, at the time ``killed``."""
     broken = [reply for reply in replies if reply.failed]
-    struck = [reply for reply in replies if reply.ended is not None and reply.sent < killed < reply.ended]
+    struck = [reply for reply in replies if reply.sent < killed < reply.ended]
     found = []
-    if not any(reply.failed and reply.parts for reply in struck):
+    if not any(reply.failed and reply.text for reply in struck):
         found.append("no stream broke: the killed router had none")
     if all(reply.failed for reply in struck):
         found.append("every stream broke, also those of the other router")
     for reply in broken:
-        after = (reply.ended or 0.0) - killed
+        after = reply.ended - killed
         if not 0 <= after <= BREAK_SECONDS:
-            found.append(f"request {reply.request} broke {after:.1f} s after the router was killed: {reply.reason}")
-        if reply.differs(right[reply.request]):
-            found.append(f"request {reply.request}, broken: {difference(reply.text, right[reply.request])}")
+            found.append(f"request {reply.number} broke {after:.1f} s after the router was killed: {reply.reason}")
+        if reply.differs(right[reply.number]):
+            found.append(f"request {reply.number}, broken: {difference(reply.text, right[reply.number])}")
     return found
 
 
@@ -109,10 +117,10 @@ async def long_streams(stage: Stage, options: ChaosOptions) -> FaultResult:
     async with Workload(stage.url, requests, options.streams) as load:
         await load.begun(settings.BEGIN_SECONDS)
         load.resize(0)
-        began = time.monotonic()
-        async with _held_back(stage, load.replies), sampled(sample):
+        began = time.perf_counter()
+        async with _held_back(stage, load.replies), meanwhile(sampling(sample)):
             await stage.update({"router": {"replicas": 2}})
-            replaced = time.monotonic()  # that takes until the last stream has ended
+            replaced = time.perf_counter()  # that takes until the last stream has ended
             replacing = asyncio.create_task(stage.update({"router": {"max_sessions": settings.MAX_SESSIONS + 1}}))
             await asyncio.sleep(LONG_SECONDS + SLACK_SECONDS)
         await load.finish(settings.FINISH_SECONDS)
@@ -123,7 +131,7 @@ async def long_streams(stage: Stage, options: ChaosOptions) -> FaultResult:
     if not (carriers and successors):
         complaints.append(f"HAProxy was not replaced below the streams: {len(carriers)} ran, {len(successors)} came")
     counted = await stage.tally(requests, load.replies)
-    lasted = [(reply.ended or 0.0) - reply.sent for reply in load.replies]
+    lasted = [reply.ended - reply.sent for reply in load.replies]
     when = (
         f"all routers were replaced {replaced - began:.0f} s after they had begun; {len(came)} routers and "
         f"{len(successors)} HAProxies came meanwhile"
@@ -134,7 +142,7 @@ async def long_streams(stage: Stage, options: ChaosOptions) -> FaultResult:
 
 def too_short(replies: Sequence[Reply], since: float, seconds: float) -> list[str]:
     """Which streams ended so soon after a time, although they were to last longer."""
-    lasted = {reply.request: (reply.ended or 0.0) - since for reply in replies}
+    lasted = {reply.number: reply.ended - since for reply in replies}
     return [f"request {number} went on for {took:.0f} s only" for number, took in lasted.items() if took <= seconds]
 
 
@@ -145,13 +153,138 @@ async def _held_back(stage: Stage, replies: Sequence[Reply]) -> AsyncIterator[No
     processes = [process for worker in workers for process in (worker.replica, *worker.ranks)]
 
     async def hold() -> None:
-        began = time.monotonic()
+        began = time.perf_counter()
         while True:
-            due = settings.LONG_TOKENS * (time.monotonic() - began) / HELD_BACK_SECONDS
-            if max(len(reply.chunks) for reply in replies) > due:
+            due = settings.LONG_TOKENS * (time.perf_counter() - began) / HELD_BACK_SECONDS
+            if max(len(reply.times) for reply in replies) > due:
                 with faults.stopped(*processes):
                     await asyncio.sleep(RESTS_SECONDS)
             await asyncio.sleep(WORKS_SECONDS)
 
     async with meanwhile(hold()):
         yield
+
+
+HELD_SECONDS = 12.0
+NOTICED_SECONDS = 5.0
+"""In which unanswered pings must have told: 2 s, and more where the router itself has no core."""
+CHUNK_BYTES = 1 << 16
+
+
+class OneWayProxy:
+    """Passes TCP connections on, and can hold back all that comes from those who connect, ends of streams too."""
+
+    def __init__(self, address: str) -> None:
+        """``address``: where to, HOST:PORT."""
+        self.address = ""
+        self._there = parse(address)
+        self._open = asyncio.Event()
+        self._open.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> OneWayProxy:
+        """Listen on a free port of this machine."""
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        """Cut all connections."""
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Meanwhile nothing arrives there. What is held back arrives afterwards."""
+        self._open.clear()
+        try:
+            yield
+        finally:
+            self._open.set()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        always, task = asyncio.Event(), asyncio.current_task()
+        always.set()
+        assert task is not None
+        self._tasks.add(task)
+        writers, passing = [writer], list[asyncio.Task[None]]()
+        try:
+            with contextlib.suppress(OSError):  # who is there is gone: whoever has connected sees that
+                there_reader, there_writer = await asyncio.open_connection(*self._there)
+                writers.append(there_writer)
+                for way in ((reader, there_writer, self._open), (there_reader, writer, always)):
+                    passing.append(asyncio.create_task(_pass_on(*way)))
+                await asyncio.wait(passing, return_when=asyncio.FIRST_COMPLETED)
+                await self._open.wait()
+        finally:
+            self._tasks.discard(task)
+            for each in passing:
+                each.cancel()
+            for end in writers:
+                end.close()
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, may: asyncio.Event) -> None:
+    """Until there is no more, each piece once it ``may`` go on."""
+    with contextlib.suppress(OSError):
+        while data := await reader.read(CHUNK_BYTES):
+            await may.wait()
+            writer.write(data)
+            await writer.drain()
+
+
+@asynccontextmanager
+async def two_targets(dtype: str) -> AsyncIterator[tuple[str, OneWayProxy]]:
+    """A router, a drafter and two targets, one of them behind the proxy; where they serve. Raises WorkerFailed."""
+    flags = ("--dtype", dtype, "--threads", "1")
+    roles = (Role.TARGET, Role.TARGET, Role.DRAFT)
+    plans = [WorkerPlan(role, BUNDLED / role.value, None, flags=flags) for role in roles]
+    with closing(HeldPort()) as port:
+        async with all_running(plans) as (one, other, draft), OneWayProxy(one.first) as proxy:
+            known = ("--target", proxy.address, "--target", other.first, "--draft", draft.first)
+            served = ("--port", str(port.number), "--max-sessions", str(MAX_SESSIONS))
+            async with child("router", "cluster.cli", "router", *known, *served, ready=READY):
+                yield f"http://{port.address}", proxy
+
+
+async def one_way_stall(stage: Stage, options: ChaosOptions) -> FaultResult:
+    """Hold back what goes to one of two targets under the steady load, for a while."""
+    requests = stage.fresh(options, options.tokens)
+    async with two_targets(options.dtype) as (url, proxy), Workload(url, requests, options.streams) as load:
+        await load.begun(BEGIN_SECONDS)
+        began, held_at = time.perf_counter(), time.time()
+        async with proxy.held():
+            await asyncio.sleep(HELD_SECONDS)
+        events = await _until_back(url, f"target@{proxy.address}")
+        healed = time.perf_counter() - began
+        await load.finish(FINISH_SECONDS)
+    complaints, notes = noticed(events, f"target@{proxy.address}", held_at)
+    counted = await stage.tally(requests, load.replies)
+    return FaultResult(options.streams, counted, healed, complaints, notes)
+
+
+def noticed(events: Iterable[Mapping[str, Any]], worker: str, held_at: float) -> tuple[list[str], list[str]]:
+    """What is wrong with how soon a router noticed, and when it did; ``held_at``: seconds since 1970."""
+    lost = [event for event in events if event["kind"] == EventKind.WORKER_LOST and event["worker"] == worker]
+    if not lost:
+        return ["the stall was not noticed"], []
+    after = lost[0]["time"] - held_at
+    late = [f"the stall was noticed after {after:.1f} s, wanted within {NOTICED_SECONDS:g} s"]
+    return (late if after > NOTICED_SECONDS else []), [f"after {after:.1f} s: {lost[0]['text']}"]
+
+
+async def _until_back(url: str, worker: str) -> list[Mapping[str, Any]]:
+    """Wait until a router has a worker; its events. Raises StageError, httpx.HTTPError."""
+    async with client(1) as http:
+
+        async def view() -> dict[str, Any]:
+            return dict((await http.get(f"{url}/cluster")).raise_for_status().json())
+
+        async def gone() -> str:
+            back = any(part["id"] == worker and part["state"] == "up" for part in (await view())["workers"])
+            return "" if back else worker
+
+        await until_nothing(gone, HEAL_SECONDS, "not reached again")
+        return list((await view())["events"])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 from random import Random
 from typing import Any
 
@@ -14,13 +17,10 @@ import httpx
 
 from benchmarks.chaos import faults, settings
 from benchmarks.chaos.faults import Fault
-from benchmarks.chaos.one_way import one_way_stall
-from benchmarks.chaos.pressure import FOLLOW, overload, ramp
-from benchmarks.chaos.records import FaultResult, Requirement, tally
-from benchmarks.chaos.routers import LONG_SECONDS, kill_router, long_streams
+from benchmarks.chaos.routers import LONG_SECONDS, kill_router, long_streams, one_way_stall
 from benchmarks.chaos.settings import ChaosOptions
 from benchmarks.chaos.stage import Stage, StageError
-from benchmarks.chaos.workload import Workload
+from benchmarks.chaos.workload import FaultResult, Requirement, Workload, meanwhile, sampling, tally
 from benchmarks.harness.options import BenchError
 from speculation.events import Role
 
@@ -52,40 +52,42 @@ class Scenario:
 
 def scenarios(options: ChaosOptions) -> list[Scenario]:
     """All, in the order of the table."""
-    hang = f"SIGSTOP of a {{}} for {options.hang:g} s"
+    hang, kill = options.hang, "kill -9 of "
     under = {seconds: Requirement(f"silence under {seconds:g} s", seconds) for seconds in (1.0, REOPENED, 5.0, 10.0)}
-    rows = [
-        _row("undisturbed", "none", under[1.0], _nothing),
-        _row("kill-draft", "kill -9 of one of two drafters, then of both", under[1.0], _kill_drafters),
-        _row("stop-draft", hang.format("drafter"), under[1.0], faults.stop_replica(Role.DRAFT, options.hang)),
-        _row("starve-draft", f"a drafter starved for {options.hang:g} s", SLOW, faults.starve_drafter(options.hang)),
-        _row("kill-target", "kill -9 of a target replica", under[REOPENED], faults.kill_replica(Role.TARGET)),
-        _row("kill-rank", "kill -9 of rank 1 of a target", under[REOPENED], faults.kill_rank),
-        _row("stop-rank", "SIGSTOP of rank 1 of a target, for good", STUCK, faults.stop_rank),
-        _row("stop-target", hang.format("target"), under[5.0], faults.stop_replica(Role.TARGET, options.hang)),
-        _row("remove-small", "a small-GPU node removed", under[10.0], faults.remove_node("small")),
-        _row("remove-large", "a large-GPU node removed", under[10.0], faults.remove_node("large")),
-        _row("kill-controller", "Serve controller killed", under[1.0], faults.kill_controller),
-        _row("replace-targets", "target pool drained and replaced", under[1.0], _replace_targets),
+    stop = partial(faults.stop_replica, seconds=hang)
+    disturbing: list[tuple[str, str, Requirement, Fault]] = [
+        ("undisturbed", "none", under[1.0], _nothing),
+        ("kill-draft", f"{kill}one of two drafters, then of both", under[1.0], _kill_drafters),
+        ("stop-draft", f"SIGSTOP of a drafter for {hang:g} s", under[1.0], partial(stop, role=Role.DRAFT)),
+        ("starve-draft", f"a drafter starved for {hang:g} s", SLOW, partial(faults.starve_drafter, seconds=hang)),
+        ("kill-target", f"{kill}a target replica", under[REOPENED], partial(faults.kill_replica, role=Role.TARGET)),
+        ("kill-rank", f"{kill}rank 1 of a target", under[REOPENED], faults.kill_rank),
+        ("stop-rank", "SIGSTOP of rank 1 of a target, for good", STUCK, faults.stop_rank),
+        ("stop-target", f"SIGSTOP of a target for {hang:g} s", under[5.0], partial(stop, role=Role.TARGET)),
+        ("remove-small", "a small-GPU node removed", under[10.0], partial(faults.remove_node, gpu_class="small")),
+        ("remove-large", "a large-GPU node removed", under[10.0], partial(faults.remove_node, gpu_class="large")),
+        ("kill-controller", "Serve controller killed", under[1.0], faults.kill_controller),
+        ("replace-targets", "target pool drained and replaced", under[1.0], _replace_targets),
+        ("standby", f"{kill}the only active target, another one standing by", under[REOPENED], faults.kill_active),
     ]
-    takeover = _row(
-        "standby", "kill -9 of the only active target, another one standing by", under[REOPENED], faults.kill_active
-    )
-    rows.append(replace(takeover, changes={"target": {"replicas": settings.TARGETS - 1, "standby": 1}}))
-    heard = "the way to a target stalls, not the way back"
-    rows.append(Scenario("one-way", heard, Requirement("found by pings; silence under 5 s", 5.0), one_way_stall))
-    again = Requirement("only its streams break; asked again, the same text", 1.0)
-    rows.append(
-        Scenario("kill-router", "kill -9 of one of two routers", again, kill_router, {"router": {"replicas": 2}})
-    )
-    follow = Requirement("pools follow, no flapping")
-    bounded = Requirement("429s before acceptance only, bounded queue")
-    rows.append(Scenario("ramp", "load ramp 1 to 32 to 0 streams", follow, ramp, FOLLOW))
-    rows.append(Scenario("overload", f"4 times capacity for {options.overload:g} s", bounded, overload))
+    standby = {"standby": {"target": {"replicas": settings.TARGETS - 1, "standby": 1}}}
+    rows = [
+        Scenario(name, fault, wanted, _disturbing(name, inject), standby.get(name))
+        for name, fault, wanted, inject in disturbing
+    ]
+    found, again = "found by pings; silence under 5 s", "only its streams break; asked again, the same text"
+    over, bounded = f"4 times capacity for {options.overload:g} s", "429s before acceptance only, bounded queue"
     replaced = "a router comes, then all are replaced, and HAProxy with each change, below long streams"
-    whole = Requirement(f"streams complete, {LONG_SECONDS:.0f} s later and more")
-    rows.append(Scenario("long-streams", replaced, whole, long_streams, {}, haproxy=True))
-    return rows
+    whole, two = f"streams complete, {LONG_SECONDS:.0f} s later and more", {"router": {"replicas": 2}}
+    stall, ramped = "the way to a target stalls, not the way back", "load ramp 1 to 32 to 0 streams"
+    return [
+        *rows,
+        Scenario("one-way", stall, Requirement(found, 5.0), one_way_stall),
+        Scenario("kill-router", f"{kill}one of two routers", Requirement(again, 1.0), kill_router, two),
+        Scenario("ramp", ramped, Requirement("pools follow, no flapping"), ramp, FOLLOW),
+        Scenario("overload", over, Requirement(bounded), overload),
+        Scenario("long-streams", replaced, Requirement(whole), long_streams, {}, haproxy=True),
+    ]
 
 
 async def run(scenario: Scenario, stage: Stage, options: ChaosOptions) -> FaultResult:
@@ -94,62 +96,42 @@ async def run(scenario: Scenario, stage: Stage, options: ChaosOptions) -> FaultR
         async with nullcontext() if scenario.changes is None else stage.changed(scenario.changes):
             outcome = await scenario.drive(stage, options)
     except (BenchError, TimeoutError, httpx.HTTPError) as error:
-        outcome = FaultResult(options.streams, tally([], {}), complaints=[_words(error)])
+        outcome = FaultResult(options.streams, tally([], {}), complaints=[faults.in_words(error)])
     outcome.name, outcome.fault, outcome.wanted = scenario.name, scenario.fault, scenario.wanted
     outcome.complaints += [words for words in (stage.ended, await stage.left()) if words]
     return outcome
 
 
-def _row(name: str, fault: str, wanted: Requirement, inject: Fault) -> Scenario:
-    async def drive(stage: Stage, options: ChaosOptions) -> FaultResult:
-        return await disturbed(stage, options, inject, Random(f"{options.seed} {name}"))
-
-    return Scenario(name, fault, wanted, drive)
+def _disturbing(name: str, inject: Fault) -> Drive:
+    return lambda stage, options: disturbed(stage, options, inject, Random(f"{options.seed} {name}"))
 
 
 async def disturbed(stage: Stage, options: ChaosOptions, inject: Fault, rng: Random) -> FaultResult:
-    """Inject a fault under the steady load, wait until the cluster is whole, and let all streams complete.
+    """Inject a fault under the steady load.
 
     Every request is a new one, computed undisturbed only afterwards: a target that takes over a session must not find
     its text in the cache because it has computed the same before.
     """
     requests = stage.fresh(options, options.tokens)
-    complaints, healed, began = [], 0.0, time.monotonic()
-    async with Workload(stage.url, requests, options.streams) as load:
-        try:
-            await load.begun(settings.BEGIN_SECONDS)
-            began = time.monotonic()
-            await inject(stage, rng)
-            await stage.whole(settings.HEAL_SECONDS)
-            healed = time.monotonic() - began
-            await asyncio.sleep(settings.AFTER_SECONDS)
-        except (BenchError, TimeoutError) as error:
-            complaints.append(_words(error))
-        await load.finish(settings.FINISH_SECONDS)
-    counted = await stage.tally(requests, load.replies)
-    notes = [f"the longest silence began {counted.silence.began - began:.1f} s after the fault"]
-    return FaultResult(options.streams, counted, healed, complaints, notes)
+    replies, began, outcome = await faults.under_load(stage, options, requests, inject, rng)
+    outcome.tally = await stage.tally(requests, replies)
+    outcome.notes = [f"the longest silence began {outcome.tally.silence.began - began:.1f} s after the fault"]
+    return outcome
 
 
-def _words(error: Exception) -> str:
-    return str(error) or f"a wait took too long ({type(error).__name__})"
-
-
-async def _nothing(stage: Stage, rng: Random) -> None:
-    del stage, rng
+async def _nothing(*_: object) -> None:
     await asyncio.sleep(BETWEEN_SECONDS)
 
 
 async def _kill_drafters(stage: Stage, rng: Random) -> None:
-    await faults.kill_replica(Role.DRAFT)(stage, rng)
+    await faults.kill_replica(stage, rng, Role.DRAFT)
     await stage.whole(settings.HEAL_SECONDS)
     await asyncio.sleep(BETWEEN_SECONDS)
-    await faults.kill_all(Role.DRAFT)(stage, rng)
+    await faults.kill_all(stage, rng, Role.DRAFT)
 
 
-async def _replace_targets(stage: Stage, rng: Random) -> None:
+async def _replace_targets(stage: Stage, _: Random) -> None:
     """Deploy another ``max_running``, and see that no old replica is left."""
-    del rng
     before = {worker.replica.pid for worker in await stage.workers(Role.TARGET)}
     now = stage.setting("target", "max_running")
     await stage.update({"target": {"max_running": next(value for value in MAX_RUNNING if value != now)}})
@@ -157,3 +139,125 @@ async def _replace_targets(stage: Stage, rng: Random) -> None:
     kept = before & {worker.replica.pid for worker in await stage.workers(Role.TARGET)}
     if kept:
         raise StageError(f"target processes {sorted(kept)} were not replaced")
+
+
+RAMP_TOKENS, OVERLOAD_TOKENS = 200, 100
+STEP_SECONDS = 1.0
+"""From one more stream of the ramp to the next."""
+HOLD_SECONDS = 15.0
+QUIET_SECONDS = 45.0
+"""After the ramp, in which the pools are to shrink."""
+FOLLOW = {
+    "target": {"min_replicas": 1, "max_replicas": settings.TARGETS},
+    "draft": {"min_replicas": 1, "max_replicas": settings.DRAFTS},
+    "autoscaling": {"up_s": 2, "down_s": 10, "pause_s": 5},
+}
+"""Pools that follow the load, with delays short enough to be watched."""
+MOST_TURNS = {Role.TARGET: 1, Role.DRAFT: 3}
+"""Work for targets rises and falls with the streams. That for drafters has two humps: at the peak, where drafts do not
+pay, they may be told to rest."""
+SHORTEST = 9
+"""Samples for which a size is held at least, of the ten seconds for which a pool has to be too large to shrink."""
+MEGABYTE = 1 << 20
+GROWTH_MB = 100
+"""Most memory that a router may take for requests beyond its capacity."""
+FIRST_TOKEN_SECONDS = 30.0
+"""Longest wait of an accepted request for its first token under overload."""
+
+
+@dataclass(slots=True)
+class PoolSizes:
+    """How many workers of each role there were, over time."""
+
+    seen: dict[Role, list[int]] = field(default_factory=lambda: {Role.TARGET: [], Role.DRAFT: []})
+
+    def objections(self) -> list[str]:
+        """What is wrong with how the pools followed: each should have grown, then shrunk, and held every size."""
+        found = []
+        for role, seen in self.seen.items():
+            if not seen[0] < max(seen) > seen[-1]:
+                found.append(f"the {role} pool did not follow")
+            turns = self.turns(role)
+            if len(turns) > MOST_TURNS[role] or min(turns, default=SHORTEST) < SHORTEST:
+                found.append(f"the {role} pool flapped: {seen}")
+        return found
+
+    def turns(self, role: Role) -> list[int]:
+        """For how many samples each size was held between growing and shrinking, or the other way round."""
+        runs = [(size, len([*same])) for size, same in groupby(self.seen[role])]
+        around = zip(runs, runs[1:], runs[2:], strict=False)
+        return [count for (before, _), (size, count), (after, _) in around if (before < size) == (after < size)]
+
+    def about(self, role: Role) -> str:
+        """For the notes."""
+        seen = self.seen[role]
+        return f"{role} workers {seen[0]}, most {max(seen)}, at the end {seen[-1]}" if seen else ""
+
+
+async def ramp(stage: Stage, options: ChaosOptions) -> FaultResult:
+    """One stream more every second, then one less; the pools may follow from one worker to all that fit."""
+    await stage.shrunk(settings.HEAL_SECONDS)
+    await stage.whole(settings.HEAL_SECONDS)
+    requests, sizes = options.requests(RAMP_TOKENS), PoolSizes()
+
+    async def sample() -> None:
+        for role, seen in sizes.seen.items():
+            workers = await stage.workers(role)
+            seen.append(sum(worker.running and bool(worker.address) for worker in workers))
+
+    async with meanwhile(sampling(sample)), Workload(stage.url, requests, 1) as load:
+        for streams in range(1, settings.RAMP_STREAMS + 1):
+            load.resize(streams)
+            await asyncio.sleep(STEP_SECONDS)
+        await asyncio.sleep(HOLD_SECONDS)
+        for streams in reversed(range(settings.RAMP_STREAMS)):
+            load.resize(streams)
+            await asyncio.sleep(STEP_SECONDS)
+        await load.finish(settings.FINISH_SECONDS)
+        await asyncio.sleep(QUIET_SECONDS)
+    outcome = FaultResult(settings.RAMP_STREAMS, await stage.tally(requests, load.replies))
+    outcome.complaints += sizes.objections()
+    if outcome.tally.refused:
+        outcome.complaints.append(f"{outcome.tally.refused} requests were refused")
+    outcome.notes = [sizes.about(role) for role in sizes.seen]
+    return outcome
+
+
+async def overload(stage: Stage, options: ChaosOptions) -> FaultResult:
+    """Four times as many streams as the router accepts, for a while."""
+    requests = options.requests(OVERLOAD_TOKENS)
+    (router, *_) = stage.processes.routers()
+    before = router.resident
+    longest, most = 0, before
+
+    async def sample() -> None:
+        nonlocal longest, most
+        most = max(most, router.resident)
+        with contextlib.suppress(httpx.HTTPError):
+            workers = (await stage.view())["workers"]
+            longest = max(longest, *(part["waiting"] for part in workers if part["role"] == Role.TARGET.value))
+
+    began = time.monotonic()
+    async with (
+        meanwhile(sampling(sample)),
+        Workload(stage.url, requests, settings.OVERLOAD * settings.MAX_SESSIONS) as load,
+    ):
+        await asyncio.sleep(options.overload)
+        await load.finish(settings.FINISH_SECONDS)
+    seconds = time.monotonic() - began
+    outcome = FaultResult(settings.OVERLOAD * settings.MAX_SESSIONS, await stage.tally(requests, load.replies))
+    grown, first = (most - before) / MEGABYTE, outcome.tally.first_token
+    accepted = outcome.tally.requests - outcome.tally.refused
+    outcome.notes = [
+        f"{accepted} accepted, {outcome.tally.refused} refused in {seconds:.0f} s",
+        f"at most {longest} waiting at a target, router +{grown:.0f} MB",
+        f"first token within {first:.1f} s",
+    ]
+    checks = [
+        (outcome.tally.refused > 0, "nothing was refused"),
+        (longest <= settings.MAX_SESSIONS, f"{longest} sessions waited at a target"),
+        (grown <= GROWTH_MB, f"the router grew by {grown:.0f} MB, wanted at most {GROWTH_MB}"),
+        (first <= FIRST_TOKEN_SECONDS, f"an accepted request waited {first:.1f} s for its first token"),
+    ]
+    outcome.complaints += [words for holds, words in checks if not holds]
+    return outcome

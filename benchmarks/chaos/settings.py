@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 
@@ -57,10 +57,11 @@ class FaultOptions(Options):
     """In float64, rounding does not make a text depend on the batch it was computed in."""
     seed: int = flag(0, "of the choice of faults and victims")
 
-    def check(self) -> None:
+    def checked(self) -> Self:
         """See :class:`benchmarks.harness.options.Options`."""
         if not find_spec("psutil"):
             raise BadInput("faults are injected by means of psutil: pip install psutil")
+        return self
 
     def requests(self, tokens: int, count: int | None = None, first: int = 0) -> list[Body]:
         """As many as there are streams, or so many: held-out prompts, seeds one after the other."""

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import DEVNULL, STDOUT, Process
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,12 @@ import yaml
 
 from benchmarks.chaos.nodes import ENVIRONMENT
 from benchmarks.chaos.processes import Processes, WorkerReplica
-from benchmarks.chaos.records import Reply, ReplyTally, tally
 from benchmarks.chaos.settings import FRESH, HEAL_SECONDS, Body, FaultOptions, haproxy_environment
-from benchmarks.chaos.workload import client, plain_text
+from benchmarks.chaos.workload import Reply, ReplyTally, client, plain_text, tally
 from benchmarks.harness.options import BenchError
 from benchmarks.harness.processes import ReadyProcess, child
 from cluster.config.environment import CHECKOUT, current
-from router.dispatch import Dispatcher
 from speculation.events import Role
-from speculation.messages import Load
 
 NODES_SECONDS = 300.0
 READY_SECONDS = 600.0
@@ -81,9 +78,9 @@ class Stage:
     def wanted(self, role: Role) -> tuple[int, int]:
         """How many workers of a role there must be, at least and at most."""
         pool = self._settings[role.value]
-        most = pool.get("max_replicas")
-        number = pool["replicas"] + pool.get("standby", 0) if not most else 0
-        return (pool["min_replicas"], most) if most else (number, number)
+        if most := pool.get("max_replicas"):
+            return pool["min_replicas"], most
+        return (pool["replicas"] + pool.get("standby", 0),) * 2
 
     async def view(self) -> dict[str, Any]:
         """What a router tells of the cluster. Raises httpx.HTTPError."""
@@ -161,28 +158,26 @@ class Stage:
 
     async def whole(self, seconds: float) -> None:
         """Wait until all workers run and every router is connected to all. Raises :class:`StageError`."""
-        deadline = time.monotonic() + seconds
-        while missing := await self.missing():
-            if time.monotonic() > deadline:
-                raise StageError(f"not whole again within {seconds:.0f} s: {missing}")
-            await asyncio.sleep(POLL_SECONDS)
+        await until_nothing(self.missing, seconds, "not whole again")
 
     async def shrunk(self, seconds: float) -> None:
         """Wait until every pool has as few workers as it may have. Raises :class:`StageError`."""
-        deadline = time.monotonic() + seconds
-        while more := [role.value for role in Role if len(await self.workers(role)) > self.wanted(role)[0]]:
-            if time.monotonic() > deadline:
-                raise StageError(f"more {' and '.join(more)} workers than needed without load after {seconds:.0f} s")
-            await asyncio.sleep(POLL_SECONDS)
+
+        async def more() -> str:
+            return ", ".join([role for role in Role if len(await self.workers(role)) > self.wanted(role)[0]])
+
+        await until_nothing(more, seconds, "more workers than needed without load")
 
     async def left(self) -> str:
         """What is left of sessions on the workers although nothing is asked for; empty if nothing is."""
-        for role in Role:
-            for worker in await self.workers(role):
-                try:
-                    await load_of(worker.address, role, idle, IDLE_SECONDS)
-                except TimeoutError:
-                    return f"{role} worker on {worker.node} still holds sessions or cache"
+
+        async def busy() -> str:
+            return ", ".join([part["id"] for part in (await self.view())["workers"] if _is_busy(part)])
+
+        try:
+            await until_nothing(busy, IDLE_SECONDS, "sessions or cache are still held")
+        except (StageError, httpx.HTTPError) as error:
+            return str(error)
         return ""
 
     def fresh(self, options: FaultOptions, tokens: int, count: int = FRESH) -> list[Body]:
@@ -205,7 +200,7 @@ class Stage:
                     self._texts[key] = await plain_text(http, self.url, requests[number])
             return self._texts[key]
 
-        numbers = sorted({reply.request for reply in replies})
+        numbers = sorted({reply.number for reply in replies})
         async with client(AT_ONCE) as http:
             http.timeout = httpx.Timeout(READY_SECONDS)  # nothing is said before a text is whole, however long it is
             return dict(zip(numbers, await asyncio.gather(*(text(http, number) for number in numbers)), strict=True))
@@ -270,25 +265,18 @@ async def running(settings: dict[str, Any], *, haproxy: bool = False) -> AsyncIt
                 raise StageError(complaint)
 
 
-async def load_of(
-    address: str, role: Role, until: Callable[[Load], bool] = lambda _: True, seconds: float = 10.0
-) -> Load:
-    """What a worker says of its own load, asked over gRPC as a router would: the first report that fits.
-
-    Raises TimeoutError.
-    """
-    pool = Dispatcher().pool
-    pool.set_workers(role, [address])
-    (peer,) = pool.peers.values()
-    try:
-        async with asyncio.timeout(seconds):
-            while not (peer.load.capacity_tokens and until(peer.load)):
-                await asyncio.sleep(0.05)
-        return peer.load
-    finally:
-        await pool.close()
+async def until_nothing(wrong: Callable[[], Awaitable[str]], seconds: float, why: str) -> None:
+    """Ask what is wrong until nothing is. Raises :class:`StageError`."""
+    deadline = time.monotonic() + seconds
+    while said := await wrong():
+        if time.monotonic() > deadline:
+            raise StageError(f"{why} after {seconds:.0f} s: {said}")
+        await asyncio.sleep(POLL_SECONDS)
 
 
-def idle(load: Load) -> bool:
-    """Whether nothing is left of any session."""
-    return not load.sessions and not load.waiting and load.free_tokens == load.capacity_tokens
+def _is_busy(worker: Mapping[str, Any]) -> bool:
+    """Whether anything is left of any session, as a router knows a worker that is up."""
+    cache = worker["cache"]
+    return worker["state"] == "up" and bool(
+        worker["sessions"] or worker["waiting"] or cache["free"] != cache["capacity"]
+    )

@@ -1,18 +1,156 @@
-"""Streams that ask for the next request as soon as one ends, so that a fault always hits running streams."""
+"""Streams that ask for the next request as soon as one ends, what they saw, and what of it counts against the server.
+
+So a fault always hits running streams. Times are seconds of one monotonic clock.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
 from types import TracebackType
+from typing import Any
 
 import httpx
 
-from benchmarks.chaos.records import OK, REFUSED, Reply
 from benchmarks.chaos.settings import Body
+from benchmarks.serve.client import BUSY_LATER, LATE, Heard, ask
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Silence:
+    """A time in which a stream said nothing."""
+
+    seconds: float
+    began: float
+
+
+NO_SILENCE = Silence(0.0, 0.0)
+
+
+@dataclass(slots=True)
+class Reply(Heard):
+    """One streamed request, and what of it counts."""
+
+    @property
+    def refused(self) -> bool:
+        """Whether it was turned away as it should be: before acceptance, and told when to come again."""
+        return self.error == BUSY_LATER
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended in any other way than complete or refused."""
+        return bool(self.error) and not self.refused
+
+    @property
+    def reason(self) -> str:
+        """Why it failed."""
+        return f"{self.error}: {self.detail}"
+
+    @property
+    def silence(self) -> Silence:
+        """Longest time without a piece of text after the first, up to the end."""
+        ends = [self.ended] if self.ended and self.times else []
+        gaps = (Silence(later - earlier, earlier) for earlier, later in pairwise([*self.times, *ends]))
+        return max(gaps, default=NO_SILENCE)
+
+    def differs(self, right: str) -> bool:
+        """Whether its text is not the right one, or not its beginning if the stream did not complete."""
+        complete = self.ended and not self.error
+        return self.text != right if complete else not right.startswith(self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyTally:
+    """What a number of replies amount to."""
+
+    requests: int
+    refused: int
+    """Before acceptance, with status 429 and Retry-After."""
+    failed: int
+    different: int
+    silence: Silence
+    first_token: float
+    """The longest wait for one, in seconds."""
+    complaints: tuple[str, ...] = ()
+
+
+COMPLAINTS = 5
+
+
+def tally(replies: Iterable[Reply], right: Mapping[int, str]) -> ReplyTally:
+    """Count; ``right`` has the text of each request that was asked for."""
+    asked = list(replies)
+    failed = [reply for reply in asked if reply.failed]
+    different = [reply for reply in asked if reply.differs(right[reply.number])]
+    first = min((reply.sent for reply in asked), default=0.0)
+    complaints = [
+        f"request {reply.number}, sent after {reply.sent - first:.0f} s, {len(reply.times)} pieces: {reply.reason}"
+        for reply in failed
+    ]
+    complaints += [f"request {reply.number}: {difference(reply.text, right[reply.number])}" for reply in different]
+    return ReplyTally(
+        requests=len(asked),
+        refused=sum(reply.refused for reply in asked),
+        failed=len(failed),
+        different=len(different),
+        silence=max((reply.silence for reply in asked), default=NO_SILENCE),
+        first_token=max((reply.ttft or 0.0 for reply in asked), default=0.0),
+        complaints=tuple(complaints[:COMPLAINTS]),
+    )
+
+
+def difference(got: str, right: str) -> str:
+    """Where a text leaves the right one."""
+    at = next((i for i, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), min(len(got), len(right)))
+    return f"text differs from character {at} on: {got[at : at + 20]!r} instead of {right[at : at + 20]!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """What a row must show, besides no failed request and no different text."""
+
+    text: str
+    silence: float | None = None
+    """Seconds that the longest silence stays below; None: no bound."""
+
+
+@dataclass(slots=True)
+class FaultResult:
+    """What was measured under one fault."""
+
+    streams: int
+    tally: ReplyTally
+    seconds: float = 0.0
+    """From the fault until all workers were back; 0 where nothing was lost."""
+    complaints: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    name: str = ""
+    fault: str = ""
+    wanted: Requirement = Requirement("")
+
+    @property
+    def problems(self) -> list[str]:
+        """Everything that keeps the row from holding, the requests' own complaints last."""
+        found = list(self.complaints)
+        bound = self.wanted.silence
+        silence = self.tally.silence.seconds
+        if bound is not None and silence >= bound:
+            found.append(f"a silence of {silence:.2f} s, wanted under {bound:g} s")
+        if not self.tally.requests:
+            found.append("nothing was asked for")
+        return [*found, *self.tally.complaints]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the row shows what it must."""
+        return not self.problems
+
 
 SILENT_SECONDS = 60.0
 """A stream that says nothing for so long has failed."""
@@ -38,33 +176,7 @@ async def plain_text(http: httpx.AsyncClient, url: str, request: Body) -> str:
 async def stream(http: httpx.AsyncClient, url: str, request: Body, reply: Reply) -> None:
     """Ask once, and note in ``reply`` whatever happens, as it happens."""
     asked = {**request, "stream": True, "stream_options": {"include_speculation": True}}
-    try:
-        async with http.stream("POST", f"{url}/v1/completions", json=asked) as response:
-            reply.status = response.status_code
-            reply.retry_after = response.headers.get("retry-after", "")
-            if response.status_code == OK:
-                await _read(response, reply)
-            elif response.status_code != REFUSED:
-                reply.error = (
-                    f"status {response.status_code}: {(await response.aread())[:200].decode(errors='replace')}"
-                )
-    except httpx.HTTPError as error:
-        reply.error = f"{type(error).__name__}: {error}"
-    finally:
-        reply.ended = time.monotonic()
-
-
-async def _read(response: httpx.Response, reply: Reply) -> None:
-    async for line in response.aiter_lines():
-        if line == "data: [DONE]":
-            reply.done = True
-        elif line.startswith("data: "):
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                reply.error = f"error event: {event['error']}"
-                return
-            reply.chunks.append(time.monotonic())
-            reply.parts.append(event["choices"][0]["text"])
+    await ask(http, f"{url}/v1/completions", asked, None, reply)
 
 
 class Workload:
@@ -103,7 +215,7 @@ class Workload:
     @property
     def streaming(self) -> int:
         """Streams that are under way."""
-        return sum(len(reply.chunks) >= CHUNKS_BEGUN and reply.ended is None for reply in self._running.values())
+        return sum(len(reply.times) >= CHUNKS_BEGUN and not reply.ended for reply in self._running.values())
 
     async def begun(self, seconds: float) -> None:
         """Wait until all streams are under way at once. Raises TimeoutError."""
@@ -117,19 +229,39 @@ class Workload:
         _, late = await asyncio.wait(self._slots.values(), timeout=seconds) if self._slots else (set(), set())
         for slot, task in self._slots.items():
             if task in late:
-                self._running[slot].error = f"not complete within {seconds:.0f} s"
+                self._running[slot].error = LATE
+                self._running[slot].detail = f"not complete within {seconds:.0f} s"
                 task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
 
     async def _repeat(self, slot: int) -> None:
         number = next(self._numbers)
         while slot < self._wanted:
-            reply = self._running[slot] = Reply(number, time.monotonic())
+            reply = self._running[slot] = Reply(number, due=time.perf_counter())
             self.replies.append(reply)
             await stream(self._http, self._url, self._requests[number], reply)
             if reply.refused:
-                await asyncio.sleep(float(reply.retry_after))
+                await asyncio.sleep(reply.pause)
                 continue
             if reply.failed:
                 await asyncio.sleep(AFTER_FAILURE_SECONDS)
             number = next(self._numbers)
+
+
+@asynccontextmanager
+async def meanwhile(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Do it until this is left, then cancel it."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def sampling(sample: Callable[[], Awaitable[None]]) -> None:
+    """Take a sample every second, for ever."""
+    while True:
+        await sample()
+        await asyncio.sleep(1.0)

@@ -1,36 +1,169 @@
-"""From what the engine benchmark measured to its figures: medians and ratios, which must be reached, and their tables.
+"""The model that the engine benchmark runs, what it is asked, what it needs, and what was measured of it: the figures.
 
-A ratio is taken round by round, of things measured in the same round, and given as the median over the rounds. Nothing
-is measured here.
+A Llama of random weights, which are noise because speed does not depend on them. Its text is senseless but not
+degenerate, and its greedy choices are close ones: in bfloat16 two correct implementations soon write different texts.
+
+Requests have different lengths, as chat traffic has them: equal ones are the best case of a padded batch. In traffic
+both prompts and answers spread widely; here they are drawn from log-normal distributions in the proportions of
+ShareGPT's conversations, whose mean prompt has 161 tokens and whose mean answer 338 (Kwon et al. 2023, "Efficient
+memory management for large language model serving with PagedAttention", section 6.1). All lengths are divided by
+:data:`SHORTENED` so that a batch takes seconds on one core. The paper shows the spread but gives no figure for it: we
+take a standard deviation as large as the mean. The draw is the same in every run; only the tokens of the prompts are
+new ones.
+
+What a target worker process holds in memory beyond its weights, its cache and the numbers of one step is taken from a
+real ``paceline worker target``, without Ray, after it has served one batch of requests: everything resident (shared
+libraries in full, as if no other process used them), less what is known to be needed:
+
+- weights: every parameter once;
+- cache: all of its slots; the worker gets no more of them than the batch needs, so that none stays untouched;
+- activations: the widest place of the largest step (see :func:`activations`), a low estimate.
+
+A ratio is taken round by round, of things measured in the same round, and given as the median over the rounds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import mean, median
+from pathlib import Path
+from random import Random
+from statistics import median
 from typing import Any
 
-from benchmarks.engine.model import MEGABYTE, Memory, lengths, parameters
-from benchmarks.engine.settings import CONCURRENT, EngineOptions
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.bench import EngineOptions
 from benchmarks.engine.steps import PREFIX, TREE, chain, many
-from benchmarks.harness.measure import Run
+from benchmarks.harness.measure import Batch, Run
 from benchmarks.harness.report import Goal, Result, Table, against, goals_table
+from cluster.config.config import Config
+from engine.head_files import placed
+from models.pair import parameter_count
 
-ALONE, TOGETHER = "1 request", f"{CONCURRENT} requests"
-MIXED = f"{CONCURRENT} requests of mixed lengths"
-"""See :mod:`benchmarks.engine.model`."""
+HEAD_SIZE, GROUP = 64, 4
+"""Of a head, and query heads that share a key head."""
+EXPANSION = 4
+"""How many times wider than the model its MLP is."""
+CONCURRENT = 16
+SEED = 0
+VOCABULARY = 8192
+LONGEST = 4096
+SPREAD = 0.03
+"""Standard deviation of the weights. With less, such a model repeats one token for ever."""
+MEAN_PROMPT, MEAN_ANSWER = 161, 338
+"""Tokens, before they are shortened."""
+SHORTENED = 4
+LENGTH_SPREAD = math.sqrt(math.log(2.0))
+"""Standard deviation of a length's logarithm: that of the length equals its mean."""
+LONGEST_PROMPT, LONGEST_ANSWER = 256, 256
+MEGABYTE = 1e6
 
-Seconds = Mapping[str, Sequence[float]]
-"""By name of what was timed, then by round."""
+
+def config(options: EngineOptions) -> LlamaConfig:
+    """In the proportions of the Llama 3.2 of a billion: tied embeddings, grouped queries, a wide MLP."""
+    heads = options.hidden // HEAD_SIZE
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=options.hidden,
+        intermediate_size=EXPANSION * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // GROUP,
+        max_position_embeddings=LONGEST,
+        tie_word_embeddings=True,
+        initializer_range=SPREAD,
+    )
+
+
+def write_model(options: EngineOptions, folder: Path) -> None:
+    """A checkpoint in bfloat16, the same for the same shape."""
+    torch.manual_seed(SEED)
+    placed(LlamaForCausalLM(config(options)), torch.bfloat16).save_pretrained(folder)
+
+
+def random_prompts(count: int, tokens: int, generator: torch.Generator) -> list[tuple[int, ...]]:
+    """Prompts that share no beginning."""
+    return [tuple(row) for row in torch.randint(VOCABULARY, (count, tokens), generator=generator).tolist()]
+
+
+def parameters(options: EngineOptions) -> int:
+    """Tied ones once. A step reads every one of them once: the embedding is the output layer."""
+    with torch.device("meta"):
+        return parameter_count(LlamaForCausalLM(config(options)))
+
+
+def activations(options: EngineOptions, tokens: int, rows: int) -> int:
+    """Numbers alive at the widest place of a step, about: residual, norm, the MLP's three products, and logits.
+
+    ``rows``: of logits, counted three times, as the model's number format and as float32.
+    """
+    return tokens * (2 * options.hidden + 3 * EXPANSION * options.hidden) + 3 * rows * VOCABULARY
+
+
+def lengths(count: int) -> list[tuple[int, int]]:
+    """Tokens of prompt and answer for ``count`` requests."""
+    rng = Random(SEED)
+    return [
+        (_length(rng, MEAN_PROMPT, LONGEST_PROMPT), _length(rng, MEAN_ANSWER, LONGEST_ANSWER)) for _ in range(count)
+    ]
+
+
+def _length(rng: Random, mean: float, longest: int) -> int:
+    centre = math.log(mean / SHORTENED) - LENGTH_SPREAD**2 / 2
+    return min(max(round(rng.lognormvariate(centre, LENGTH_SPREAD)), 1), longest)
+
+
+def mixed_batch(count: int, generator: torch.Generator) -> Batch:
+    """``count`` requests at once, with prompts that share no beginning."""
+    drawn = lengths(count)
+    prompts = tuple(random_prompts(1, tokens, generator)[0] for tokens, _ in drawn)
+    return Batch(prompts, max(answer for _, answer in drawn), each=tuple(answer for _, answer in drawn))
 
 
 @dataclass(frozen=True, slots=True)
-class Repeated:
-    """Time to first token, in seconds: of a prompt with a new prefix, then of another with the same one."""
+class Memory:
+    """Of one worker process, in bytes."""
 
-    cold: float
-    repeated: float
+    resident: int
+    private: int
+    """Those that no other process shares at the moment."""
+    weights: int
+    cache: int
+    activations: int
+
+    @property
+    def overhead(self) -> int:
+        """What is left: interpreter, libraries, allocator, copies."""
+        return self.resident - self.weights - self.cache - self.activations
+
+
+def memory_of(process: int, options: EngineOptions, item: int, slots: int, rows: int) -> Memory:
+    """Of the worker with this process id; ``item``: bytes of a number, ``rows``: of logits in its widest step."""
+    fields = read_rollup(Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii"))
+    return Memory(
+        resident=fields["Rss"],
+        private=fields["Private_Clean"] + fields["Private_Dirty"],
+        weights=item * parameters(options),
+        cache=item * slots * 2 * options.layers * options.hidden // GROUP,
+        activations=item * activations(options, Config().target.prompt_tokens, rows),
+    )
+
+
+def read_rollup(text: str) -> dict[str, int]:
+    """The fields of ``/proc/PID/smaps_rollup`` (proc_pid_smaps(5)), in bytes."""
+    lines = (line.split() for line in text.splitlines()[1:])
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
+
+
+ALONE, TOGETHER = "1 request", f"{CONCURRENT} requests"
+MIXED = f"{CONCURRENT} requests of mixed lengths"
+"""See :mod:`benchmarks.engine.figures`."""
+
+Seconds = Mapping[str, Sequence[float]]
+"""By name of what was timed, then by round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +178,9 @@ class Measured:
     steps: Seconds
     runs: Mapping[str, Sequence[Run]]
     """In turn, by contender."""
-    prefixes: Sequence[Repeated]
+    prefixes: Sequence[tuple[float, float]]
+    """Seconds to the first token of a prompt with a new prefix, then of another with the same one."""
     memory: Memory | None
-    exact: Mapping[str, Sequence[Run]]
-    """In float32."""
 
     @property
     def bandwidths(self) -> list[float]:
@@ -71,89 +203,57 @@ def rates(runs: Sequence[Run], *, whole: bool = False) -> list[float]:
     return [run.whole_rate if whole else run.rate for run in runs]
 
 
-def _step_over_floor(owner: str) -> Callable[[Measured], float]:
-    return lambda measured: ratio(measured.steps[owner + chain(1)], measured.floors)
-
-
-def _verify_over_step(owner: str) -> Callable[[Measured], float]:
-    return lambda measured: ratio(measured.steps[owner + chain(8)], measured.steps[owner + chain(1)])
-
-
-def _batch_over_one(owner: str) -> Callable[[Measured], float]:
-    return lambda measured: ratio(rates(measured.runs[owner + TOGETHER]), rates(measured.runs[owner + ALONE]))
-
-
-def _over_transformers(name: str) -> Callable[[Measured], float]:
-    return lambda measured: ratio(
-        rates(measured.runs[name], whole=True), rates(measured.runs[PREFIX + name], whole=True)
+def _steps(one: str, other: str) -> Callable[[str], Callable[[Measured], float]]:
+    """Of whoever is named so: a step over another one, or over the floor."""
+    return lambda owner: (
+        lambda measured: ratio(measured.steps[owner + one], measured.steps[owner + other] if other else measured.floors)
     )
 
 
-def _repeated_prefix(measured: Measured) -> float:
-    return median(pair.repeated / pair.cold for pair in measured.prefixes)
+def _batch(owner: str) -> Callable[[Measured], float]:
+    return lambda measured: ratio(rates(measured.runs[owner + TOGETHER]), rates(measured.runs[owner + ALONE]))
 
 
-def _overhead(measured: Measured) -> float | None:
-    return None if measured.memory is None else measured.memory.overhead / MEGABYTE
+def _over_theirs(measured: Measured, name: str, *, whole: bool = True) -> float:
+    return ratio(rates(measured.runs[name], whole=whole), rates(measured.runs[PREFIX + name], whole=whole))
 
 
+_over_floor, _eight_over_one = _steps(chain(1), ""), _steps(chain(8), chain(1))
 GOALS: tuple[Goal[Measured], ...] = (
-    Goal("step_over_floor", "decode step over its floor", 1.4, True, _step_over_floor(""), _step_over_floor(PREFIX)),
-    Goal("verify8_over_step1", "verify 8 over step of 1", 1.5, True, _verify_over_step(""), _verify_over_step(PREFIX)),
-    Goal("batch16_over_batch1", "tokens/s, 16 over 1", 5.0, False, _batch_over_one(""), _batch_over_one(PREFIX)),
-    Goal("over_transformers_batch16", "tokens/s over transformers, 16", 2.0, False, _over_transformers(TOGETHER)),
-    Goal("over_transformers_batch16_mixed", "the same, of mixed lengths", 2.0, False, _over_transformers(MIXED)),
-    Goal("prefix_hit_ttft_ratio", "first token, repeated prefix over cold", 0.1, True, _repeated_prefix),
-    Goal("memory_overhead_mb", "worker's memory beyond need, MB", 600.0, True, _overhead),
+    Goal("step_over_floor", "decode step over its floor", 1.4, True, _over_floor(""), _over_floor(PREFIX)),
+    Goal("verify8_over_step1", "verify 8 over step of 1", 1.5, True, _eight_over_one(""), _eight_over_one(PREFIX)),
+    Goal("batch16_over_batch1", "tokens/s, 16 over 1", 5.0, False, _batch(""), _batch(PREFIX)),
+    Goal(
+        *("over_transformers_batch16", "tokens/s over transformers, 16", 2.0, False),
+        lambda measured: _over_theirs(measured, TOGETHER),
+    ),
+    Goal(
+        *("over_transformers_batch16_mixed", "the same, of mixed lengths", 2.0, False),
+        lambda measured: _over_theirs(measured, MIXED),
+    ),
+    Goal(
+        *("prefix_hit_ttft_ratio", "first token, repeated prefix over cold", 0.1, True),
+        lambda measured: median(repeated / cold for cold, repeated in measured.prefixes),
+    ),
+    Goal(
+        *("memory_overhead_mb", "worker's memory beyond need, MB", 600.0, True),
+        lambda measured: None if measured.memory is None else measured.memory.overhead / MEGABYTE,
+    ),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class TextAgreement:
-    """How far two contenders write the same texts."""
-
-    texts: int
-    same: int
-    tokens: float
-    """Median number of tokens before the first difference."""
-
-
-def agreement(ours: Sequence[Run], theirs: Sequence[Run]) -> TextAgreement:
-    """Text by text, of runs over the same prompts."""
-    pairs = [
-        (one.tokens, other.tokens)
-        for run, their in zip(ours, theirs, strict=True)
-        for one, other in zip(run.decoded, their.decoded, strict=True)
-    ]
-    agreed = [_agreed(*pair) for pair in pairs]
-    return TextAgreement(len(pairs), sum(one == other for one, other in pairs), median(agreed))
-
-
-def _agreed(one: Sequence[int], other: Sequence[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def steps(measured: Measured) -> Table:
     """How long a step takes, by the tokens in it."""
     sizes = [int(name.split()[1]) for name in measured.steps if name.startswith(chain(0)[:-1])]
-
-    def over_floor(name: str) -> str:
-        return f"{ratio(measured.steps[name], measured.floors):.2f}"
-
-    def milliseconds(name: str) -> str:
-        return f"{1e3 * median(measured.steps[name]):.2f}"
-
+    named = [(str(n), chain(n), many(n) if n > 1 else chain(1), PREFIX + chain(n)) for n in sizes]
+    milliseconds = {name: f"{1e3 * median(seconds):.2f}" for name, seconds in measured.steps.items()}
     lines = [
         (
-            f"{size}",
-            milliseconds(chain(size)),
-            over_floor(chain(size)),
-            milliseconds(many(size) if size > 1 else chain(1)),
-            milliseconds(PREFIX + chain(size)),
+            *(size, milliseconds[own], f"{ratio(measured.steps[own], measured.floors):.2f}"),
+            *(milliseconds.get(name, "") for name in (together, theirs)),
         )
-        for size in sizes
+        for size, own, together, theirs in [*named, (TREE, TREE, "", "")]
     ]
-    lines.append((TREE, milliseconds(TREE), over_floor(TREE), "", ""))
     columns = ("tokens", "one sequence ms", "over floor", "as many sequences ms", "transformers, one sequence ms")
     return Table("A step, by its tokens", columns, lines)
 
@@ -172,7 +272,12 @@ def pace(measured: Measured) -> Table:
 
 def result(options: EngineOptions, dtype: str, measured: Measured, **about: Any) -> Result:
     """All that is shown. ``summary`` and ``wanted`` have exactly the keys of the goals."""
-    model = {"parameters": parameters(options.shape), **asdict(options.shape), "weights": "random"}
+    model = {
+        "parameters": parameters(options),
+        "hidden": options.hidden,
+        "layers": options.layers,
+        "weights": "random",
+    }
     found = Result(
         "engine",
         "The engine",
@@ -194,11 +299,7 @@ def result(options: EngineOptions, dtype: str, measured: Measured, **about: Any)
                 name: {"decoding": rates(runs), "with_prompts": rates(runs, whole=True)}
                 for name, runs in measured.runs.items()
             },
-            "agreement": {
-                dtype: asdict(agreement(measured.runs[TOGETHER], measured.runs[PREFIX + TOGETHER])),
-                "float32": asdict(agreement(measured.exact[TOGETHER], measured.exact[PREFIX + TOGETHER])),
-            },
-            "first_token_seconds": [asdict(pair) for pair in measured.prefixes],
+            "first_token_seconds": [dict(zip(("cold", "repeated"), pair, strict=True)) for pair in measured.prefixes],
             "memory_bytes": None if measured.memory is None else asdict(measured.memory),
         },
         **about,
@@ -208,26 +309,20 @@ def result(options: EngineOptions, dtype: str, measured: Measured, **about: Any)
 
 def notes(options: EngineOptions, dtype: str, measured: Measured, processor: str) -> list[str]:
     """What a reader of the figures must know, a sentence or two each."""
-    shape, threads, bandwidths = options.shape, options.threads, measured.bandwidths
-    prompts, answers = zip(*lengths(CONCURRENT), strict=True)
-
-    def over_transformers(name: str) -> float:
-        return ratio(rates(measured.runs[name]), rates(measured.runs[PREFIX + name]))
-
+    bandwidths, (prompts, answers) = measured.bandwidths, zip(*lengths(CONCURRENT), strict=True)
+    together, alone = (_over_theirs(measured, name, whole=False) for name in (TOGETHER, ALONE))
     answer = [
-        f"{processor}, {'one core' if threads == 1 else f'{threads} cores'}; {dtype}. "
-        f"A Llama of {parameters(shape) / 1e6:.0f}M parameters (hidden size {shape.hidden}, {shape.layers} layers, "
-        "tied embeddings) with random weights: its speed is real, its text is not.",
+        f"{processor}, {options.threads} cores; {dtype}. A Llama of {parameters(options) / 1e6:.0f}M parameters "
+        f"(hidden size {options.hidden}, {options.layers} layers, tied embeddings) with random weights: its speed is "
+        "real, its text is not.",
         f"Floor: {measured.weight_bytes / MEGABYTE:.0f} MB of weights at {median(bandwidths) / 1e9:.1f} GB/s "
         f"(best {max(bandwidths) / 1e9:.1f}), read by the same core in the same rounds: "
         f"{1e3 * median(measured.floors):.2f} ms.",
-        f"Texts of ours and transformers: {_agreed_texts(measured.exact)} in float32; "
-        f"{_agreed_texts(measured.runs)} in {dtype}, where rounding decides between close tokens.",
         "Over transformers: from the requests to the last token, prompts included. While all decode it is "
-        f"{over_transformers(TOGETHER):.2f}, for a request alone {over_transformers(ALONE):.2f}.",
-        f"Of mixed lengths: prompts of {_range(prompts)} tokens, answers of {_range(answers)}, log-normal in "
-        "ShareGPT's proportions, the same for both. transformers pads prompts on the left and goes on until the "
-        "longest answer is done; only what was asked for counts.",
+        f"{together:.2f}, for a request alone {alone:.2f}.",
+        f"Of mixed lengths: prompts of {min(prompts)} to {max(prompts)} tokens, answers of {min(answers)} to "
+        f"{max(answers)}, log-normal in ShareGPT's proportions, the same for both. transformers pads prompts on the "
+        "left and goes on until the longest answer is done; only what was asked for counts.",
     ]
     if measured.memory is not None:
         held = {name: value / MEGABYTE for name, value in asdict(measured.memory).items()}
@@ -237,12 +332,3 @@ def notes(options: EngineOptions, dtype: str, measured: Measured, processor: str
             "shared with other processes.".format(**held)
         )
     return answer
-
-
-def _agreed_texts(runs: Mapping[str, Sequence[Run]]) -> str:
-    found = agreement(runs[TOGETHER], runs[PREFIX + TOGETHER])
-    return f"{found.same} of {found.texts} equal, in the median for {found.tokens:g} tokens"
-
-
-def _range(tokens: Sequence[int]) -> str:
-    return f"{min(tokens)} to {max(tokens)} (mean {mean(tokens):.0f})"

@@ -12,25 +12,37 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.status import Status
 from transformers import DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.engine.figures import ALONE, MIXED, TOGETHER, Measured, Repeated, result
-from benchmarks.engine.model import SEED, Memory, memory_of, mixed_batch, parameters, random_prompts, write_model
-from benchmarks.engine.settings import CONCURRENT, EngineOptions
+from benchmarks.bench import EngineOptions
+from benchmarks.engine.figures import (
+    ALONE,
+    CONCURRENT,
+    MIXED,
+    SEED,
+    TOGETHER,
+    Measured,
+    Memory,
+    memory_of,
+    mixed_batch,
+    parameters,
+    random_prompts,
+    result,
+    write_model,
+)
 from benchmarks.engine.steps import PREFIX, TRIES, TimedSteps, Work, chain, in_turn, pinned, reads
 from benchmarks.harness.measure import PLAIN, Batch, Decoded, Run, Runner, TimedCommit, served, take_turns
 from benchmarks.harness.processes import WorkerPlan, connected, running
 from benchmarks.harness.transformers_baseline import Stock
 from cluster.config.config import Config
 from cluster.config.serving import target_settings
+from cluster.console import stages
 from engine.build import build, welcome
 from engine.settings import EngineSettings
 from engine.step import Engine
@@ -43,8 +55,6 @@ from transport.worker import Outgoing
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 200
 PROMPT, NEW = 64, 64
-EXACT_NEW = 16
-"""New tokens a prompt where texts are compared in float32."""
 REPEATED_PREFIX, SUFFIX = 1000, 16
 """Tokens of a prompt that were, and were not, served before."""
 CACHE_TOKENS = 32_768
@@ -59,47 +69,42 @@ def main(options: EngineOptions) -> int:
     """Build the model, measure, and report. Raises WorkerFailed, GenerationError, ModelError, TimeoutError."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.getLogger("router.sessions.pool").setLevel(logging.ERROR)  # that its worker leaves is part of the plan
-    with (
-        tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder,
-        Console(stderr=True).status("writing a model of random weights") as status,
-    ):
-        write_model(options.shape, Path(folder) / "model")
-        measured, dtype = asyncio.run(measure(Path(folder), options, status))
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, stages() as report:
+        report("writing a model of random weights")
+        write_model(options, Path(folder) / "model")
+        measured, dtype = asyncio.run(measure(Path(folder), options, report))
     result(options, str(dtype).removeprefix("torch."), measured).publish()
     return 0
 
 
-async def measure(folder: Path, options: EngineOptions, status: Status) -> tuple[Measured, torch.dtype]:
+async def measure(folder: Path, options: EngineOptions, report: Callable[[str], None]) -> tuple[Measured, torch.dtype]:
     """Everything, on the model in ``folder``; and the number format, which is the one that workers choose here."""
     model, generator = folder / "model", torch.Generator().manual_seed(SEED)
     with pinned(options.threads):
-        status.update("loading the model, for ours and for transformers")
+        report("loading the model, for ours and for transformers")
         settings = EngineSettings(
             str(model), device="cpu", threads=options.threads, cache_tokens=CACHE_TOKENS, name="random"
         )
         engine = build(settings)
         dtype = engine.model.dtype
         stock = Stock(model, dtype)
-        status.update("timing steps, in turn with reading memory")
+        report("timing steps, in turn with reading memory")
         read_seconds, step_seconds = time_steps(engine, stock, options, generator)
         loop = Loop(engine, settings)
-        status.update("decoding batches, in turn with transformers")
+        report("decoding batches, in turn with transformers")
         runs = await decode_batches(loop, stock, options, generator)
-        status.update("repeating prefixes")
+        report("repeating prefixes")
         prefixes = await repeat_prefixes(loop, options.turns, generator)
-        status.update("comparing texts in float32")
-        exact = await decode_exactly(replace(settings, dtype="float32"), generator)
-    status.update("serving from a worker process")
+    report("serving from a worker process")
     memory = await serve(folder, options, dtype, generator)
     measured = Measured(
-        weight_bytes=parameters(options.shape) * dtype.itemsize,
+        weight_bytes=parameters(options) * dtype.itemsize,
         read_bytes=READ_BYTES,
         reads=read_seconds,
         steps=step_seconds,
         runs=runs,
         prefixes=prefixes,
         memory=memory,
-        exact=exact,
     )
     return measured, dtype
 
@@ -136,15 +141,7 @@ async def decode_batches(
     return alike | await take_turns(mixed, batches, 0)
 
 
-async def decode_exactly(settings: EngineSettings, generator: torch.Generator) -> dict[str, list[Run]]:
-    """The same 16 prompts by both in float32, where rounding does not decide between tokens."""
-    loop = Loop(build(settings), settings)
-    stock = Stock(Path(settings.model), torch.float32)
-    runners = {TOGETHER: _together(loop.run), PREFIX + TOGETHER: _together(stock.run)}
-    return await _take_turns(runners, 1, EXACT_NEW, generator)
-
-
-async def repeat_prefixes(loop: Loop, count: int, generator: torch.Generator) -> list[Repeated]:
+async def repeat_prefixes(loop: Loop, count: int, generator: torch.Generator) -> list[tuple[float, float]]:
     """Time to first token of a new prefix, then of another request that begins with it. A first pair warms up."""
 
     async def first_token(prompt: tuple[int, ...]) -> float:
@@ -153,7 +150,7 @@ async def repeat_prefixes(loop: Loop, count: int, generator: torch.Generator) ->
     pairs = []
     for prefix in random_prompts(1 + count, REPEATED_PREFIX, generator):
         one, other = random_prompts(2, SUFFIX, generator)
-        pairs.append(Repeated(await first_token(prefix + one), await first_token(prefix + other)))
+        pairs.append((await first_token(prefix + one), await first_token(prefix + other)))
     return pairs[1:]
 
 
@@ -167,7 +164,7 @@ async def serve(folder: Path, options: EngineOptions, dtype: torch.dtype, genera
         await served(dispatcher, PLAIN)(Batch(tuple(random_prompts(CONCURRENT, PROMPT, generator)), NEW))
         if sys.platform != "linux":
             return None
-        return memory_of(worker.process.pid, options.shape, dtype.itemsize, WORKER_CACHE_TOKENS, CONCURRENT)
+        return memory_of(worker.process.pid, options, dtype.itemsize, WORKER_CACHE_TOKENS, CONCURRENT)
 
 
 async def _take_turns(

@@ -139,7 +139,7 @@ class FitOptions(Options):
     out: Path | None = _results(None, "write a page, fit.json, fit.png and paceline.yaml there", metavar="DIR")
     validate: bool = _results(False, _VALIDATE)
 
-    def completed(self, args: argparse.Namespace) -> Self:  # noqa: ARG002 - as the harness calls it
+    def checked(self) -> Self:
         """With defaults that depend on each other; models and prompts are looked at before anything runs."""
         _check_out(self.out)
         for draft in self.drafts:

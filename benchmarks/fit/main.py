@@ -102,7 +102,6 @@ def _predict(options: FitOptions, known: Known, progress: Callable[[str], None])
     progress(f"simulating {chosen.way} at every depth and load")
     chosen = forecast(fine, chosen.way, options.round_trips, DEPTHS)
     found = loads(rough, chosen, options.round_trips[0], options.sessions)
-    least = rough.least_acceptance(chosen.way, 1)
     near = TargetLoad(rtt=options.round_trips[0])
     forgetful = fine.forgetful(chosen.way, near, chosen.depth) if chosen.way.remembers else None
-    return report.FitResult(options, known, tuple(forecasts), chosen, tuple(found), least, forgetful=forgetful)
+    return report.FitResult(options, known, tuple(forecasts), chosen, tuple(found), forgetful=forgetful)

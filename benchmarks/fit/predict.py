@@ -4,24 +4,131 @@ Decided here: what the best depth is, how many drafters are enough, and from whe
 machines. The speed of a request hardly changes with the depth allowed once that is large enough, since the budget
 decides how much is verified; so the best depth is the smallest whose speed is within
 :data:`~simulation.simulate.WITHIN` of the best, in what is predicted and in what is measured alike.
+
+How far a way would have followed the target's text is counted from every place, by depth and by kind. A draft is what a
+source says first, and then first again, as long as it is right, without the branches that stand beside it. Of several
+sources at a place the one that gets furthest counts, as in the trie. Earlier outputs are those of the passages before.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from random import Random
 
-from benchmarks.fit.agreement import Agreement, agreement
 from benchmarks.fit.command import DEPTH, PLAIN, Way
-from simulation.agreement import AgreementPassage, Passages, made_up
+from benchmarks.speculation.figures import Depth
+from simulation.agreement import AgreementPassage, Passages, ReplayedRequest
 from simulation.costs import Costs, Curve
-from simulation.simulate import WITHIN, Report, SimulationSettings, simulate, simulate_texts
-from speculation.messages import Schedule, Source
+from simulation.simulate import WITHIN, Bounds, Report, SimulationSettings, simulate_texts
+from simulation.simulated_world import OwnSources
+from speculation.messages import ANCHOR, Limits, Open, Sampling, Schedule, SessionId, Source, Token
+from speculation.sources.registry import LocalSource, Suggestion, local_sources
 from speculation.verifying.budget import rising
+
+SUFFIX_TOKENS = Bounds().suffix_tokens
+"""Of earlier outputs that a target keeps, if they are drafted from; as it does unless told otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRun:
+    """A draft from one place of the text."""
+
+    offered: int
+    """Tokens drafted, none beyond the end of the text."""
+    right: int
+    """Tokens that agree, from the first on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """A way's drafts over many places."""
+
+    runs: tuple[DraftRun, ...]
+
+    @property
+    def first(self) -> float:
+        """Share of the places at which the first token is right; the textbook's acceptance. None proposed is wrong."""
+        return sum(run.right > 0 for run in self.runs) / len(self.runs)
+
+    @property
+    def rights(self) -> list[int]:
+        """Tokens that agree, by place."""
+        return [run.right for run in self.runs]
+
+    @property
+    def depths(self) -> tuple[Depth, ...]:
+        """Of drafts that were right so far and went on: how many were right at the next depth too."""
+        found = []
+        for depth in range(1, DEPTH + 1):
+            tried = sum(run.offered >= depth and run.right >= depth - 1 for run in self.runs)
+            kept = sum(run.right >= depth for run in self.runs)
+            if tried:
+                found.append(Depth(depth, tried, kept))
+        return tuple(found)
+
+
+def agreement(way: Way, passages: Sequence[AgreementPassage]) -> Agreement:
+    """Count; the passages hold what the way's draft model says, if it has one."""
+    runs: list[DraftRun] = []
+    sources = OwnSources(way.local, SUFFIX_TOKENS)
+    requests = Passages(passages, vocabulary=1)
+    for number, passage in enumerate(passages):
+        request = requests.request(number, seed=0)
+        offers = [_drafted(passage)] if way.draft is not None else []
+        offers += [_followed(source, passage) for source in _local(way, request, sources)]
+        sources.keep(request, passage.prompt + passage.tokens)
+        runs += [max(at, key=lambda run: (run.right, run.offered)) for at in zip(*offers, strict=True)]
+    return Agreement(tuple(runs))
+
+
+def _drafted(passage: AgreementPassage) -> list[DraftRun]:
+    """What comes of following the first choice of a draft model, or of a head, which ages on the way."""
+    found: list[DraftRun] = []
+    for place in range(len(passage.tokens)):
+        ahead = range(min(len(passage.tokens) - place, DEPTH))
+        right = next((age for age in ahead if not _is_right(passage, place + age, age)), len(ahead))
+        found.append(DraftRun(len(ahead) if passage.said(0)[place] else 0, right))
+    return found
+
+
+def _is_right(passage: AgreementPassage, place: int, age: int) -> bool:
+    said = passage.said(age)[place]
+    return bool(said) and said[0].token == passage.tokens[place]
+
+
+def _local(way: Way, request: ReplayedRequest, sources: OwnSources) -> list[LocalSource]:
+    """The way's sources at the target."""
+    opened = Open(SessionId(1), 1, request.prompt, Sampling(), Limits(request.end))
+    found = (*local_sources(opened), sources.heads(request), sources.outputs(request))
+    return [one for one in found if one is not None and one.source in way.local]
+
+
+def _followed(source: LocalSource, passage: AgreementPassage) -> list[DraftRun]:
+    """What comes of following a source at the target."""
+    source.extend(passage.prompt)
+    runs = []
+    for place, token in enumerate(passage.tokens):
+        ahead = passage.tokens[place:]
+        chain = _chain(source.propose(min(source.depth, len(ahead))))
+        right = next((i for i, (a, b) in enumerate(zip(chain, ahead, strict=False)) if a != b), len(chain))
+        runs.append(DraftRun(len(chain), right))
+        source.extend([token])
+    return runs
+
+
+def _chain(said: Suggestion) -> list[Token]:
+    """The first of what is said, what is said first after it, and so on."""
+    chain: list[Token] = []
+    end = ANCHOR
+    for index, (token, parent) in enumerate(zip(said.tokens, said.parents, strict=True)):
+        if parent == end:
+            chain.append(token)
+            end = index
+    return chain
+
 
 PAYS = 1.05
 """Below this speed-up drafting is not worth its machines."""
@@ -38,7 +145,6 @@ MOST_REMEMBERED = 8000
 LEAST_TOKENS, LEAST_WARM_UP = 40, 16
 """Of a session, where there are many: what one learns helps all."""
 ROUGH_DEPTHS = (1, 2, 3, 4, 6, 8, 12, DEPTH)
-ACCEPTANCES = tuple(percent / 100 for percent in range(10, 100, 10))
 
 
 def best_depth(speeds: Mapping[int, float]) -> int:
@@ -137,20 +243,6 @@ class Predictor:
         rates = {count: self.report(way, TargetLoad(sessions, rtt, count), depth).rate for count in counts}
         return min(count for count, rate in rates.items() if rate >= (1 - ENOUGH) * max(rates.values()))
 
-    def least_acceptance(self, way: Way, sessions: int) -> float | None:
-        """The acceptance, in tenths, from which on drafting would pay at these costs; None: at none below 1."""
-        if way.draft is None:
-            return None
-        costs, plain = self.known.costs[way.draft], self.plain(way, sessions)
-        setting = self._setting(Way(way.draft), TargetLoad(sessions), DEPTH)
-
-        def pays(acceptance: float) -> bool:
-            outcomes = made_up(Random(self.seed), acceptance, length=self.tokens)
-            return simulate(setting, costs, outcomes, Random(self.seed), tokens=self.tokens).rate >= PAYS * plain
-
-        found = bisect_left(ACCEPTANCES, True, key=pays)
-        return ACCEPTANCES[found] if found < len(ACCEPTANCES) else None
-
     def _setting(self, way: Way, load: TargetLoad, depth: int) -> SimulationSettings:
         """With the second level of draft workers as they are started unless told otherwise."""
         return SimulationSettings(
@@ -223,8 +315,6 @@ class Loaded:
     sessions: int
     drafters: int
     """As many as are enough for one target."""
-    delivered: float
-    """Share of the lead that the target asks for which they have ready; autoscaling goes by it."""
     rate: float
     """Tokens a second of all requests."""
     plain: float
@@ -242,9 +332,8 @@ def loads(predictor: Predictor, chosen: Forecast, rtt: float, sessions: Sequence
     found = []
     for count in sessions:
         drafters = predictor.drafters(way, count, rtt, depth)
-        report = predictor.report(way, TargetLoad(count, rtt, max(drafters, 1)), depth)
-        delivered = report.lead_delivered / report.lead_asked if report.lead_asked else 1.0
-        found.append(Loaded(count, drafters, delivered, report.rate, predictor.plain(way, count)))
+        rate = predictor.report(way, TargetLoad(count, rtt, max(drafters, 1)), depth).rate
+        found.append(Loaded(count, drafters, rate, predictor.plain(way, count)))
     return found
 
 

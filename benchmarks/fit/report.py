@@ -1,4 +1,4 @@
-"""What is shown of a fit: its tables, the same as JSON, its plot. Nothing is decided here."""
+"""What is shown of a fit: tables, the same as JSON, a plot; one sentence of advice, and the configuration to paste."""
 
 from __future__ import annotations
 
@@ -7,14 +7,99 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fit.advice import advice, configuration
-from benchmarks.fit.agreement import Agreement
+import yaml
+
 from benchmarks.fit.command import FitOptions, short
-from benchmarks.fit.predict import DEPTHS, PAYS, Forecast, Known, Loaded
+from benchmarks.fit.predict import DEPTHS, PAYS, SUFFIX_TOKENS, Agreement, Forecast, Known, Loaded, pays_until
 from benchmarks.fit.validate import Validation
 from benchmarks.harness.report import PlotLine, PlotPanel, Result, Table, draw, table_of
 from simulation import costs
 from simulation.costs import Costs
+from speculation.messages import Source
+
+MORE = 1.05
+"""A kind of text gains most where its speed-up is so many times that of all."""
+
+
+def advice(chosen: Forecast | None, forecasts: Sequence[Forecast], loaded: Sequence[Loaded]) -> str:
+    """One line in words. ``loaded``: the chosen way under load."""
+    if chosen is None:
+        best = max(forecasts, key=lambda one: one.speedup)
+        return (
+            f"plain decoding: the best way to draft, {best.way}, makes it {best.speedup:.2f} x as fast, "
+            f"and below {PAYS:g} x drafting is not worth its machines"
+        )
+    parts = [f"{chosen.way}: {chosen.speedup:.1f} x plain decoding", _kinds(chosen), _until(loaded)]
+    return "; ".join(parts)
+
+
+def _kinds(chosen: Forecast) -> str:
+    ranked = sorted(chosen.kinds, key=lambda kind: -chosen.kinds[kind])
+    most = [kind for kind in ranked if chosen.kinds[kind] >= MORE * chosen.speedup]
+    if not most or len(most) == len(ranked):
+        return "all kinds of text gain alike" if len(ranked) > 1 else f"measured on {ranked[0]} alone"
+    names = " and ".join(filter(None, (", ".join(most[:-1]), most[-1])))
+    return f"{names} {'gains' if len(most) == 1 else 'gain'} most"
+
+
+def _until(loaded: Sequence[Loaded]) -> str:
+    most = pays_until(loaded)
+    if most is None:
+        return f"pays at all loads measured, up to {_requests(loaded[-1].sessions)}"
+    return f"switch off above {_requests(most)}"
+
+
+def _requests(count: int) -> str:
+    return f"{count} concurrent request" + "s" * (count != 1)
+
+
+def configuration(
+    options: FitOptions, chosen: Forecast | None, loaded: Sequence[Loaded], translated: frozenset[str] = frozenset()
+) -> str:
+    """What to give ``paceline up --config``; drafters for one target at the largest load at which they pay.
+
+    ``translated``: draft models with another tokenizer than the target.
+    """
+    found: dict[str, dict[str, Any]] = {"target": _worker(options, options.target)}
+    if Source.SUFFIX in options.sources:
+        remembers = chosen is not None and chosen.way.remembers
+        found["target"]["suffix_tokens"] = SUFFIX_TOKENS if remembers else 0
+    if chosen is None:
+        found["speculation"] = {"enabled": False}
+    else:
+        way = chosen.way
+        found["target"] |= {
+            str(source): _path(folder) for source, folder in options.heads.items() if source in way.local
+        }
+        if way.draft is not None:
+            paid = [one for one in loaded if one.speedup >= PAYS] or list(loaded[:1])
+            found["draft"] = _worker(options, way.draft) | {"replicas": paid[-1].drafters}
+            if way.draft == options.away:
+                found["target"] |= {"eagle": _path(options.eagle), "eagle_at": options.eagle_at}
+                del found["draft"]["model"]  # it drafts with the target's head
+            if way.draft in translated:
+                found["draft"]["target_tokenizer"] = _path(options.target)
+        found["speculation"] = {
+            "enabled": True,
+            "drafters": way.draft is not None,
+            "lookup": Source.LOOKUP in way.local,
+            "max_depth": chosen.depth,
+        }
+    return yaml.safe_dump(found, sort_keys=False)
+
+
+def _worker(options: FitOptions, model: str) -> dict[str, Any]:
+    """Settings of a worker as they were measured with."""
+    given = {"dtype": options.dtype, "device": options.device, "threads": options.threads}
+    default = FitOptions()
+    return {"model": _path(model)} | {name: value for name, value in given.items() if value != getattr(default, name)}
+
+
+def _path(model: str) -> str:
+    """A folder, wherever the configuration is read from; or a hub id."""
+    folder = Path(model).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else model
+
 
 SHOWN = (1, 2, 4, 8, 12)
 """Depths, and draft tokens a request, in tables."""
@@ -32,7 +117,6 @@ class FitResult:
     chosen: Forecast | None
     """Known better than as one of ``forecasts``: at every depth, along more text."""
     loaded: tuple[Loaded, ...] = ()
-    least_acceptance: float | None = None
     validation: Validation | None = None
     forgetful: float | None = None
     """Speed-up of the way shown if it knew no earlier answers; None: it asks for none."""
@@ -76,7 +160,6 @@ def _acceptance(result: FitResult) -> Table:
             "way": lambda one: one.way,
             **{kind: of(kind) for kind in result.shown.kinds},
             "all": lambda one: one.agreement.first,
-            "any choice": lambda one: one.agreement.among,
             **{f"depth {depth}": at(depth) for depth in SHOWN},
         },
     )
@@ -164,7 +247,6 @@ def _loads(result: FitResult) -> Table:
             "a worker": lambda one: f"{one.rate / (1 + one.drafters):.1f}",
             "speed-up": lambda one: one.speedup,
             "drafters": lambda one: one.drafters,
-            "lead delivered": lambda one: one.delivered if one.drafters else None,
         },
     )
 
@@ -192,9 +274,6 @@ def _sentences(result: FitResult) -> Iterator[str]:
         longest = costs.best_length(first, cost, DEPTHS[-1])
         speedup = costs.expected_speedup(first, longest, cost)
         yield f"The textbook's best for {shown.way} (a = {first:.2f}, c = {cost:.3f}): K = {longest}, {speedup:.2f} x."
-        least = result.least_acceptance
-        below = "at no acceptance below 1" if least is None else f"from an acceptance of about {least:g} on"
-        yield f"At these costs drafting gains {100 * (PAYS - 1):.0f} % {below}."
     if result.forgetful is not None:
         gain = shown.speedup - 1
         share = f", {(shown.speedup - result.forgetful) / gain:.0%} of its gain" if gain > 0 else ""
@@ -240,7 +319,6 @@ def as_json(result: FitResult) -> dict[str, Any]:
             str(depth): textbook(result.shown.agreement, _cost(result), depth) for depth in result.shown.depths
         },
         "loads": [asdict(one) for one in result.loaded],
-        "least_acceptance": result.least_acceptance,
         "speedup_without_earlier_answers": result.forgetful,
         "validation": _validation_json(result.validation) if result.validation else None,
     }
@@ -256,7 +334,6 @@ def _forecast_json(one: Forecast) -> dict[str, Any]:
         "draft": one.way.draft,
         "sources": sorted(one.way.sources),
         "acceptance": one.agreement.first,
-        "any_choice": one.agreement.among,
         "acceptance_by_kind": {kind: found.first for kind, found in one.by_kind.items()},
         "by_depth": [asdict(depth) for depth in one.agreement.depths],
         "speedup_by_depth": {str(depth): speedup for depth, speedup in one.depths.items()},

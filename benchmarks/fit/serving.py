@@ -9,7 +9,6 @@ decoding and with drafting and verification in turn, where one waits for the oth
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import time
@@ -18,19 +17,18 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.fit.agreement import SUFFIX_TOKENS
 from benchmarks.fit.command import PLAIN, FitError, FitOptions, Way
-from benchmarks.harness.measure import RUN_SECONDS, SETTLE_SECONDS, Run, decode
+from benchmarks.fit.predict import SUFFIX_TOKENS
+from benchmarks.harness.measure import Batch, Run, run_once, served
 from benchmarks.harness.processes import ReadyProcess, WorkerPlan, connected, running
 from benchmarks.harness.prompts import PromptError
 from cluster.config.environment import on_cpu
 from router.dispatch import Dispatcher
-from router.generation import Generation
 from router.text.tokenizer import Tokenizer
 from simulation.costs import Costs, Curve
 from simulation.recorded import Line, UselessRecord, costs_in, slowdown
 from speculation.events import Role
-from speculation.messages import RequestOptions, Schedule, Source, Speculation, Token
+from speculation.messages import Schedule, Source, Speculation, Token
 
 TOGETHER = 16
 """Prompts decoded at a time for their text."""
@@ -161,31 +159,13 @@ class Requests:
     dispatcher: Dispatcher
     options: FitOptions
 
-    async def run(self, texts: Iterable[TargetText], speculation: Speculation, *, predicted: bool = False) -> Run:
+    async def run(self, texts: Sequence[TargetText], speculation: Speculation, *, predicted: bool = False) -> Run:
         """Decode ``texts`` again, all at the same time; ``predicted``: with their tokens as prediction."""
-        return await self._run(
-            Generation(
-                text.prompt,
-                self.options.sampling,
-                len(text.tokens),
-                speculation=speculation,
-                request_options=RequestOptions(prediction=text.tokens if predicted else ()),
-            )
-            for text in texts
-        )
-
-    async def ask(self, prompts: Iterable[tuple[Token, ...]], stop_tokens: frozenset[Token]) -> Run:
-        """Decode prompts for the first time, plainly, all at the same time."""
-        asked = {"stop_tokens": stop_tokens, "speculation": PLAIN.speculation()}
-        return await self._run(
-            Generation(prompt, self.options.sampling, self.options.tokens, **asked)  # type: ignore[arg-type]
-            for prompt in prompts
-        )
-
-    async def _run(self, generations: Iterable[Generation]) -> Run:
-        await asyncio.sleep(SETTLE_SECONDS)
-        async with asyncio.timeout(RUN_SECONDS):
-            return Run(tuple(await asyncio.gather(*(decode(self.dispatcher, one) for one in generations))))
+        tokens, options = tuple(text.tokens for text in texts), self.options
+        prompts, each = tuple(text.prompt for text in texts), tuple(map(len, tokens))
+        expected = tokens if predicted else ()
+        batch = Batch(prompts, max(each), options.temperature, options.seed, each, predictions=expected)
+        return await run_once(served(self.dispatcher, speculation), batch)
 
 
 def _check(options: FitOptions, prompts: Sequence[tuple[Token, ...]], dispatcher: Dispatcher) -> int:
@@ -210,7 +190,8 @@ async def _decode(requests: Requests, prompts: Sequence[tuple[Token, ...]], watc
     for first in range(0, len(prompts), TOGETHER):
         report(f"the target's own text, prompt {first + 1} of {len(prompts)}")
         part = slice(first, first + TOGETHER)
-        run = await requests.ask(prompts[part], stop_tokens)
+        asked = served(requests.dispatcher, PLAIN.speculation(), stop_tokens=stop_tokens)
+        run = await run_once(asked, Batch(tuple(prompts[part]), options.tokens, options.temperature, options.seed))
         for given, prompt, said in zip(options.prompts[part], prompts[part], run.decoded, strict=True):
             if len(said.tokens) >= SHORTEST:
                 watched.texts.append(TargetText(given.kind, prompt, said.tokens))

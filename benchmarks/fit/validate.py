@@ -104,14 +104,9 @@ async def validate(
         dispatcher = await stack.enter_async_context(connected(target, draft))
         unheard = _contenders(dispatcher, way, depths, remember=False)
         runners = _contenders(dispatcher, way, depths, remember=way.remembers)
-        done, all_runs = [0], len(runners) * (len(batches) + len(batches[:WARM_UP]))
-
-        def advance() -> None:
-            done[0] += 1
-            report(f"checking the prediction, run {done[0]} of {all_runs}")
-
-        await take_turns(unheard, batches[:WARM_UP], 0, advance)
-        runs = await take_turns(runners, batches, 0, advance)
+        report("checking the prediction")
+        await take_turns(unheard, batches[:WARM_UP], 0)
+        runs = await take_turns(runners, batches, 0)
     places = [texts.index(text) for text in some]
     passages = {draft: [found[i] for i in places] for draft, found in known.passages.items()}
     predictor = Predictor(replace(known, passages=passages, kinds=[known.kinds[i] for i in places]), options.seed, FINE)

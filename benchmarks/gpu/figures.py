@@ -109,17 +109,8 @@ def _over_floor(*names: str) -> Figure:
     return _worst("steps", "8B", lambda step: step.over_floor, *names)
 
 
-_around = _worst("steps", "8B", lambda step: step.around)
-_prompt = _worst("prompt", "8B", lambda step: step.wall)
-
-
-def _draft(shape: str, *names: str) -> Figure:
-    names = names or (settings.ONE, settings.CHAIN, settings.TREE)
-    return _worst("draft", shape, lambda step: step.wall, *names)
-
-
-def _launch(shape: str) -> Figure:
-    return _worst("draft", shape, lambda step: step.wall, launched(1))
+def _wall(stage: str, shape: str, *names: str) -> Figure:
+    return _worst(stage, shape, lambda step: step.wall, *names)
 
 
 def _exact(outcomes: Sequence[StageResult]) -> float | None:
@@ -152,30 +143,21 @@ def _slowest(outcomes: Sequence[StageResult]) -> float | None:
     return min((one.ratio for one in _speedups(outcomes)), default=None)
 
 
+_FEW = settings.ONE, settings.CHAIN, settings.TREE
+_UP_TO_32, _OF_64 = _over_floor(*_FEW, settings.MANY), _over_floor(settings.MANY_CHAINS, settings.MOST)
+_around, _levels = _worst("steps", "8B", lambda step: step.around), _wall("draft", "tiny", launched(1))
 GOALS: tuple[Goal[Sequence[StageResult]], ...] = (
-    Goal(
-        "step_over_floor",
-        "8B, up to 32 tokens, over the floor",
-        1.3,
-        True,
-        _over_floor(settings.ONE, settings.CHAIN, settings.TREE, settings.MANY),
-    ),
-    Goal(
-        "step64_over_floor",
-        "8B, 64 tokens, over the floor",
-        1.4,
-        True,
-        _over_floor(settings.MANY_CHAINS, settings.MOST),
-    ),
+    Goal("step_over_floor", "8B, up to 32 tokens, over the floor", 1.3, True, _UP_TO_32),
+    Goal("step64_over_floor", "8B, 64 tokens, over the floor", 1.4, True, _OF_64),
     Goal("wall_over_graph_ms", "8B, a step's wall time over its graph, ms", 0.5, True, _around),
     Goal("far_tree_over_floor", "8B, tree of 16 behind 8,000 tokens", 1.6, True, _over_floor(settings.TREE_FAR)),
-    Goal("draft_1B_ms", "1B, a draft step, ms", 1.6, True, _draft("1B")),
-    Goal("draft_tiny_ms", "bundled draft, a draft step, ms", 0.5, True, _draft("tiny")),
-    Goal("launch_tiny_ms", "bundled draft, 8 levels in a launch, ms", 1.6, True, _draft("tiny", settings.launched(1))),
+    Goal("draft_1B_ms", "1B, a draft step, ms", 1.6, True, _wall("draft", "1B", *_FEW)),
+    Goal("draft_tiny_ms", "bundled draft, a draft step, ms", 0.5, True, _wall("draft", "tiny", *_FEW)),
+    Goal("launch_tiny_ms", "bundled draft, 8 levels in a launch, ms", 1.6, True, _levels),
     Goal("exact", "share of 8B and 1B that are exact", 1.0, False, _exact),
     Goal("over_compiled_1", "tokens/s over transformers compiled, 1", 1.15, False, _over_compiled(1)),
     Goal("over_compiled_16", "tokens/s over transformers compiled, 16", 2.0, False, _over_compiled(16)),
-    Goal("prompt_ms", "8B, a prompt of 2,048 tokens, ms", 75.0, True, _prompt),
+    Goal("prompt_ms", "8B, a prompt of 2,048 tokens, ms", 75.0, True, _wall("prompt", "8B")),
     Goal("own_1", "drafting over plain, own GPU, 1 stream", 2.8, False, _speedup(settings.OWN, 1)),
     Goal("own_1_sampled", "the same at temperature 0.8", 1.8, False, _speedup(settings.OWN, 1, 0.8)),
     Goal("own_8", "drafting over plain, own GPU, 8 streams", 1.8, False, _speedup(settings.OWN, 8)),

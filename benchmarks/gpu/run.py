@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from logging.handlers import BufferingHandler
 from typing import Any, cast
 
 import torch
@@ -32,6 +33,7 @@ from benchmarks.gpu import settings
 from benchmarks.gpu.device import Subject, TimedDevice, floor_ms
 from benchmarks.gpu.figures import StageResult, StepTiming, contender, result
 from benchmarks.gpu.settings import GpuOptions
+from benchmarks.harness.report import Result
 from engine.attention.row_attention import first_line
 from engine.attention.rows import ROW_CLASSES
 from engine.cache.kv_cache import CachedSequence
@@ -48,7 +50,7 @@ from speculation.verifying.calibration import Calibration
 Report = Callable[[StageResult], None]
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
 """Of transformers, as torch chooses it: what we rule out for ourselves, others may use."""
-KERNELS = 12
+KERNELS, MOST_WARNINGS = 12, 10_000
 
 
 def main(options: GpuOptions) -> int:
@@ -57,20 +59,25 @@ def main(options: GpuOptions) -> int:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     device = torch.device(options.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU, with stand-ins for what a GPU does"
-    told, outcomes, warnings = Console(stderr=True), list[StageResult](), _Warnings()
+    told, outcomes, warnings = Console(stderr=True), list[StageResult](), BufferingHandler(MOST_WARNINGS)
+
+    warnings.setLevel(logging.WARNING)
+
+    def so_far() -> Result:
+        return result(options, name, outcomes, [record.getMessage() for record in warnings.buffer])
 
     def report(outcome: StageResult) -> None:
         outcomes.append(outcome)
         what = " ".join(filter(None, (outcome.stage, outcome.shape, outcome.part)))
         told.print(f"{what}: {outcome.failed or 'done'}, {outcome.seconds:.1f} s", highlight=False)
-        result(options, name, outcomes, warnings.heard).save()
+        so_far().save()
 
     logging.getLogger("engine").addHandler(warnings)
     try:
         measure(options, device, report, lambda line: told.print(line, highlight=False))
     finally:
         logging.getLogger("engine").removeHandler(warnings)
-    result(options, name, outcomes, warnings.heard).show()
+    so_far().show()
     return int(any(outcome.failed for outcome in outcomes))
 
 
@@ -336,15 +343,3 @@ MEASURED: dict[str, Callable[[Subject], StageResult]] = {
     "kernels": _kernels,
     "transformers": _transformers,
 }
-
-
-class _Warnings(logging.Handler):
-    """Keeps what the engine warns of."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.heard: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See :class:`logging.Handler`."""
-        self.heard.append(record.getMessage())

@@ -11,6 +11,7 @@ from functools import partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
+from typing import Any, Self
 
 from benchmarks.harness.options import BadInput, Options, flag, known
 from cluster.config.flags import count, number
@@ -98,7 +99,6 @@ SAME_GPU = "same GPU"
 RIGHT, WRONG, DEAD = "right", "wrong", "dead"
 DRAFTERS = (RIGHT, WRONG, DEAD)
 """What becomes of drafts: right as often as was asked for, at random, or none, since their worker was killed."""
-MAX_STREAMS, MAX_TEMPERATURE = 64, 2.0
 MAX_ROUNDS = 12
 """There are prompts for no more of them."""
 
@@ -155,15 +155,16 @@ CPU_SIZES = Sizes(
 )
 
 
+def _drafting(default: Any, about: str, **how: Any) -> Any:
+    return flag(default, f"speculation: {about}", **how)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuOptions(Options):
     """What is measured."""
 
     BENCH = "gpu"
-    ABOUT = (
-        "the engine on a GPU: its steps over the memory's pace, whether they are exact, prompts, transformers, "
-        "speculation"
-    )
+    ABOUT = "the engine on a GPU: its steps over the memory's pace, their exactness, prompts, transformers, speculation"
     DETAILS = (
         "The stages of the engine take less than five minutes on an H100; they need torch, transformers and triton, "
         "and nothing that serves. Speculation needs what workers need; how long it takes depends on what is asked for."
@@ -176,35 +177,25 @@ class GpuOptions(Options):
     quantization: str = flag(
         "none", "of all models' weights; needs torchao (default: none)", choices=("none", "int8", "fp8")
     )
-    streams: tuple[int, ...] = flag(
-        (),
-        "speculation: texts at once (default: 1,8,32; on a CPU 1,2)",
-        metavar="N,...",
-        parse=partial(count, maximum=MAX_STREAMS),
+    streams: tuple[int, ...] = _drafting(
+        (), "texts at once (default: 1,8,32; on a CPU 1,2)", metavar="N,...", parse=partial(count, maximum=64)
     )
-    temperatures: tuple[float, ...] = flag(
-        (0.0, 0.8),
-        "speculation: of sampling (default: 0,0.8)",
-        metavar="X,...",
-        parse=partial(number, maximum=MAX_TEMPERATURE),
+    temperatures: tuple[float, ...] = _drafting(
+        (0.0, 0.8), "of sampling (default: 0,0.8)", metavar="X,...", parse=partial(number, maximum=2.0)
     )
-    placements: tuple[str, ...] = flag(
-        (), "speculation: where the draft model works, of shared, own and cpu (default: all)", metavar="NAME,..."
+    placements: tuple[str, ...] = _drafting(
+        (), "where the draft model works, of shared, own and cpu (default: all)", metavar="NAME,..."
     )
-    drafters: tuple[str, ...] = flag(
-        (), "speculation: its drafts, of right, wrong and dead (default: all)", metavar="NAME,..."
-    )
-    agreement: float = flag(0.8, "speculation: how often the right drafter is to be right", least=0.0, most=1.0)
-    hidden: int = flag(0, "speculation: hidden size of the target (default: 4096; on a CPU 512)", least=0)
-    layers: int = flag(0, "speculation: its layers (default: 24; on a CPU 8)", least=0)
-    tokens: int = flag(64, "speculation: new tokens of a text", least=8, most=512)
-    rounds: int = flag(3, "speculation: turns of each contender, besides those that warm up", least=1, most=MAX_ROUNDS)
-    budget_s: float = flag(0.0, "speculation: seconds after which it stops with what it has; 0: none", least=0.0)
-    records: str = flag(
-        "", "speculation: folder for the workers' records of steps, which slow them down", metavar="DIR"
-    )
+    drafters: tuple[str, ...] = _drafting((), "its drafts, of right, wrong and dead (default: all)", metavar="NAME,...")
+    agreement: float = _drafting(0.8, "how often the right drafter is to be right", least=0.0, most=1.0)
+    hidden: int = _drafting(0, "hidden size of the target (default: 4096; on a CPU 512)", least=0)
+    layers: int = _drafting(0, "its layers (default: 24; on a CPU 8)", least=0)
+    tokens: int = _drafting(64, "new tokens of a text", least=8, most=512)
+    rounds: int = _drafting(3, "turns of each contender, besides those that warm up", least=1, most=MAX_ROUNDS)
+    budget_s: float = _drafting(0.0, "seconds after which it stops with what it has; 0: none", least=0.0)
+    records: str = _drafting("", "folder for the workers' records of steps, which slow them down", metavar="DIR")
 
-    def check(self) -> None:
+    def checked(self) -> Self:
         """See :class:`benchmarks.harness.options.Options`."""
         known("--stage", self.stages, STAGES, "stage")
         known("--shape", self.shapes, SHAPES if self.device == "cuda" else [CPU_SHAPE], "shape")
@@ -215,17 +206,13 @@ class GpuOptions(Options):
         if self.device == "cuda" and not import_module("torch").cuda.is_available():
             only = "this benchmark is for a GPU, and torch finds none here; --device cpu tries it on a tiny model"
             raise BadInput(only)
+        return self
 
     @property
     def sizes(self) -> Sizes:
         """A CPU has no need of large ones."""
-        sizes = CPU_SIZES if self.device == "cpu" else Sizes()
-        return replace(
-            sizes,
-            hidden=self.hidden or sizes.hidden,
-            layers=self.layers or sizes.layers,
-            streams=self.streams or sizes.streams,
-        )
+        given = {name: value for name in ("hidden", "layers", "streams") if (value := getattr(self, name))}
+        return replace(CPU_SIZES if self.device == "cpu" else Sizes(), **given)
 
     @property
     def placed(self) -> list[str]:

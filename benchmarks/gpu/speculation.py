@@ -26,9 +26,9 @@ from benchmarks.gpu import settings
 from benchmarks.gpu.device import TimedDevice
 from benchmarks.gpu.figures import Speedup, StageResult
 from benchmarks.gpu.settings import DraftingSetting, GpuOptions
-from benchmarks.harness.measure import DRAFTED, PLAIN, Batch, Run, Runner, served, take_turns
+from benchmarks.harness.measure import DRAFTED, PLAIN, Batch, Run, Runner, beside, served, take_turns
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, wrong_draft
-from benchmarks.harness.processes import ReadyProcess, WorkerPlan, connected, running, until_lost
+from benchmarks.harness.processes import ReadyProcess, WorkerPlan, all_running, connected, until_lost
 from router.dispatch import Dispatcher
 from speculation.events import Role
 from speculation.messages import Token
@@ -100,44 +100,26 @@ class DraftingBench:
 
     async def _start(self, ending: AsyncExitStack) -> dict[Key, ReadyProcess]:
         """All at once: reading weights and recording steps takes each of them a while."""
-        started, plans, found = time.perf_counter(), self._plans(), dict[Key, ReadyProcess]()
+        started, plans = time.perf_counter(), self._plans()
         self.tell(f"starting {len(plans)} workers")
-
-        async def start(key: Key, plan: WorkerPlan) -> None:
-            found[key] = await ending.enter_async_context(running(plan))
-            self.tell(f"{_name(key)}: ready after {time.perf_counter() - started:.0f} s")
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for key, plan in plans.items():
-                    group.create_task(start(key, plan))
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return found
+        workers = await ending.enter_async_context(all_running([*plans.values()], together=True))
+        self.tell(f"ready after {time.perf_counter() - started:.0f} s: {', '.join(map(_name, plans))}")
+        return dict(zip(plans, workers, strict=True))
 
     def _plans(self) -> dict[Key, WorkerPlan]:
-        options = self.options
-        drafters = {
-            settings.RIGHT if setting.drafter == settings.DEAD else setting.drafter for setting in options.settings
-        }
-        models = {
-            settings.RIGHT: self.pair.draft,
-            settings.WRONG: wrong_draft(self.pair) if settings.WRONG in drafters else self.pair.draft,
-        }
-        plans: dict[Key, WorkerPlan] = {}
-        for placement in options.placed:
-            if placement == settings.SHARED:
-                here = ["--set", f"draft.device={self.gpu.device.type}", "--draft-model"]
-                beside = {drafter: [*here, str(models[drafter])] for drafter in sorted(drafters)}
-            else:
-                beside = {"": []}
-                for drafter in sorted(drafters):
-                    key = Role.DRAFT, placement, drafter
-                    plans[key] = WorkerPlan(key[0], models[drafter], None, self._record(key), self._drafting(placement))
-            for drafter, flags in beside.items():
-                key = Role.TARGET, placement, drafter
-                plans[key] = WorkerPlan(key[0], self.pair.target, None, self._record(key), [*self._target, *flags])
-        return plans
+        drafters = sorted({_alive(setting.drafter) for setting in self.options.settings})
+        keys = [key for where in self.options.placed for drafter in drafters for key in _workers(where, drafter)]
+        return {key: self._plan(*key) for key in keys}
+
+    def _plan(self, role: Role, placement: str, drafter: str) -> WorkerPlan:
+        draft = wrong_draft(self.pair) if drafter == settings.WRONG else self.pair.draft
+        name = _name((role, placement, drafter)).replace(" ", "-")
+        record = Path(self.options.records) / f"{name}.jsonl" if self.options.records else None
+        if role is Role.DRAFT:
+            return WorkerPlan(role, draft, None, record, self._drafting(placement))
+        here = ["--set", f"draft.device={self.gpu.device.type}", "--draft-model", str(draft)]
+        flags = [*self._target, *(here if placement == settings.SHARED else ())]
+        return WorkerPlan(role, self.pair.target, None, record, flags)
 
     @property
     def _target(self) -> list[str]:
@@ -151,25 +133,18 @@ class DraftingBench:
             return ["--device", "cpu", "--threads", str(threads)]
         return ["--device", "cuda:1" if torch.cuda.device_count() > 1 else "cuda"]
 
-    def _record(self, key: Key) -> Path | None:
-        return Path(self.options.records) / f"{_name(key).replace(' ', '-')}.jsonl" if self.options.records else None
-
     async def _contenders(
         self, ending: AsyncExitStack, workers: Mapping[Key, ReadyProcess], drafter: str
     ) -> dict[str, Runner]:
         """Plain decoding, and drafting from every place; plain on a target without a draft model, if there is one."""
         routers: dict[str, Dispatcher] = {}
         for placement in self.options.placed:
-            if placement == settings.SHARED and drafter == settings.DEAD:
+            if (placement, drafter) == (settings.SHARED, settings.DEAD):
                 continue  # it would take the target with it
-            if placement == settings.SHARED:
-                both = [workers[Role.TARGET, placement, drafter]]
-            else:
-                draft = workers[Role.DRAFT, placement, settings.RIGHT if drafter == settings.DEAD else drafter]
-                both = [workers[Role.TARGET, placement, ""], draft]
+            both = [workers[key] for key in _workers(placement, _alive(drafter))]
             routers[placement] = await ending.enter_async_context(connected(*both))
             if drafter == settings.DEAD:
-                await draft.kill()
+                await both[1].kill()
                 await until_lost(routers[placement], Role.DRAFT)
         alone = next((placement for placement in routers if placement != settings.SHARED), settings.SHARED)
         drafting = {placement: served(router, DRAFTED) for placement, router in routers.items()}
@@ -191,6 +166,18 @@ class DraftingBench:
         return StageResult(settings.SPECULATION, _shape(self.gpu), str(setting), seconds, speedups=speedups)
 
 
+def _alive(drafter: str) -> str:
+    """Whose worker that is: one dies that was right."""
+    return settings.RIGHT if drafter == settings.DEAD else drafter
+
+
+def _workers(placement: str, drafter: str) -> list[Key]:
+    """A target, and where the draft model works elsewhere, that: then the target serves with all drafters."""
+    if placement == settings.SHARED:
+        return [(Role.TARGET, placement, drafter)]
+    return [(Role.TARGET, placement, ""), (Role.DRAFT, placement, drafter)]
+
+
 def distinct(prompts: Sequence[tuple[Token, ...]], count: int, rounds: int) -> list[tuple[tuple[Token, ...], ...]]:
     """``count`` prompts for each round; no two begin alike: those that are used again lack some of their beginning."""
     shifted = (prompt[cut:] for cut in itertools.count() for prompt in prompts)
@@ -199,17 +186,16 @@ def distinct(prompts: Sequence[tuple[Token, ...]], count: int, rounds: int) -> l
 
 def speedup_of(placement: str, setting: DraftingSetting, plain: Sequence[Run], drafted: Sequence[Run]) -> Speedup:
     """Of the runs of the same batches."""
-    steps = [commit for run in drafted for commit in run.counted]
-    texts, plain_texts = ([request.tokens for run in runs for request in run.decoded] for runs in (drafted, plain))
+    found = beside(drafted, plain)
     return Speedup(
         placement=placement,
         setting=setting,
         plain=tuple(run.rate for run in plain),
-        drafted=tuple(run.rate for run in drafted),
-        ratios=tuple(one.rate / other.rate for one, other in zip(drafted, plain, strict=True)),
-        offered=fmean(commit.offered for commit in steps),
-        kept=fmean(commit.accepted for commit in steps),
-        same_text=fmean(one == other for one, other in zip(texts, plain_texts, strict=True)),
+        drafted=found.rates,
+        ratios=found.ratios,
+        offered=fmean(commit.offered for commit in found.commits),
+        kept=fmean(commit.accepted for commit in found.commits),
+        same_text=found.same_text,
         plain_ms=_between_commits(plain),
         drafted_ms=_between_commits(drafted),
     )

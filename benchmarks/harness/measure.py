@@ -55,6 +55,8 @@ class Batch:
     each: tuple[int, ...] = ()
     """New tokens of every prompt, where they differ; ``tokens`` is the most then."""
     grammar: str = ""
+    predictions: tuple[tuple[Token, ...], ...] = ()
+    """What is expected of every prompt, where something is."""
 
     def __post_init__(self) -> None:
         assert not self.each or (len(self.each) == len(self.prompts) and max(self.each) == self.tokens)
@@ -143,25 +145,25 @@ class Run:
 Runner = Callable[[Batch], Awaitable[Run]]
 
 
-def served(dispatcher: Dispatcher, speculation: Speculation, extras: RequestOptions = RequestOptions()) -> Runner:
+def served(
+    dispatcher: Dispatcher,
+    speculation: Speculation,
+    extras: RequestOptions = RequestOptions(),
+    stop_tokens: frozenset[Token] = frozenset(),
+) -> Runner:
     """A contender that is a request to our workers."""
 
     async def run(batch: Batch) -> Run:
         sampling = Sampling(temperature=batch.temperature, seed=batch.seed)
-        asked_for = replace(extras, grammar=batch.grammar)
+        predictions = batch.predictions or ((),) * len(batch.prompts)
+        generations = [
+            Generation(prompt, sampling, tokens, stop_tokens, speculation, request_options=options)
+            for prompt, tokens, expected in zip(batch.prompts, batch.wanted, predictions, strict=True)
+            for options in [replace(extras, grammar=batch.grammar, prediction=expected)]
+        ]
         before, asked = dispatcher.pool.traffic(Role.TARGET), time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(
-                    decode(
-                        dispatcher,
-                        Generation(prompt, sampling, tokens, speculation=speculation, request_options=asked_for),
-                    )
-                )
-                for prompt, tokens in zip(batch.prompts, batch.wanted, strict=True)
-            ]
-        used = dispatcher.pool.traffic(Role.TARGET) - before
-        return Run(tuple(task.result() for task in tasks), used, asked)
+        decoded = await asyncio.gather(*(decode(dispatcher, one) for one in generations))
+        return Run(tuple(decoded), dispatcher.pool.traffic(Role.TARGET) - before, asked)
 
     return run
 
@@ -184,25 +186,26 @@ def order(names: Sequence[Name], number: int) -> list[Name]:
     return [*names[first:], *names[:first]]
 
 
-async def take_turns(
-    runners: Mapping[Name, Runner], batches: Sequence[Batch], warm_up: int, advance: Callable[[], None] = lambda: None
-) -> dict[Name, list[Run]]:
+async def run_once(runner: Runner, batch: Batch) -> Run:
+    """Once what ran before has settled. Raises TimeoutError if it hangs."""
+    await asyncio.sleep(SETTLE_SECONDS)
+    async with asyncio.timeout(RUN_SECONDS):
+        return await runner(batch)
+
+
+async def take_turns(runners: Mapping[Name, Runner], batches: Sequence[Batch], warm_up: int) -> dict[Name, list[Run]]:
     """Let every contender decode every batch, in turn; the first ``warm_up`` rounds do not count.
 
-    Returns the runs by contender, in the order of ``batches``. Calls ``advance`` after every run. Raises
-    TimeoutError if one hangs.
+    Returns the runs by contender, in the order of ``batches``. Raises TimeoutError if one hangs.
     """
     names = list(runners)
     runs: dict[Name, list[Run]] = {name: [] for name in names}
     rounds = [*itertools.islice(itertools.cycle(batches), warm_up), *batches]
     for number, batch in enumerate(rounds):
         for name in order(names, number):
-            await asyncio.sleep(SETTLE_SECONDS)
-            async with asyncio.timeout(RUN_SECONDS):
-                run = await runners[name](batch)
+            run = await run_once(runners[name], batch)
             if number >= warm_up:
                 runs[name].append(run)
-            advance()
     return runs
 
 
@@ -221,33 +224,60 @@ def best(tried: Mapping[Name, Sequence[Run]]) -> Name:
     return max(tried, key=lambda choice: pace(tried[choice]))
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a contender came to, run by run beside another."""
+
+    rates: tuple[float, ...]
+    """Tokens a second."""
+    ratios: tuple[float, ...]
+    """Of its rates over the other's."""
+    commits: tuple[TimedCommit, ...]
+    """Of all runs."""
+    same_text: float
+    """Share of the texts that are the other's."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean."""
+        return fmean(commit.tokens for commit in self.commits)
+
+    @property
+    def kept(self) -> float | None:
+        """Share of the drafts verified that became text; None: there were none, or nobody said."""
+        offered = sum(commit.offered for commit in self.commits)
+        return sum(commit.accepted for commit in self.commits) / offered if offered else None
+
+
+def beside(own: Sequence[Run], other: Sequence[Run]) -> Beside:
+    """Of runs over the same batches."""
+    texts, others = ([request.tokens for run in runs for request in run.decoded] for runs in (own, other))
+    return Beside(
+        tuple(run.rate for run in own),
+        tuple(run.rate / base.rate for run, base in zip(own, other, strict=True)),
+        tuple(commit for run in own for commit in run.counted),
+        fmean(text == its for text, its in zip(texts, others, strict=True)),
+    )
+
+
 def rows(runs: Mapping[str, Sequence[Run]], *, exact: bool = True) -> list[dict[str, Any]]:
     """What each contender came to, run by run beside the first of them.
 
     ``exact``: all have to say the same, else this raises AssertionError.
     """
     base = next(iter(runs.values()))
-    found = []
-    for name, own in runs.items():
-        commits = [commit for run in own for commit in run.counted]
-        offered = sum(commit.offered for commit in commits)
-        ratios = [run.rate / other.rate for run, other in zip(own, base, strict=True)]
-        same = [
-            one.tokens == other.tokens
-            for run, beside in zip(own, base, strict=True)
-            for one, other in zip(run.decoded, beside.decoded, strict=True)
-        ]
-        assert all(same) or not exact, "the text depends on how it was drafted"
-        found.append(
-            {
-                "contender": name,
-                "tokens_per_second": round(median(run.rate for run in own), 1),
-                "ratio_to_plain": round(median(ratios), 2),
-                "lowest_and_highest": [round(min(ratios), 2), round(max(ratios), 2)],
-                "tokens_per_step": round(fmean(commit.tokens for commit in commits), 2),
-                "kept_of_offered": round(sum(commit.accepted for commit in commits) / offered, 2) if offered else None,
-                "accepted": dict(Counter(str(source) for commit in commits for source in commit.sources)),
-                "same_text": fmean(same),
-            }
-        )
-    return found
+    found = [(name, beside(own, base)) for name, own in runs.items()]
+    assert not exact or all(one.same_text == 1 for _, one in found), "the text depends on how it was drafted"
+    return [
+        {
+            "contender": name,
+            "tokens_per_second": round(median(one.rates), 1),
+            "ratio_to_plain": round(median(one.ratios), 2),
+            "lowest_and_highest": [round(min(one.ratios), 2), round(max(one.ratios), 2)],
+            "tokens_per_step": round(one.tokens_per_step, 2),
+            "kept_of_offered": None if one.kept is None else round(one.kept, 2),
+            "accepted": dict(Counter(str(source) for commit in one.commits for source in commit.sources)),
+            "same_text": one.same_text,
+        }
+        for name, one in found
+    ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from datetime import UTC, datetime
@@ -41,9 +40,9 @@ def flag(default: Any, about: str, **how: Any) -> Any:
     """A field that is a flag of the field's name, of the type of its default.
 
     Keyword arguments: ``least`` and ``most`` (bounds), ``positive`` (above 0 and finite), ``quick`` (the default of a
-    quick run), ``name`` (of the flag), ``choices``, ``metavar``, ``group`` (of the help text); of one that is repeated
-    ``parse`` (makes a value of a text, or raises ValueError saying what would be right) and ``whole`` (commas separate
-    nothing).
+    quick run), ``kind`` (of a number that may be left out: the default is None), ``name`` (of the flag), ``choices``,
+    ``metavar``, ``group`` (of the help text); of one that is repeated ``parse`` (makes a value of a text, or raises
+    ValueError saying what would be right) and ``whole`` (commas separate nothing).
     """
     return field(default=default, metadata={"about": about, **how})
 
@@ -64,11 +63,8 @@ class Options:
     json: Path | None = None
     out: Path | None = None
 
-    def check(self) -> None:
-        """Refuse what only the options together, or this machine, can refuse. Raises CommandError."""
-
-    def completed(self, args: argparse.Namespace) -> Self:  # noqa: ARG002 - for those that override it
-        """With what follows from several flags, or from arguments that are no fields. Raises CommandError."""
+    def checked(self) -> Self:
+        """With what follows from several; refuses what only they, or this machine, can refuse. Raises CommandError."""
         return self
 
     @property
@@ -89,9 +85,7 @@ class Options:
     def read(cls, args: argparse.Namespace) -> Self:
         """What the flags amount to, checked. Raises :class:`cluster.console.CommandError`."""
         given = {one.name: _checked(one, args) for one in flags(cls) if hasattr(args, one.name)}
-        options = cls(**given)
-        options.check()
-        return options.completed(args)
+        return cls(**given).checked()
 
 
 def run(options: type[Options], args: argparse.Namespace, what: str = "benchmark") -> int:
@@ -106,19 +100,13 @@ def run(options: type[Options], args: argparse.Namespace, what: str = "benchmark
     try:
         code: int = getattr(import_module(options.MODULE), options.MAIN)(given)
     except Exception as error:
-        # Only a benchmark that has imported what raises these can end so.
-        if isinstance(error, _loaded("router.text.tokenizer.TokenizerError", "engine.model.ModelError")):
+        kinds = {kind.__name__ for kind in type(error).__mro__}  # by name: not all benchmarks can import all of these
+        if kinds & {"TokenizerError", "ModelError"}:
             raise BadInput(str(error)) from error
-        if not isinstance(error, (BenchError, OSError, *_loaded("router.generation.GenerationError"))):
+        if not kinds & {"BenchError", "OSError", "GenerationError"}:
             raise
         raise CommandError(f"the {what} ended early: {error or 'a worker did not answer'}", FAILED) from error
     return code
-
-
-def _loaded(*names: str) -> tuple[type[Exception], ...]:
-    """Errors, by their names with those of their modules, of which some may not be imported."""
-    parts = (name.rpartition(".") for name in names)
-    return tuple(getattr(sys.modules[module], error) for module, _, error in parts if module in sys.modules)
 
 
 def _check_files(json: Path | None, out: Path | None) -> None:
@@ -148,11 +136,11 @@ def add_flags(parser: argparse.ArgumentParser, options: type[Options]) -> None:
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         assert default is not MISSING
-        about, kind = how["about"], type(default)
+        about, kind = how["about"], how.get("kind", type(default))
         if kind is bool:
             groups[title].add_argument(_name(one), dest=one.name, action="store_true", help=about)
             continue
-        if kind in (int, float, str) and "default" not in about:
+        if kind in (int, float, str) and default is not None and "default" not in about:
             quick = f"; quick: {_word(how['quick'])}" if "quick" in how else ""
             about = f"{about} (default: {_word(default)}{quick})"
         groups[title].add_argument(
@@ -184,8 +172,8 @@ def known(flag_name: str, given: Sequence[str], names: Iterable[str], kind: str)
 
 def _checked(one: Field[Any], args: argparse.Namespace) -> Any:
     how, value = one.metadata, getattr(args, one.name)
-    if value is None and "quick" in how:
-        return how["quick"] if args.quick else one.default
+    if value is None:
+        return how["quick"] if "quick" in how and args.quick else one.default
     if "positive" in how and not 0 < value < float("inf"):
         raise BadInput(f"{_name(one)} must be above 0, got {value:g}")
     if "least" in how or "most" in how:

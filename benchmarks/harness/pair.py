@@ -66,7 +66,6 @@ def trained_pair() -> Pair:
 
 def stretched_pair(shape: Shape, device: torch.device | None = None) -> Pair:
     """Build the pair on a device (default: the CPU), or find it as built before from the same bundled checkpoint."""
-    folder = CACHE / f"{_checkpoint(BUNDLED)}-h{shape.hidden}-l{shape.layers}-a{shape.acceptance:.2f}"
 
     def build(fresh: Path) -> None:
         draft, tokenizer = load(BUNDLED, torch.bfloat16, device), load_tokenizer(BUNDLED)
@@ -79,7 +78,7 @@ def stretched_pair(shape: Shape, device: torch.device | None = None) -> Pair:
         known = {"shape": asdict(shape), "parameters": parameter_count(target), **asdict(found)}
         (fresh / "pair.json").write_text(json.dumps(known))
 
-    _once(folder, build)
+    folder = _once(f"{_checkpoint(BUNDLED)}-h{shape.hidden}-l{shape.layers}-a{shape.acceptance:.2f}", build)
     known = json.loads((folder / "pair.json").read_text())
     about = (
         f"Target: the bundled model stretched to {known['parameters'] / 1e6:.0f}M parameters, "
@@ -99,36 +98,31 @@ def held_out(count: int | None = None) -> list[tuple[int, ...]]:
 
 def noiseless_target(hidden: int, layers: int, device: torch.device | None = None) -> Path:
     """A target that says what the bundled one says, at several times its cost; built on a device (default: the CPU)."""
-    folder = CACHE / f"{_checkpoint(BUNDLED)}-h{hidden}-l{layers}-silent"
 
     def build(fresh: Path) -> None:
         bundled = load(BUNDLED, torch.bfloat16, device)
         stretch(bundled, hidden_size=hidden, layers=layers, seed=SEED).save_pretrained(fresh)
         save_tokenizer(load_tokenizer(BUNDLED), fresh)
 
-    _once(folder, build)
-    return folder
+    return _once(f"{_checkpoint(BUNDLED)}-h{hidden}-l{layers}-silent", build)
 
 
 def stretched_heads(shape: Shape) -> Path:
     """The bundled Medusa heads for the stretched target of this shape; they compute what they do for the bundled."""
     made = sha256((HEADS / "medusa_lm_head.pt").read_bytes()).hexdigest()[:8]
-    folder = CACHE / f"{made}-medusa-h{shape.hidden}"
-    _once(folder, lambda fresh: save(stretch_heads(read(HEADS), shape.hidden), fresh, "stretched target"))
-    return folder
+    heads = stretch_heads(read(HEADS), shape.hidden)
+    return _once(f"{made}-medusa-h{shape.hidden}", lambda fresh: save(heads, fresh, "stretched target"))
 
 
 def stretched_eagle(shape: Shape) -> Path:
     """The bundled EAGLE-3 head for the stretched target of this shape; it drafts what it does for the bundled one."""
-    folder = CACHE / f"{_checkpoint(EAGLE)}-eagle-h{shape.hidden}-l{shape.layers}"
 
     def build(fresh: Path) -> None:
         target = load(BUNDLED, torch.bfloat16)
         head = eagle.read(EAGLE, lambda _: target.model.embed_tokens.weight)
         eagle.save(stretch_eagle(head, grow_to(target, shape.hidden, shape.layers)), fresh, embedding=True)
 
-    _once(folder, build)
-    return folder
+    return _once(f"{_checkpoint(EAGLE)}-eagle-h{shape.hidden}-l{shape.layers}", build)
 
 
 def wrong_draft(pair: Pair) -> Path:
@@ -137,7 +131,6 @@ def wrong_draft(pair: Pair) -> Path:
     It reads as the draft does and then says another token: the rows of its output layer have changed places, so that
     none of the vocabulary stays where it was.
     """
-    folder = CACHE / f"{_checkpoint(pair.draft)}-wrong"
 
     def build(fresh: Path) -> None:
         model = load(pair.draft, torch.bfloat16)
@@ -148,19 +141,18 @@ def wrong_draft(pair: Pair) -> Path:
         model.save_pretrained(fresh)
         save_tokenizer(load_tokenizer(pair.draft), fresh)
 
-    _once(folder, build)
-    return folder
+    return _once(f"{_checkpoint(pair.draft)}-wrong", build)
 
 
 def _checkpoint(folder: Path) -> str:
     return sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:8]
 
 
-def _once(folder: Path, build: Callable[[Path], None]) -> None:
-    """Build ``folder`` unless it is there; half of one is never taken for all of it."""
-    if folder.exists():
-        return
-    fresh = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    build(fresh)
-    fresh.rename(folder)
+def _once(name: str, build: Callable[[Path], None]) -> Path:
+    """The folder of that name, built unless it is there; half of one is never taken for all of it."""
+    folder, fresh = CACHE / name, CACHE / f".{name}.new"
+    if not folder.exists():
+        shutil.rmtree(fresh, ignore_errors=True)
+        build(fresh)
+        fresh.rename(folder)
+    return folder

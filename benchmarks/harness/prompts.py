@@ -8,7 +8,7 @@ line may also be a string.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,34 +61,32 @@ def bundled() -> list[Prompt]:
 
 def read(file: Path) -> list[Prompt]:
     """The prompts of a file; raises :class:`PromptError`."""
+    sample, no_text = "give a sample of your traffic, at most", "give a text file with prompts"
     try:
-        if file.stat().st_size > MOST_BYTES:
-            size = f"{file.stat().st_size >> 20} MB"
-            raise PromptError(f"{file}: is {size}; give a sample of your traffic, at most {MOST_BYTES >> 20} MB")
-        text = file.read_bytes().decode("utf-8")
+        if (size := file.stat().st_size) > MOST_BYTES:
+            raise PromptError(f"{file}: is {size >> 20} MB; {sample} {MOST_BYTES >> 20} MB")
+        raw = file.read_bytes()
+        text = raw.decode("utf-8")
     except OSError as error:
-        raise PromptError(f"{file}: {error.strerror}; give a text file with prompts") from error
+        raise PromptError(f"{file}: {error.strerror}; {no_text}") from error
     except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise PromptError(f"{file}: line {line} is not UTF-8 text; give a text file with prompts") from error
-    if "\0" in text:
-        line = text[: text.index("\0")].count("\n") + 1
-        raise PromptError(f"{file}: line {line} holds a zero byte; give a text file with prompts")
-    found = list(_prompts(file, text))
-    if not found:
-        raise PromptError(f"{file}: holds no prompts; give one a line, or JSON lines with prompt or messages")
-    if len(found) > MOST_PROMPTS:
-        raise PromptError(f"{file}: holds {len(found)} prompts; give a sample of at most {MOST_PROMPTS}")
-    return found
-
-
-def _prompts(file: Path, text: str) -> Iterator[Prompt]:
+        line = raw[: error.start].count(b"\n") + 1
+        raise PromptError(f"{file}: line {line} is not UTF-8 text; {no_text}") from error
+    before, zero, _ = text.partition("\0")
+    if zero:
+        line = before.count("\n") + 1
+        raise PromptError(f"{file}: line {line} holds a zero byte; {no_text}")
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    begins = ("{", '"') if file.suffix == ".jsonl" else "{"
-    structured = bool(lines) and lines[0][1].lstrip().startswith(begins)
-    for number, line in lines:
-        where = f"{file}: line {number}"
-        yield _structured(where, line, file.stem) if structured else Prompt(file.stem, where, line.rstrip("\r"))
+    if not lines:
+        raise PromptError(f"{file}: holds no prompts; give one a line, or JSON lines with prompt or messages")
+    if len(lines) > MOST_PROMPTS:
+        raise PromptError(f"{file}: holds {len(lines)} prompts; {sample} {MOST_PROMPTS}")
+    structured = lines[0][1].lstrip().startswith(("{", '"') if file.suffix == ".jsonl" else "{")
+    return [
+        _structured(where, line, file.stem) if structured else Prompt(file.stem, where, line.rstrip("\r"))
+        for number, line in lines
+        for where in [f"{file}: line {number}"]
+    ]
 
 
 def _structured(where: str, line: str, kind: str) -> Prompt:
@@ -105,15 +103,21 @@ def _structured(where: str, line: str, kind: str) -> Prompt:
         raise PromptError(f"{where}: kind is {_short(kind)}; it must be a name of 1 to {LONGEST_KIND} characters")
     if ("prompt" in given) == ("messages" in given):
         raise PromptError(f"{where}: must have either prompt or messages, has {', '.join(given) or 'neither'}")
-    if "prompt" in given:
-        text = given["prompt"]
-        if not isinstance(text, str) or not text:
-            raise PromptError(f"{where}: prompt is {_short(text)}; it must be a string that is not empty")
-        return Prompt(kind, where, text)
+    return Prompt(kind, where, **(_text(where, given) if "prompt" in given else _messages(where, given)))
+
+
+def _text(where: str, given: dict[str, Any]) -> dict[str, Any]:
+    text = given["prompt"]
+    if not isinstance(text, str) or not text:
+        raise PromptError(f"{where}: prompt is {_short(text)}; it must be a string that is not empty")
+    return {"text": text}
+
+
+def _messages(where: str, given: dict[str, Any]) -> dict[str, Any]:
     messages = given["messages"]
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise PromptError(f"{where}: messages must be a list of objects with role and content, such as a chat has")
-    return Prompt(kind, where, messages=tuple(messages))
+    return {"messages": tuple(messages)}
 
 
 def _is_message(given: object) -> bool:

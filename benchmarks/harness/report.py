@@ -24,6 +24,8 @@ from benchmarks.harness.options import Options
 from cluster.console import say
 
 DPI = 120
+FILE_COLUMNS = 220
+"""Of a table that goes to a file, at most."""
 MISSING = "not measured"
 Measured = TypeVar("Measured")
 
@@ -100,8 +102,6 @@ class Result:
     figures: Mapping[str, Any]
     plots: Callable[[Path], Mapping[str, str]] | None = None
     """Draws into a folder; what each of the files it writes shows."""
-    width: int = 160
-    """Columns of a table that goes to a file."""
     indent: int | None = 2
     day: date = field(default_factory=lambda: datetime.now(UTC).date())
     machine: Mapping[str, Any] = field(default_factory=lambda: describe_machine())
@@ -120,7 +120,7 @@ class Result:
 
     def show(self) -> None:
         """Print tables and notes on stdout."""
-        console = Console(width=None if sys.stdout.isatty() else self.width)
+        console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS)
         for table in self.tables:
             console.print(table.rich())
         for note in self.notes:

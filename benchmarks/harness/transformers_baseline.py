@@ -3,9 +3,9 @@
     python -m benchmarks.harness.transformers_baseline TARGET DRAFT DTYPE THREADS
 
 Greedy, in our number format and of our prompts; it runs while ours is idle, in turn with it. Beside a router it is a
-process of its own, driven line by line: a JSON request on stdin, its outcome on stdout; it has all the threads that the
-workers of ours have together. Both ends are here, and which settings of assisted generation are tried; the best is what
-we compare with.
+process of its own, since on a thread it keeps the router from hearing its workers: driven line by line, a JSON request
+on stdin, its outcome on stdout. It has all the threads that the workers of ours have together. Both ends are here, and
+which settings of assisted generation are tried; the best is what we compare with.
 """
 
 # Tensor names carry their shapes: B prompts, T tokens.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness.options import FIGURES, BenchError, Options, flag
-from benchmarks.harness.report import Goal, Result, Table, against, cell, goals_table
+from benchmarks.harness.report import Goal, Result, Table, against, goals_table, table_of
 from cluster.config.flags import count
 
 ROUTER, FEATURES, BARE = "router", "with features", "bare"
@@ -103,16 +103,9 @@ class LoadPoint:
 
 def carried(points: Iterable[LoadPoint], contender: str, streams: int) -> float:
     """The highest pace delivered within the wanted delay; 0: none was."""
-    return max(
-        (
-            point.delivered
-            for point in points
-            if (point.contender, point.streams) == (contender, streams)
-            and point.kept_up
-            and point.delays_ms[1] <= WANTED_DELAY_MS
-        ),
-        default=0.0,
-    )
+    own = (one for one in points if (one.contender, one.streams) == (contender, streams))
+    in_time = (one.delivered for one in own if one.kept_up and one.delays_ms[1] <= WANTED_DELAY_MS)
+    return max(in_time, default=0.0)
 
 
 def features_over_router(points: Sequence[LoadPoint]) -> float | None:
@@ -143,42 +136,39 @@ def summary(points: Sequence[LoadPoint]) -> dict[str, float]:
 
 def table(points: Sequence[LoadPoint]) -> Table:
     """All points."""
-    lines = [
-        (
-            point.contender,
-            str(point.streams),
-            f"{point.asked:.0f}",
-            f"{point.delivered:.0f}",
-            *(f"{delay:.1f}" for delay in point.delays_ms),
-            f"{point.cpu_us_per_token:.1f}",
-            f"{point.tokens_per_core:.0f}",
-            f"{100 * point.busy:.0f} / {100 * point.load_busy:.0f}",
-            f"{point.request_ms:.2f}",
-            f"{point.first_ms:.1f}",
-            f"{point.kb_per_stream:.0f}",
-            f"{cell(point.verified_ms)} / {cell(point.proposed_ms)}" if point.verified_ms else "",
-            f"{point.relayed_bytes:.0f}",
-        )
-        for point in points
-    ]
-    columns = (
-        *("server", "streams", "asked tokens/s", "delivered", "added ms p50", "p99", "most", "CPU us/token"),
-        *("tokens/s a core", "busy % server/load", "CPU ms/request", "first ms", "KB/stream"),
-        *("relayed ms, there / back", "relayed bytes/token"),
+    return table_of(
+        "What one carries",
+        points,
+        {
+            "server": lambda one: one.contender,
+            "streams": lambda one: one.streams,
+            "asked tokens/s": lambda one: f"{one.asked:.0f}",
+            "delivered": lambda one: f"{one.delivered:.0f}",
+            "added ms p50": lambda one: f"{one.delays_ms[0]:.1f}",
+            "p99": lambda one: f"{one.delays_ms[1]:.1f}",
+            "most": lambda one: f"{one.delays_ms[2]:.1f}",
+            "CPU us/token": lambda one: f"{one.cpu_us_per_token:.1f}",
+            "tokens/s a core": lambda one: f"{one.tokens_per_core:.0f}",
+            "busy % server/load": lambda one: f"{100 * one.busy:.0f} / {100 * one.load_busy:.0f}",
+            "CPU ms/request": lambda one: one.request_ms,
+            "first ms": lambda one: f"{one.first_ms:.1f}",
+            "KB/stream": lambda one: f"{one.kb_per_stream:.0f}",
+            "relayed ms, there / back": lambda one: (
+                f"{one.verified_ms:.2f} / {one.proposed_ms:.2f}" if one.verified_ms and one.proposed_ms else ""
+            ),
+            "relayed bytes/token": lambda one: f"{one.relayed_bytes:.0f}",
+        },
     )
-    return Table("What one carries", columns, lines)
+
+
+def _of_router(name: str) -> Callable[[Sequence[LoadPoint]], float]:
+    return lambda points: summary(points)[name]
 
 
 GOALS: tuple[Goal[Sequence[LoadPoint]], ...] = (
-    Goal("tokens_per_core", "tokens/s a core", 20_000, False, lambda points: summary(points)["tokens_per_core"]),
-    Goal(
-        "p99_added_ms",
-        "added, 99th percentile, ms",
-        WANTED_DELAY_MS,
-        True,
-        lambda points: summary(points)["p99_added_ms"],
-    ),
-    Goal("kb_per_stream", "memory of a stream, KB", 64, True, lambda points: summary(points)["kb_per_stream"]),
+    Goal("tokens_per_core", "tokens/s a core", 20_000, False, _of_router("tokens_per_core")),
+    Goal("p99_added_ms", "added, 99th percentile, ms", WANTED_DELAY_MS, True, _of_router("p99_added_ms")),
+    Goal("kb_per_stream", "memory of a stream, KB", 64, True, _of_router("kb_per_stream")),
     Goal("features_cpu", "CPU a token with features, over that without", 1.3, True, features_over_router),
 )
 """Of the router with the most streams, but for the last one."""
@@ -207,4 +197,4 @@ def result(options: ScaleOptions, points: Sequence[LoadPoint], **about: Any) -> 
         goals = [goal for goal in GOALS if goal.ours(points) is not None]
         tables += [goals_table(goals, points)]
         document = {**against(goals, points), "summary": summary(points), **document}
-    return Result("scale", "What one router carries", options, tables, notes(options), document, width=200, **about)
+    return Result("scale", "What one router carries", options, tables, notes(options), document, **about)

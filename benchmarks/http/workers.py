@@ -2,20 +2,17 @@
 
 All sessions have one prompt and one text, so of a commit only its session's number and epoch differ. A target commits
 for all its sessions at once, at a pace that is set while it runs; a drafter sends each of its sessions a proposal at
-the same pace. What the router sends is read no further than whom it opens, and which message of the other worker it
-relays.
+the same pace.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
-
-import grpc
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 
 from speculation import digest as digests
 from speculation.events import Role
@@ -31,12 +28,9 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from transport.codec import decode_to_worker, encode_from_worker
+from transport.codec import encode_from_worker, encode_to_worker
+from transport.server import Link, serve
 
-OPEN, PROPOSE, VERIFIED, CLOSE, FEATURES = 0x0A, 0x12, 0x1A, 0x22, 0x32
-"""First bytes of these entries of a router's frame; the last one of a target's, too."""
-PING, PONG = 0x11, 0x19
-"""First bytes of these fields of a frame: eight bytes follow."""
 LOAD_SECONDS = 0.25
 PAUSE = 1e9
 """An interval without steps: what is opened gets its first commit, and no other."""
@@ -58,11 +52,8 @@ class Script:
     @property
     def features(self) -> bytes:
         """Of a commit, but for their session and position."""
-        return bytes(
-            encode_from_worker(
-                Features(SessionId(0), 0, 0, 1, self.feature_width, bytes(2 * self.feature_width * self.commit))
-            )
-        )
+        values = bytes(2 * self.feature_width * self.commit)
+        return encode_from_worker(Features(SessionId(0), 0, 0, 1, self.feature_width, values))
 
 
 @dataclass(slots=True)
@@ -97,7 +88,7 @@ class StepPace:
 
 
 class FakeWorker:
-    """A worker of either role."""
+    """A worker of either role; a :class:`transport.server.Handler`."""
 
     def __init__(self, role: Role, script: Script, pace: StepPace, phase: float) -> None:
         """``phase``: by what part of an interval its steps come after those of the first one."""
@@ -107,25 +98,21 @@ class FakeWorker:
         self.heard: dict[str, dict[int, float]] = {}
         """By request and number: when those of the other worker came."""
         self.relayed_bytes = 0
-        """Of all that came of the other worker, features too."""
+        """Of all that came of the other worker, features too, as long as the first of each kind."""
+        self._sizes: dict[type, int] = {}
         self._role, self._script, self._pace, self._phase = role, script, pace, phase
-        self._kind = bytes((2 << 3 | 2,)) if role is Role.TARGET else bytes((3 << 3 | 2,))
-        self._features = _body(script.features) if role is Role.TARGET and script.feature_width else b""
-        self._bodies: list[tuple[bytes, bytes]] = []
+        self._features = _parts(script.features) if role is Role.TARGET and script.feature_width else None
+        self._commits: list[tuple[tuple[bytes, bytes], ...]] = []
         self._end = len(script.prompt), digests.of(script.prompt)
         self._sessions: dict[int, FakeSession] = {}
         self._requests: dict[int, str] = {}
-        self._out: asyncio.Queue[bytes] = asyncio.Queue()
+        self._link: Link | None = None
 
-    @contextlib.asynccontextmanager
+    @asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeWorker]:
         """Listen, and step."""
-        server = grpc.aio.server()
-        name = f"paceline.v1.{self._role.value.capitalize()}"
-        handler = grpc.stream_stream_rpc_method_handler(self._run)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"Run": handler}),))
-        self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
+        server = await serve(self, self._role.value, "127.0.0.1:0")
+        self.address = server.address
         tasks = [asyncio.create_task(self._steps()), asyncio.create_task(self._loads())]
         try:
             yield self
@@ -135,109 +122,81 @@ class FakeWorker:
             await asyncio.gather(*tasks, return_exceptions=True)
             await server.stop(0)
 
-    async def _run(self, frames: AsyncIterator[bytes], _: object) -> AsyncIterator[bytes]:
-        self._out = asyncio.Queue()
-        self._say(encode_from_worker(self._script.welcome))
-        reading = asyncio.create_task(self._read(frames))
-        try:
-            while True:
-                yield await self._out.get()
-        finally:
-            reading.cancel()
+    def connected(self, link: Link) -> Welcome:
+        """The router came."""
+        self._link = link
+        return self._script.welcome
 
-    async def _read(self, frames: AsyncIterator[bytes]) -> None:
-        async for frame in frames:
-            for entry in self._entries(frame):
-                if entry[0] in (OPEN, CLOSE):
-                    self._hear(decode_to_worker(entry))
-                elif entry[0] in (PROPOSE, VERIFIED, FEATURES):
-                    self.relayed_bytes += len(entry)
-                    if entry[0] != FEATURES:
-                        self._relayed(entry)
+    def disconnected(self, _: Link) -> None:
+        """The router went."""
+        self._link = None
 
-    def _entries(self, frame: bytes) -> Iterator[bytes]:
-        """Of a router's frame; answers its ping."""
-        at = 0
-        while at < len(frame):
-            if frame[at] == PING:
-                self._out.put_nowait(bytes((PONG,)) + frame[at + 1 : at + 9])
-                at += 9
-                continue
-            length, start = _read_varint(frame, at + 1)
-            yield frame[start : start + length]
-            at = start + length
+    def received(self, link: Link, messages: Sequence[ToWorker]) -> None:
+        """What it opens and closes, and what came of the other worker."""
+        now = time.monotonic()
+        for message in messages:
+            if isinstance(message, Open):
+                self._open(link, message)
+            elif isinstance(message, Close):
+                self._sessions.pop(message.session, None)
+            elif isinstance(message, Features | Proposal | Verification) and message.session in self._requests:
+                kind = type(message)
+                self._sizes[kind] = self._sizes.get(kind) or len(encode_to_worker(message))
+                self.relayed_bytes += self._sizes[kind]
+                if isinstance(message, Features):
+                    continue
+                position = message.anchor_position if isinstance(message, Proposal) else message.position
+                number = (position - len(self._script.prompt)) // self._script.commit
+                self.heard[self._requests[message.session]].setdefault(number, now)
 
-    def _hear(self, message: ToWorker) -> None:
-        if isinstance(message, Open):
-            self._open(message)
-        elif isinstance(message, Close):
-            self._sessions.pop(message.session, None)
-
-    def _relayed(self, entry: bytes) -> None:
-        """Note when a message of the other worker came: it begins with session, epoch and position."""
-        now, at = time.monotonic(), _read_varint(entry, 1)[1]
-        session, at = _read_varint(entry, at + 1)
-        _, at = _read_varint(entry, at + 1)
-        position, _ = _read_varint(entry, at + 1)
-        if session in self._requests:
-            number = (position - len(self._script.prompt)) // self._script.commit
-            self.heard[self._requests[session]].setdefault(number, now)
-
-    def _open(self, opened: Open) -> None:
+    def _open(self, link: Link, opened: Open) -> None:
         heading = b"\x08" + varint(opened.session) + b"\x10" + varint(opened.epoch)
         self._sessions[opened.session] = FakeSession(opened.session, heading)
         request = self._requests[opened.session] = opened.request_options.request
         self.made.setdefault(request, [])
         self.heard.setdefault(request, {})
-        self._say(self._next(self._sessions[opened.session], time.monotonic()))
-
-    def _say(self, *entries: bytes) -> None:
-        self._out.put_nowait(b"".join(b"\x0a" + varint(len(entry)) + entry for entry in entries))
+        link.put(self._next(self._sessions[opened.session], time.monotonic()))
 
     async def _loads(self) -> None:
         while True:
             await asyncio.sleep(LOAD_SECONDS)
-            load = Load(len(self._sessions), free_tokens=1 << 24, capacity_tokens=1 << 24)
-            self._say(encode_from_worker(load))
+            if self._link is not None:
+                self._link.send(Load(len(self._sessions), free_tokens=1 << 24, capacity_tokens=1 << 24))
 
     async def _steps(self) -> None:
         number = 0
         while True:
             number = await self._pace.step(self._phase, number)
-            while not self._out.empty():  # the router does not keep up
+            while self._link is not None and self._link.outbox._entries:  # the router does not keep up
                 await asyncio.sleep(0.001)
-            if self._sessions:
-                self._step()
+            if self._link is not None and self._sessions:
+                self._step(self._link)
 
-    def _step(self) -> None:
+    def _step(self, link: Link) -> None:
         now, sessions = time.monotonic(), self._sessions.values()
-        features = [self._features_of(session) for session in sessions] if self._features else []
-        self._say(*[self._next(session, now) for session in sessions], *features)
+        positions = [len(self._script.prompt) + each.commits * self._script.commit for each in sessions]
+        for session in sessions:
+            link.put(self._next(session, now))
+        if self._features is not None:
+            kind, rest = self._features
+            for session, position in zip(sessions, positions, strict=True):
+                link.put(_entry(kind, session.heading + b"\x18" + varint(position) + rest))
         if self._pace.ending:
             self._sessions.clear()
 
     def _next(self, session: FakeSession, now: float) -> bytes:
         """Its next commit or proposal."""
-        about = session.heading + self._body(session.commits)[self._pace.ending]
+        while session.commits >= len(self._commits):
+            self._commits.append(tuple(_parts(encode_from_worker(said)) for said in self._next_said()))
+        kind, rest = self._commits[session.commits][self._pace.ending]
         session.commits += 1
         self.made[self._requests[session.number]].append(now)
-        return self._kind + varint(len(about)) + about
+        return _entry(kind, session.heading + rest)
 
-    def _features_of(self, session: FakeSession) -> bytes:
-        """Of its next commit."""
-        position = len(self._script.prompt) + session.commits * self._script.commit
-        about = session.heading + b"\x18" + varint(position) + self._features
-        return bytes((FEATURES,)) + varint(len(about)) + about
-
-    def _body(self, number: int) -> tuple[bytes, bytes]:
-        """What a commit or a proposal says beside its heading; the other one ends the text."""
-        while number >= len(self._bodies):
-            self._bodies.append(self._next_body())
-        return self._bodies[number]
-
-    def _next_body(self) -> tuple[bytes, bytes]:
+    def _next_said(self) -> tuple[Proposal | Verification, Proposal | Verification]:
+        """A commit or a proposal; the other one ends the text."""
         script, (position, digest) = self._script, self._end
-        at = (len(self._bodies) * script.commit) % len(script.text)
+        at = (len(self._commits) * script.commit) % len(script.text)
         tokens = tuple(script.text[(at + i) % len(script.text)] for i in range(script.commit))
         anchor = digest
         for token in tokens:
@@ -246,30 +205,19 @@ class FakeWorker:
         session, kept = SessionId(0), script.commit - 1
         if self._role is Role.DRAFT:
             chain = tuple(range(-1, kept))
-            body = _body(
-                encode_from_worker(Proposal(session, 0, position, anchor, tokens, chain, (0.5,) * len(tokens)))
-            )
-            return body, body
-        said = [
-            Verification(session, 0, position, tokens, digest, kept, kept + 1, finish, lead=8, took_us=9000)
-            for finish in (None, FinishReason.LENGTH)
-        ]
-        return _body(encode_from_worker(said[0])), _body(encode_from_worker(said[1]))
+            proposal = Proposal(session, 0, position, anchor, tokens, chain, (0.5,) * len(tokens))
+            return proposal, proposal
+        goes_on = Verification(session, 0, position, tokens, digest, kept, kept + 1, lead=8, took_us=9000)
+        return goes_on, replace(goes_on, finish=FinishReason.LENGTH)
 
 
-def _body(entry: bytes) -> bytes:
-    """Of an entry without number and epoch: what follows its kind and its length."""
-    return entry[_read_varint(entry, 1)[1] :]
+def _parts(entry: bytes) -> tuple[bytes, bytes]:
+    """The kind of an entry without number and epoch, and what follows its length."""
+    return entry[:1], entry[next(at for at in range(1, len(entry)) if entry[at] < 0x80) + 1 :]
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number that is written there, and where it ends."""
-    value = shift = 0
-    while True:
-        value |= (data[at] & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if data[at - 1] < 0x80:
-            return value, at
+def _entry(kind: bytes, about: bytes) -> bytes:
+    return kind + varint(len(about)) + about
 
 
 def varint(value: int) -> bytes:

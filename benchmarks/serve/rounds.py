@@ -8,6 +8,9 @@ Requests are sent at a rate of their own, or as soon as one of a fixed number of
 loop), a request is due when the clock says so, however slow the server is; its latency counts from that moment even if
 this process was late to send it. So a stall counts against all requests that it delays, not only against the one that
 it hit (Tene's "coordinated omission").
+
+Before any load each server is asked whether it is one: its models, and a request of a few tokens. Servers that list no
+models, or not the one that they serve (``transformers serve`` lists what lies in its cache), are not refused for it.
 """
 
 from __future__ import annotations
@@ -17,17 +20,101 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import httpx
 
 from benchmarks.harness.prompts import Prompt
-from benchmarks.serve.client import NOT_SENT, Heard, ask, body, connect
-from benchmarks.serve.probe import Server, ServerError, identify
-from benchmarks.serve.settings import MOST_OPEN, PLAIN_SUFFIX, Make, ServeOptions, ServerContender
+from benchmarks.serve.client import NOT_SENT, PACELINE, VLLM, AnswerError, Heard, ask, body, connect, path, read
+from benchmarks.serve.settings import MOST_OPEN, PLAIN_SUFFIX, ServeOptions, ServerContender
+from cluster.console import FAILED, CommandError
+
+TOKENS = 4
+LIST_SECONDS = 10.0
+MAKES = {"paceline": PACELINE, "vllm": VLLM, "llamacpp": "llama.cpp"}
+"""By what a server says of itself in its list of models; what it offers depends on it."""
+OTHER = "not known"
+
+
+class ServerError(CommandError):
+    """The server cannot be measured. One line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What is known of a contender's server."""
+
+    make: str
+    model: str
+
+
+async def identify(
+    client: httpx.AsyncClient, contender: ServerContender, options: ServeOptions, prompt: Prompt
+) -> Server:
+    """Raises :class:`ServerError`."""
+    where = f"--url {contender.url}"
+    try:
+        owners = await _models(client, where, required=not contender.model)
+        model = contender.model or _only(owners, where)
+        known = {MAKES[owner] for owner in owners.values() if owner in MAKES}
+        make = known.pop() if len(known) == 1 else OTHER
+        asked = body(options, contender, make, model, prompt, 0)
+        asked |= {"max_tokens": min(TOKENS, options.max_tokens)} if "max_tokens" in asked else {}
+        async with asyncio.timeout(options.timeout):
+            await read(client, path(options.chat), asked, Heard())
+    except TimeoutError as error:
+        late = f"a first request of {TOKENS} tokens was not over after {options.timeout:g} s; give more by --timeout"
+        raise ServerError(f"{where}: {late}") from error
+    except (httpx.InvalidURL, httpx.RequestError) as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ServerError(f"{where}: nothing answers there, or not in HTTP ({why}); is the server up?") from error
+    except AnswerError as error:
+        listed = f" (it lists {_names(owners)})" if owners and model not in owners else ""
+        hint = f"another --model{listed}, --chat or not, or a key by --api-key-env?" if error.status else "is it one?"
+        failed = f"a first request by {path(options.chat)} for {model} failed: {error.kind}: {error}"
+        raise ServerError(f"{where}: {failed}; {hint}") from error
+    return Server(make, model)
+
+
+async def _models(client: httpx.AsyncClient, where: str, *, required: bool) -> dict[str, str]:
+    """Owners by model, as the server lists them; none where it cannot and none are ``required``."""
+    try:
+        async with asyncio.timeout(LIST_SECONDS):
+            # A server that fails at this may close the connection without saying so.
+            response = await client.get("/v1/models", headers={"connection": "close"})
+    except TimeoutError as error:
+        raise ServerError(f"{where}: no answer to /v1/models within {LIST_SECONDS:g} s") from error
+    if not response.is_success:
+        if not required:
+            return {}
+        said = f"/v1/models is answered by {response.status_code}: not OpenAI's API, or it wants another address"
+        raise ServerError(f"{where}: {said}, a key by --api-key-env, or a model by --model")
+    try:
+        listed: Any = response.json()
+        return {str(entry["id"]): str(entry.get("owned_by", "")) for entry in listed["data"]}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        kind = f"{response.headers.get('content-type', 'nothing')} ({response.text[:60]})"
+        raise ServerError(f"{where}: /v1/models is answered by {kind}, no list of models: not OpenAI's API") from error
+
+
+def _only(owners: dict[str, str], where: str) -> str:
+    if len(owners) == 1:
+        return next(iter(owners))
+    listed = f"serves {_names(owners)}; choose" if owners else "lists no models; name one"
+    raise ServerError(f"{where}: {listed} by --model")
+
+
+def _names(owners: Iterable[str]) -> str:
+    names = list(owners)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
 
 RESUMED = 0.2
 """Seconds that servers which stood still have for what is overdue, such as closing connections that were idle."""
@@ -108,7 +195,7 @@ class Log:
 async def measure(
     options: ServeOptions, prompts: list[Prompt], log: Log, report: Callable[[str], None] = lambda _: None
 ) -> None:
-    """Fill ``log``. Raises :class:`benchmarks.serve.probe.ServerError` before any load."""
+    """Fill ``log``. Raises :class:`benchmarks.serve.rounds.ServerError` before any load."""
     async with AsyncExitStack() as stack:
         clients: dict[str, httpx.AsyncClient] = {}
         for contender in options.contenders:
@@ -117,15 +204,49 @@ async def measure(
             log.servers[contender.name] = await identify(client, contender, options, prompts[0])
             clients[contender.name] = client
         log.contenders = with_plain(options, log.servers)
-        runner = _Runner(options, prompts, log.servers, clients)
+
+        async def send(contender: ServerContender, number: int, due: float) -> Heard:
+            client, server = clients[contender.name.removesuffix(PLAIN_SUFFIX)], log.servers[contender.name]
+            prompt = prompts[number % len(prompts)]
+            asked, heard = body(options, contender, server.make, server.model, prompt, number), Heard(number, due)
+            await ask(client, path(options.chat), asked, options.timeout, heard)
+            return heard
+
         for contender in log.contenders:
             report(f"warming up {contender.name}")
-            await runner.warm_up(contender)
+            # With the last prompts, counted from behind, so that as few as possible are measured again.
+            for number in range(1, options.warmup + 1):
+                await send(contender, -number, time.perf_counter())
         for number in range(options.rounds):
-            for contender in order(log.contenders, number):
+            for contender in log.contenders[:: 1 if number % 2 == 0 else -1]:
                 report(f"round {number + 1} of {options.rounds}: {contender.name}")
                 async with stopped(one.process for one in options.contenders if one.url != contender.url):
-                    await runner.take(contender, number, log)
+                    await take(partial(send, contender), Turn(contender, number, time.perf_counter()), options, log)
+
+
+async def take(send: Callable[[int, float], Awaitable[Heard]], turn: Turn, options: ServeOptions, log: Log) -> None:
+    """One turn, into ``log`` from its beginning."""
+    log.turns.append(turn)
+    used = time.process_time()
+
+    async def noted(request: int, due: float) -> float:
+        turn.running += 1
+        heard = await send(request, due)
+        turn.running -= 1
+        turn.heard.append(heard)
+        return heard.pause
+
+    def skip(request: int, due: float) -> None:
+        turn.heard.append(Heard(request, due, due, due, error=NOT_SENT))
+
+    requests = iter(range(turn.round, options.requests, options.rounds))
+    try:
+        if options.rate is not None:
+            await at_rate(requests, offsets(options.rate, options.seed, turn.round), noted, skip)
+        else:
+            await at_once(requests, options.concurrency, noted)
+    finally:
+        turn.client_cpu = time.process_time() - used
 
 
 @asynccontextmanager
@@ -148,11 +269,6 @@ async def stopped(processes: Iterable[int | None]) -> AsyncIterator[None]:
             await asyncio.sleep(RESUMED)
 
 
-def order(everyone: Sequence[ServerContender], number: int) -> Sequence[ServerContender]:
-    """Who comes after whom in a round: forth, then back."""
-    return everyone if number % 2 == 0 else everyone[::-1]
-
-
 def with_plain(options: ServeOptions, servers: dict[str, Server]) -> tuple[ServerContender, ...]:
     """Each contender, followed by the same without speculation if that is wanted. Raises :class:`ServerError`."""
     if not options.against_plain:
@@ -160,58 +276,10 @@ def with_plain(options: ServeOptions, servers: dict[str, Server]) -> tuple[Serve
     found = []
     for contender in options.contenders:
         found.append(contender)
-        if servers[contender.name].make is Make.PACELINE:
+        if servers[contender.name].make == PACELINE:
             name = contender.name + PLAIN_SUFFIX
             found.append(replace(contender, name=name, plain=True))
             servers[name] = servers[contender.name]
     if len(found) == len(options.contenders):
         raise ServerError("--against-plain: only Paceline can be asked not to speculate, and no --url is one")
     return tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
-class _Runner:
-    """Sends the requests of one contender after the other."""
-
-    options: ServeOptions
-    prompts: list[Prompt]
-    servers: dict[str, Server]
-    clients: dict[str, httpx.AsyncClient]
-
-    async def warm_up(self, contender: ServerContender) -> None:
-        """With the last prompts, counted from behind, so that as few as possible are measured again."""
-        for number in range(1, self.options.warmup + 1):
-            await self._ask(contender, -number, time.perf_counter())
-
-    async def take(self, contender: ServerContender, number: int, log: Log) -> None:
-        """One turn, into ``log`` from its beginning."""
-        options, pace = self.options, self.options.pace
-        turn = Turn(contender, number, time.perf_counter())
-        log.turns.append(turn)
-        used = time.process_time()
-
-        async def send(request: int, due: float) -> float:
-            turn.running += 1
-            heard = await self._ask(contender, request, due)
-            turn.running -= 1
-            turn.heard.append(heard)
-            return heard.pause
-
-        def skip(request: int, due: float) -> None:
-            turn.heard.append(Heard(request, due, due, due, error=NOT_SENT))
-
-        requests = iter(range(number, options.requests, options.rounds))
-        try:
-            if pace.rate is not None:
-                await at_rate(requests, offsets(pace.rate, options.seed, number), send, skip)
-            else:
-                assert pace.concurrency is not None
-                await at_once(requests, pace.concurrency, send)
-        finally:
-            turn.client_cpu = time.process_time() - used
-
-    async def _ask(self, contender: ServerContender, number: int, due: float) -> Heard:
-        client = self.clients[contender.name.removesuffix(PLAIN_SUFFIX)]
-        server, prompt = self.servers[contender.name], self.prompts[number % len(self.prompts)]
-        asked = body(self.options, contender, server.make, server.model, prompt, number)
-        return await ask(client, asked, self.options, number, due)

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import SplitResult, urlsplit
 
-from benchmarks.harness.options import BadInput, Options, add_flags, between, flag
+from benchmarks.harness.options import BadInput, Options, between, flag
 from cluster.config.environment import current
-from cluster.config.flags import Parser
 
 Json = dict[str, Any]
 MOST_OPEN = 4096
 """Requests under way at once; those beyond are not sent, and counted."""
 BUNDLED_PROMPTS = "bundled"
 DEFAULT_URL = "http://127.0.0.1:8000"
-MOST_CONCURRENCY = 4096
 MOST_CONTENDERS = 16
 PLAIN_SUFFIX = " plain"
 """What is added to the name of a contender whose speculation is off."""
@@ -40,15 +36,6 @@ itself without drafts. Whatever fails is counted by kind; latencies at a --rate 
   paceline bench serve --url d3=http://127.0.0.1:8000 --url d7=http://127.0.0.1:8000 \\
     --extra-body 'd3={"speculation": {"max_depth": 3}}' --extra-body 'd7={"speculation": {"max_depth": 7}}'
 """
-
-
-class Make(StrEnum):
-    """Whose server it is, as far as it says so in its list of models; what it offers depends on it."""
-
-    PACELINE = "Paceline"
-    VLLM = "vLLM"
-    LLAMA_CPP = "llama.cpp"
-    OTHER = "not known"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +56,6 @@ class ServerContender:
     """A process of the server's; its process group stands still while others have their turn."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Requests a second, whatever becomes of them, or so many at any time. Exactly one is set."""
-
-    rate: float | None = None
-    concurrency: int | None = None
-
-    def __post_init__(self) -> None:
-        assert (self.rate is None) != (self.concurrency is None)
-
-    def __str__(self) -> str:
-        if self.rate is not None:
-            return f"{self.rate:g} requests/s"
-        return f"{self.concurrency} at once"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions(Options):
     """One run."""
@@ -94,9 +65,30 @@ class ServeOptions(Options):
     DETAILS = DETAILS
     MODULE = "benchmarks.serve.report"
     contenders: tuple[ServerContender, ...] = ()
-    pace: Pace = Pace(concurrency=1)
-    rounds: int = 5
-    typed: str = "paceline bench serve"
+    urls: tuple[str, ...] = flag(
+        (), f"a server; may be given again (default: {DEFAULT_URL})", name="--url", metavar="[NAME=]URL", whole=True
+    )
+    models: tuple[str, ...] = flag(
+        (), "which of its models (default: the only one)", name="--model", metavar="[NAME=]TEXT", whole=True
+    )
+    rate: float | None = flag(
+        None, "requests a second, however slow the answers are", kind=float, least=0.001, most=100_000, metavar="R"
+    )
+    concurrency: int = flag(None, "requests at any time (default: 1)", kind=int, least=1, most=4096, metavar="C")
+    rounds: int = flag(None, "turns of each contender (default: 6, or as many as requests)", kind=int)
+    extra_body: tuple[str, ...] = flag(
+        (), "more fields, for all or one contender; null leaves one out", metavar="[NAME=]JSON", whole=True
+    )
+    api_key_env: tuple[str, ...] = flag(
+        (), "variable with the API key, of all or one contender", metavar="[NAME=]VARIABLE", whole=True
+    )
+    process: tuple[str, ...] = flag(
+        (),
+        "stop this contender's process group while others have their turn, so that a server that polls takes no time "
+        "from them",
+        metavar="NAME=PID",
+        whole=True,
+    )
     prompts: str = flag(
         BUNDLED_PROMPTS,
         "a prompt a line: text, or JSON in *.jsonl; bundled (default): some beginnings of code",
@@ -114,72 +106,43 @@ class ServeOptions(Options):
     json: Path | None = flag(None, "write figures and requests there")
     out: Path | None = flag(None, "write figures and a page there", metavar="DIR")
 
-    @classmethod
-    def add(cls, parser: Parser) -> None:
-        """Some are more than one setting each, or belong to one contender."""
-        flag = parser.add_argument
-        flag("--url", action="append", default=[], metavar="[NAME=]URL",
-             help=f"a server; may be given again (default: {DEFAULT_URL})")  # fmt: skip
-        flag("--model", action="append", default=[], metavar="[NAME=]TEXT",
-             help="which of its models (default: the only one)")  # fmt: skip
-        pace = parser.add_mutually_exclusive_group()
-        pace.add_argument("--rate", type=float, metavar="R", help="requests a second, however slow the answers are")
-        pace.add_argument("--concurrency", type=int, metavar="C", help="requests at any time (default: 1)")
-        flag("--rounds", type=int, metavar="N", help="turns of each contender (default: 6, or as many as requests)")
-        flag("--extra-body", action="append", default=[], metavar="[NAME=]JSON",
-             help="more fields, for all or one contender; null leaves one out")  # fmt: skip
-        flag("--api-key-env", action="append", default=[], metavar="[NAME=]VARIABLE",
-             help="variable with the API key, of all or one contender")  # fmt: skip
-        flag("--process", action="append", default=[], metavar="NAME=PID",
-             help="stop this contender's process group while others have their turn, "
-                  "so that a server that polls takes no time from them")  # fmt: skip
-        add_flags(parser, cls)
-
-    def completed(self, args: argparse.Namespace) -> Self:
+    def checked(self) -> Self:
         """See :class:`benchmarks.harness.options.Options`."""
-        rounds = min(6, self.requests) if args.rounds is None else args.rounds
+        if self.rate is not None and self.concurrency is not None:
+            raise BadInput("--concurrency: not allowed with --rate")
+        rounds = min(6, self.requests) if self.rounds is None else self.rounds
         between("--rounds", rounds, 1, min(1000, self.requests))
-        typed = shlex.join(["paceline", *sys.argv[1:]])
-        return replace(self, contenders=_contenders(args), pace=_pace(args), rounds=rounds, typed=typed)
+        return replace(self, contenders=self._contenders(), concurrency=self.concurrency or 1, rounds=rounds)
 
     @property
     def command(self) -> str:
-        """See :class:`benchmarks.harness.options.Options`."""
-        return self.typed
+        """As it was typed."""
+        return shlex.join(["paceline", *sys.argv[1:]])
 
-
-def _pace(args: argparse.Namespace) -> Pace:
-    if args.rate is not None:
-        between("--rate", args.rate, 0.001, 100_000)
-        return Pace(rate=args.rate)
-    concurrency = 1 if args.concurrency is None else args.concurrency
-    between("--concurrency", concurrency, 1, MOST_CONCURRENCY)
-    return Pace(concurrency=concurrency)
-
-
-def _contenders(args: argparse.Namespace) -> tuple[ServerContender, ...]:
-    urls: dict[str, str] = {}
-    for given in args.url or [DEFAULT_URL]:
-        name, url = _named(given)
-        parts = _split(url)
-        name = name or f"{parts.hostname}:{parts.port}" if parts.port else name or str(parts.hostname)
-        if name in urls:
-            raise BadInput(f"--url {given}: {name!r} is there twice; give names, such as a={url}")
-        urls[name] = url.rstrip("/").removesuffix("/v1")
-    if len(urls) > MOST_CONTENDERS:
-        raise BadInput(f"--url: at most {MOST_CONTENDERS} contenders, got {len(urls)}")
-    if any(name.endswith(PLAIN_SUFFIX) for name in urls):
-        raise BadInput(f"--url: a name must not end with {PLAIN_SUFFIX!r}, as --against-plain names")
-    extras = {name: _json(text) for name, text in _by_name("--extra-body", args.extra_body, urls).items()}
-    keys = {name: _key(variable) for name, variable in _by_name("--api-key-env", args.api_key_env, urls).items()}
-    models = _by_name("--model", args.model, urls)
-    processes = {name: _process(text) for name, text in _by_name("--process", args.process, urls).items()}
-    return tuple(
-        ServerContender(
-            name, url, models.get(name, ""), extras.get(name, {}), keys.get(name, ""), process=processes.get(name)
+    def _contenders(self) -> tuple[ServerContender, ...]:
+        urls: dict[str, str] = {}
+        for given in self.urls or [DEFAULT_URL]:
+            name, url = _named(given)
+            parts = _split(url)
+            name = name or f"{parts.hostname}:{parts.port}" if parts.port else name or str(parts.hostname)
+            if name in urls:
+                raise BadInput(f"--url {given}: {name!r} is there twice; give names, such as a={url}")
+            urls[name] = url.rstrip("/").removesuffix("/v1")
+        if len(urls) > MOST_CONTENDERS:
+            raise BadInput(f"--url: at most {MOST_CONTENDERS} contenders, got {len(urls)}")
+        if any(name.endswith(PLAIN_SUFFIX) for name in urls):
+            raise BadInput(f"--url: a name must not end with {PLAIN_SUFFIX!r}, as --against-plain names")
+        models = _by_name("--model", self.models, urls)
+        extras = {name: _json(text) for name, text in _by_name("--extra-body", self.extra_body, urls).items()}
+        keys = {name: _key(variable) for name, variable in _by_name("--api-key-env", self.api_key_env, urls).items()}
+        processes = {name: _process(text) for name, text in _by_name("--process", self.process, urls).items()}
+        return tuple(
+            ServerContender(
+                *(name, url, models.get(name, ""), extras.get(name, {}), keys.get(name, "")),
+                process=processes.get(name),
+            )
+            for name, url in urls.items()
         )
-        for name, url in urls.items()
-    )
 
 
 def _named(given: str) -> tuple[str, str]:
@@ -204,7 +167,7 @@ def _split(url: str) -> SplitResult:
     return parts
 
 
-def _by_name(flag: str, given: list[str], names: Mapping[str, str]) -> dict[str, str]:
+def _by_name(flag: str, given: tuple[str, ...], names: Mapping[str, str]) -> dict[str, str]:
     """What is said of each contender; without a name, it is said of all."""
     found: dict[str, str] = {}
     for text in given:
@@ -218,7 +181,7 @@ def _by_name(flag: str, given: list[str], names: Mapping[str, str]) -> dict[str,
     return found
 
 
-def _json(text: str) -> dict[str, Any]:
+def _json(text: str) -> Json:
     try:
         value = json.loads(text)
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()

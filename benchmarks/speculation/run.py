@@ -12,12 +12,12 @@ import itertools
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.harness import transformers_baseline as baseline
@@ -27,7 +27,6 @@ from benchmarks.harness.measure import (
     PLAIN,
     WITH_LOOKUP,
     Batch,
-    Run,
     Runner,
     best,
     in_chains,
@@ -36,11 +35,22 @@ from benchmarks.harness.measure import (
 )
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, trained_pair, wrong_draft
 from benchmarks.harness.processes import WorkerPlan, connected, running, until_lost
+from benchmarks.harness.report import PlotLine, PlotPanel, Result, Table, against, cell, draw, goals_table, table_of
 from benchmarks.speculation import figures, settings
-from benchmarks.speculation.figures import ASSISTED, OURS, MeasuredRuns, PairResult, rows
-from benchmarks.speculation.records import read_log
-from benchmarks.speculation.report import result
-from benchmarks.speculation.settings import ComparisonSetting, PairPlan, SpeculationOptions
+from benchmarks.speculation.figures import (
+    ASSISTED,
+    GOALS,
+    OURS,
+    MeasuredRuns,
+    PairResult,
+    Row,
+    find,
+    ratio,
+    read_log,
+    rows,
+)
+from benchmarks.speculation.settings import EXTRAS, ROUND_TRIPS, ComparisonSetting, PairPlan, SpeculationOptions
+from cluster.console import stages
 from router.dispatch import Dispatcher
 from speculation.events import Role
 from speculation.messages import Schedule, Speculation
@@ -61,7 +71,7 @@ class PairBench:
     pair: Pair
     options: SpeculationOptions
     prompts: Sequence[tuple[int, ...]]
-    progress: Progress
+    report: Callable[[str], None]
     measured: list[MeasuredRuns] = field(default_factory=list)
     tried: list[MeasuredRuns] = field(default_factory=list)
 
@@ -85,7 +95,8 @@ class PairBench:
         batches = self.batches(setting)
         if setting == settings.WRONG_COLD:
             batches = batches[:COLD_ROUNDS]
-        runs = await self._take_turns(f"{self.pair.name}, {setting.name}", runners, batches, warm_up)
+        self.report(f"{self.pair.name}, {setting.name}")
+        runs = await take_turns(runners, batches, warm_up)
         self.measured += [
             MeasuredRuns(self.pair.name, setting, name, tuple(runs[name]), choices.get(name, "")) for name in runners
         ]
@@ -94,18 +105,12 @@ class PairBench:
         """The best of the choices for a contender in a setting, on prompts that are not measured."""
         tokens = max(2 * self.options.tokens // 3, 8)
         batches = [Batch((prompt,), tokens, setting.temperature) for prompt in self.prompts[-SWEEP_PROMPTS:]]
-        title = f"{self.pair.name}, {setting.name}: best {contender}"
-        runs = await self._take_turns(title, choices, batches, warm_up=0)
+        self.report(f"{self.pair.name}, {setting.name}: best {contender}")
+        runs = await take_turns(choices, batches, warm_up=0)
         self.tried += [
             MeasuredRuns(self.pair.name, setting, contender, tuple(runs[choice]), choice) for choice in choices
         ]
         return best(runs)
-
-    async def _take_turns(
-        self, title: str, runners: Mapping[str, Runner], batches: Sequence[Batch], warm_up: int
-    ) -> dict[str, list[Run]]:
-        task = self.progress.add_task(title, total=len(runners) * (len(batches) + warm_up))
-        return await take_turns(runners, batches, warm_up, lambda: self.progress.advance(task))
 
 
 async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: ComparisonSetting, lookup: bool) -> None:
@@ -141,9 +146,9 @@ def _served(dispatcher: Dispatcher, known: Mapping[str, Speculation]) -> dict[st
     return {name: served(dispatcher, speculation) for name, speculation in known.items()}
 
 
-async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, progress: Progress) -> PairResult:
+async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, report: Callable[[str], None]) -> PairResult:
     """Start a server for the pair and run its plan."""
-    bench = PairBench(pair, options, held_out(), progress)
+    bench = PairBench(pair, options, held_out(), report)
     flags = ["--dtype", options.dtype, "--threads", "1"]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
         records = [Path(name) / f"{worker}.jsonl" for worker in ("target", "draft", "wrong")]
@@ -182,13 +187,168 @@ def main(options: SpeculationOptions) -> int:
     """Build the pairs, measure, and report."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.getLogger("router.sessions.pool").setLevel(logging.ERROR)  # that workers are lost is part of the plan
-    console = Console(stderr=True)
     outcomes = []
-    for plan in options.plans:
-        with console.status("building the pair, or finding it as built before"):
+    with stages() as report:
+        for plan in options.plans:
+            report("building the pair, or finding it as built before")
             shape = Shape(options.hidden, options.layers, plan.acceptance or 0.0)
             pair = trained_pair() if plan.acceptance is None else stretched_pair(shape)
-        with Progress(console=console) as progress:
-            outcomes.append(asyncio.run(measure(pair, plan, options, progress)))
+            outcomes.append(asyncio.run(measure(pair, plan, options, report)))
     result(options, outcomes).publish()
     return 0
+
+
+COLOURS = {
+    figures.OURS: "tab:blue",
+    figures.SEQUENTIAL: "tab:orange",
+    figures.PARALLEL: "tab:green",
+    figures.PLAIN: "tab:grey",
+}
+STYLES = {contender: {"marker": "o", "color": colour} for contender, colour in COLOURS.items()}
+TRIED = 10
+
+
+def result(options: SpeculationOptions, outcomes: Sequence[PairResult], **about: Any) -> Result:
+    """All that is shown; the main pair's outcome comes first."""
+    rows = list(chain.from_iterable(outcome.rows for outcome in outcomes))
+    given = {name: value for name, value in asdict(options).items() if name not in ("json", "out")}
+    pairs = [outcome.pair for outcome in outcomes]
+    found = Result(
+        "speculation",
+        "Speculative decoding",
+        options,
+        (settings_table(rows), step_times(rows), goals_table(GOALS, rows)),
+        [f"{pair.name}: {pair.about}" for pair in pairs],
+        {
+            **against(GOALS, rows),
+            "options": given,
+            "pairs": [{"name": pair.name, "parameters": pair.parameters, "about": pair.about} for pair in pairs],
+            "rows": [asdict(row) for row in rows],
+            "tried": [asdict(row) for outcome in outcomes for row in outcome.tried],
+        },
+        plots=lambda folder: plots(rows, folder),
+        **about,
+    )
+    machine = found.machine
+    about_all = (
+        f"{machine['processor']}, {machine['cores']} cores: one for the target, one for the drafter, the router beside "
+        f"them; transformers {machine['transformers']} gets as many in all. {options.dtype}, {options.prompts} prompts "
+        f"(held out in training) of {options.tokens} new tokens, contenders in turn prompt by prompt; ratios: medians "
+        "over the prompts. The round trip is injected between router and drafter."
+    )
+    return replace(found, notes=[about_all, *found.notes, *NOTES], figures={**found.figures, "machine": machine})
+
+
+def settings_table(rows: Sequence[Row]) -> Table:
+    """Every contender in every setting."""
+
+    def over(row: Row) -> tuple[float, float, float] | None:
+        named = (
+            find(rows, row.pair, row.setting.name, name) for name in (figures.PLAIN, f"transformers {figures.PLAIN}")
+        )
+        plain = next(filter(None, named), None)
+        return ratio(row, plain) if plain else None
+
+    return table_of(
+        "All settings",
+        [(row, over(row)) for row in rows],
+        {
+            "pair": lambda of: of[0].pair,
+            "setting": lambda of: of[0].setting.name,
+            "contender": lambda of: of[0].contender,
+            "chosen": lambda of: of[0].choice,
+            "tokens/s": lambda of: f"{of[0].rate:.1f}",
+            "over plain": lambda of: of[1] and of[1][0],
+            "range": lambda of: of[1] and "{1:.2f} to {2:.2f}".format(*of[1]),
+            "efficiency": lambda of: of[0].median_efficiency if of[0].efficiency else None,
+            "tokens a step": lambda of: of[0].tokens_per_step,
+            "drafts kept": lambda of: of[0].kept,
+            "same text": lambda of: f"{of[0].same_text:.0%}",
+            "bytes out": lambda of: cell(of[0].sent_per_token, ".0f"),
+            "bytes in": lambda of: cell(of[0].received_per_token, ".0f"),
+        },
+    )
+
+
+def step_times(rows: Sequence[Row]) -> Table:
+    """Where every millisecond of a step goes, at batch 1."""
+    return table_of(
+        "Where every millisecond of a step goes",
+        [(row, row.profile) for row in rows if row.profile],
+        {
+            "pair": lambda of: of[0].pair,
+            "setting": lambda of: of[0].setting.name,
+            "contender": lambda of: of[0].contender,
+            "steps": lambda of: of[1].steps,
+            "forward ms": lambda of: of[1].forward_ms,
+            "own ms": lambda of: of[1].own_ms,
+            "own share": lambda of: f"{of[1].own_share:.1%}",
+            "wait ms": lambda of: of[1].wait_ms,
+            "longest": lambda of: f"{of[1].longest_wait_ms:.0f}",
+            "between ms": lambda of: of[1].between_ms,
+            "drafter busy": lambda of: f"{of[1].draft_busy:.0%}",
+        },
+    )
+
+
+NOTES = (
+    "Efficiency: tokens/s over (tokens a step / T), with T the mean measured forward of a step that verifies as many "
+    "drafts.",
+    "Own: planning, sampling, acceptance and cache, inside a step. Wait: for drafts; a longest one of half a second "
+    "ran into its bound, so that contender was not at its best. Between: messages.",
+    "Range: lowest and highest over the prompts. Drafts kept: those behind a refused one count as refused. Same text: "
+    "as the setting's first contender. Bytes: a committed token, between router and target.",
+    "Wrong drafter, cold: its first prompts on a server that trusted the last drafter. Without cold: after those and "
+    "two more, as in service.",
+)
+
+
+def plots(rows: Sequence[Row], folder: Path) -> dict[str, str]:
+    """Draw all plots into ``folder``; what each file shows."""
+    draw(folder / "speedup.png", speedup(rows), 4.0, 3.6)
+    draw(folder / "acceptance.png", acceptance(rows), 7, 4)
+    return {
+        "speedup.png": "Speed-up over plain decoding against the round trip to the drafter.",
+        "acceptance.png": "Share of drafts kept by depth, where all above was kept.",
+    }
+
+
+def speedup(rows: Sequence[Row]) -> list[PlotPanel]:
+    """A panel for every pair measured at several round trips."""
+    at: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.contender == figures.OURS and row.setting in ROUND_TRIPS:
+            at.setdefault(row.pair, []).append(row)
+    panels = []
+    for pair, found in at.items():
+        if len(found) > 1:
+            trips = sorted(found, key=lambda row: row.setting.rtt_ms)
+            lines: list[PlotLine] = [
+                (contender, [(row.setting.rtt_ms, _over_plain(rows, row, contender)) for row in trips], style)
+                for contender, style in STYLES.items()
+            ]
+            panels.append(PlotPanel("round trip, ms", "speed-up over plain", lines, pair))
+    return panels
+
+
+def _over_plain(rows: Sequence[Row], beside: Row, contender: str) -> float:
+    row, plain = (find(rows, beside.pair, beside.setting.name, name) for name in (contender, figures.PLAIN))
+    assert row is not None and plain is not None
+    return ratio(row, plain)[0]
+
+
+def acceptance(rows: Sequence[Row]) -> list[PlotPanel]:
+    """A line for ours in every setting that changes what is drafted: pairs and temperatures."""
+    lines: list[PlotLine] = [
+        (
+            f"{row.pair}, temperature {row.setting.temperature:g}",
+            [(depth.depth, depth.kept / depth.tried) for depth in row.depths if depth.tried >= TRIED],
+            {"marker": "."},
+        )
+        for row in rows
+        if row.contender == figures.OURS
+        and row.setting.batch == 1
+        and not row.setting.rtt_ms
+        and row.setting not in EXTRAS
+    ]
+    return [PlotPanel("depth of the draft token", "share kept", lines, top=1)]

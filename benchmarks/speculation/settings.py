@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Self
 
 from benchmarks.harness.options import FIGURES, BadInput, Options, flag
 
@@ -101,11 +102,12 @@ class SpeculationOptions(Options):
     hidden: int = flag(1024, "hidden size of the stretched target")
     layers: int = flag(24, "layers of the stretched target")
 
-    def check(self) -> None:
+    def checked(self) -> Self:
         """See :class:`benchmarks.harness.options.Options`."""
         if not self.quick and not find_spec("matplotlib"):
             missing = "a full run draws plots, for which matplotlib is needed: pip install matplotlib"
             raise BadInput(missing)
+        return self
 
     @property
     def plans(self) -> tuple[PairPlan, ...]:

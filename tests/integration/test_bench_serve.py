@@ -12,11 +12,9 @@ import pytest
 
 from benchmarks.harness.prompts import Prompt
 from benchmarks.serve import rounds
-from benchmarks.serve.figures import figures
-from benchmarks.serve.probe import ServerError
-from benchmarks.serve.report import result
-from benchmarks.serve.rounds import Log
-from benchmarks.serve.settings import Make, Pace, ServeOptions, ServerContender
+from benchmarks.serve.report import figures, result
+from benchmarks.serve.rounds import OTHER, Log, ServerError
+from benchmarks.serve.settings import ServeOptions, ServerContender
 from cluster.cli import main
 from router.generation import ServedModel
 from tests.fakes import FakeGenerator, commits, tiny_tokenizer
@@ -38,7 +36,7 @@ def bench(*arguments: str) -> int:
 
 async def measured(*servers: FakeServer, **given) -> Log:
     contenders = tuple(ServerContender(name, one.url) for name, one in zip("abc", servers, strict=False))
-    values = {"requests": 6, "rounds": 2, "warmup": 1, "timeout": 30.0, "pace": Pace(concurrency=1), **given}
+    values = {"requests": 6, "rounds": 2, "warmup": 1, "timeout": 30.0, "concurrency": 1, **given}
     log = Log()
     await rounds.measure(
         ServeOptions(contenders=contenders, **values), [Prompt("", "", f"p{n}") for n in range(4)], log
@@ -52,21 +50,24 @@ def refused(path: str, body: dict, status: int = 400, **error: object) -> Reply:
 
 HTML = Reply([(0.0, b"<html>hello</html>")], 200, {"content-type": "text/html"})
 BAD_SERVERS = [
-    (lambda path, body: HTML, "answered by text/html, not by JSON"),
+    (lambda path, body: HTML, "answered by text/html (<html>hello</html>), no list"),
     (lambda path, body: as_json({"detail": "Not Found"}, 404), "/v1/models is answered by 404: not OpenAI's API"),
-    (lambda path, body: as_json({"models": ["m"]}), "not a list of models"),
-    (lambda path, body: as_json([1]), "not a list of models"),
-    (lambda path, body: as_json({"data": ["m"]}), "not a list of models"),
+    (lambda path, body: as_json({"models": ["m"]}), "no list of models"),
+    (lambda path, body: as_json([1]), "no list of models"),
+    (lambda path, body: as_json({"data": ["m"]}), "no list of models"),
     (lambda path, body: models(), "lists no models; name one by --model"),
     (lambda path, body: models("m", "n"), "serves m, n; choose by --model"),
-    (lambda path, body: as_json({"error": {"message": "who?"}}, 401), "wants another API key (401)"),
-    (lambda path, body: Reply([(0.0, b"")], 302, {"location": "http://other.test"}), "redirects to http://other.test"),
+    (lambda path, body: as_json({"error": {"message": "who?"}}, 401), "answered by 401: not OpenAI's API, or it wants"),
+    (lambda path, body: Reply([(0.0, b"")], 302, {"location": "http://other.test"}), "answered by 302"),
     (lambda path, body: MODELS if path == "/v1/models" else as_json({"choices": []}), "not a stream of events"),
     (lambda path, body: MODELS if path == "/v1/models" else HTML, "not a stream of events"),
     (lambda path, body: MODELS if path == "/v1/models" else events(text("a"), done=False), "without saying why"),
     (lambda path, body: refused(path, body, param="seed"), "HTTP 400: no (seed)"),
-    (lambda path, body: refused(path, body, 404), "POST /v1/completions is answered by 404: no; another --model"),
-    (lambda path, body: refused(path, body, 401), "wants another API key (401)"),
+    (
+        lambda path, body: refused(path, body, 404),
+        "by /v1/completions for m failed: HTTP 404: no; another --model, --chat",
+    ),
+    (lambda path, body: refused(path, body, 401), "HTTP 401: no; another --model, --chat or not, or a key by --api"),
     (lambda path, body: refused(path, body, 500), "HTTP 500: no"),
 ]
 
@@ -97,13 +98,13 @@ def test_an_address_where_nothing_or_something_else_listens(capsys) -> None:
         thread.start()
         assert bench("--url", f"http://127.0.0.1:{listener.getsockname()[1]}") == 1
         thread.join(60)
-    assert "does not speak HTTP" in capsys.readouterr().err
+    assert "not in HTTP" in capsys.readouterr().err
 
 
 def test_another_model_is_refused_by_what_is_served(capsys) -> None:
     with serving(lambda path, body: refused(path, body, 404)) as server:
         assert bench("--url", server.url, "--model", "x") == 1
-    assert "does not serve 'x'; it lists m (no)" in capsys.readouterr().err
+    assert "for x failed: HTTP 404: no; another --model (it lists m)" in capsys.readouterr().err
 
 
 async def test_a_server_that_lists_nothing_is_taken_at_its_word() -> None:
@@ -115,8 +116,10 @@ async def test_a_server_that_lists_nothing_is_taken_at_its_word() -> None:
     with serving(script) as server:
         log = Log()
         contender = ServerContender("a", server.url, model="./m")
-        await rounds.measure(ServeOptions(contenders=(contender,), requests=2, rounds=1), [Prompt("", "", "p")], log)
-    assert (log.servers["a"].make, log.servers["a"].model) == (Make.OTHER, "./m")
+        await rounds.measure(
+            ServeOptions(contenders=(contender,), requests=2, rounds=1, concurrency=1), [Prompt("", "", "p")], log
+        )
+    assert (log.servers["a"].make, log.servers["a"].model) == (OTHER, "./m")
     assert [one.error for turn in log.turns for one in turn.heard] == ["", ""]
 
 
@@ -145,7 +148,7 @@ async def test_contenders_take_turns_with_the_same_requests() -> None:
 async def test_latencies_are_at_least_what_the_server_took() -> None:
     slow = events(text("a"), text("b"), text("c", "length"), pause=0.02)
     with serving(lambda path, body: MODELS if path == "/v1/models" else slow) as server:
-        log = await measured(server, pace=Pace(rate=100.0))
+        log = await measured(server, rate=100.0)
     heard = [one for turn in log.turns for one in turn.heard]
     assert len(heard) == 6
     for one in heard:
@@ -174,7 +177,7 @@ async def test_every_failure_is_counted_by_its_kind(capsys) -> None:
     contenders = (ServerContender("a", server.url),)
     given = ServeOptions(contenders=contenders, **options)
     row = figures(log, log.contenders[0], given)
-    assert row.errors == {
+    assert row["errors"] == {
         "HTTP 429 with Retry-After": 1,
         "HTTP 429": 1,
         "HTTP 503": 1,
@@ -184,10 +187,10 @@ async def test_every_failure_is_counted_by_its_kind(capsys) -> None:
         "connection lost": 1,
         "timeout": 1,
     }
-    assert (row.requests, row.ok) == (8, 0)
+    assert (row["requests"], row["ok"]) == (8, 0)
     result(log, given).show()
     shown = capsys.readouterr().out
-    for kind in row.errors:
+    for kind in row["errors"]:
         assert kind in shown
 
 

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.fit import main, report, serving, teacher, validate
 from benchmarks.fit.command import FitError, FitOptions, Way
 from benchmarks.fit.predict import Known, Loaded, Predictor, forecast
+from benchmarks.harness.measure import PLAIN, Batch, served
 from benchmarks.harness.processes import ReadyProcess, connected
 from benchmarks.harness.prompts import Prompt, PromptError
 from draft_service.lookahead import Lookahead
@@ -142,9 +143,9 @@ async def test_a_fit_of_real_workers_from_their_records_to_the_check(in_process,
     assert [one.depth for one in found.depths] == [1, 2, 3, 32]
     assert all(one.measured > 0 and one.predicted > 0 for one in found.depths)
     assert all(1 <= one.measured_step <= 1 + one.depth and one.predicted_step >= 1 for one in found.depths)
-    loaded = (Loaded(1, 1, 0.5, 20.0, 10.0),)
+    loaded = (Loaded(1, 1, 20.0, 10.0),)
     told = replace(OPTIONS, out=tmp_path / "fit")
-    result = report.FitResult(told, known, forecasts, forecasts[1], loaded, None, found)
+    result = report.FitResult(told, known, forecasts, forecasts[1], loaded, found)
     assert json.loads(json.dumps(report.as_json(result)))["validation"]["same_text"] == 1
     assert sum(len(table.lines) for table in report.tables(result)) > 10
     pytest.importorskip("matplotlib")
@@ -316,7 +317,7 @@ async def plainly_decoded(options: FitOptions, folder) -> serving.TargetText:
         connected(target) as dispatcher,
     ):
         prompt = tokens_of(options)[0]
-        run = await serving.Requests(dispatcher, options).ask([prompt], frozenset())
+        run = await served(dispatcher, PLAIN)(Batch((prompt,), options.tokens))
     return serving.TargetText("code", prompt, run.decoded[0].tokens)
 
 

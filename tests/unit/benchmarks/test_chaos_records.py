@@ -6,14 +6,12 @@ import json
 import pytest
 
 from benchmarks.chaos.faults import times_lost
-from benchmarks.chaos.one_way import NOTICED_SECONDS, OneWayProxy, noticed
-from benchmarks.chaos.pressure import PoolSizes
-from benchmarks.chaos.records import FaultResult, Reply, Requirement, tally
-from benchmarks.chaos.routers import BREAK_SECONDS, objections, too_short
+from benchmarks.chaos.routers import BREAK_SECONDS, NOTICED_SECONDS, OneWayProxy, noticed, objections, too_short
+from benchmarks.chaos.run import Footprint, against_growth, schedule
+from benchmarks.chaos.scenarios import PoolSizes
 from benchmarks.chaos.settings import body
-from benchmarks.chaos.soak import Footprint, against_growth, schedule
 from benchmarks.chaos.stage import Stage
-from benchmarks.chaos.workload import Workload
+from benchmarks.chaos.workload import FaultResult, Reply, Requirement, Workload, tally
 from cluster.cli import main
 from speculation.events import Role
 
@@ -53,12 +51,13 @@ class FakeServer:
     async def _heard(self, events):
         """Until the client has noted all events so far: it may be late, and a silence shorter then."""
         async with asyncio.timeout(60):
-            while len(self.replies[-1].chunks) < events:
+            while len(self.replies[-1].times) < events:
                 await asyncio.sleep(0.005)
 
 
 def head(status: int = 200, *headers: str) -> str:
-    return "\r\n".join([f"HTTP/1.1 {status} Whatever", "connection: close", *headers, "", ""])
+    kind = "content-type: text/event-stream"
+    return "\r\n".join([f"HTTP/1.1 {status} Whatever", "connection: close", kind, *headers, "", ""])
 
 
 def event(document: object) -> str:
@@ -84,29 +83,43 @@ async def counted(*scripts, finish=5.0):
     return tally(load.replies[: len(scripts)], {0: RIGHT})
 
 
-async def test_a_right_stream_is_nothing_to_complain_of():
-    found = await counted(GOOD)
-    assert (found.requests, found.refused, found.failed, found.different) == (1, 0, 0, 0)
-    assert not found.complaints
-
-
-async def test_a_text_that_differs_is_counted():
-    found = await counted([head(), piece("one "), piece("too"), DONE])
-    assert (found.failed, found.different) == (0, 1)
-    assert "from character 5 on: 'oo' instead of 'wo three four'" in found.complaints[0]
+BROKEN_OFF = [head(), piece("one "), event({"error": {"code": "overloaded"}})]
 
 
 @pytest.mark.parametrize(
-    ("script", "different"),
+    ("script", "failed", "different", "words"),
     [
-        ([head(), *map(piece, [*PARTS, "five"]), DONE], 1),
-        ([head(), *map(piece, PARTS[:3]), DONE], 1),
-        ([head(), piece("one "), event({"error": {"code": "faulty"}})], 0),
-        ([head(), piece("two "), event({"error": {"code": "faulty"}})], 1),
+        (GOOD, 0, 0, ""),
+        ([head(), piece("one "), piece("too"), DONE], 0, 1, "from character 5 on: 'oo' instead of 'wo three four'"),
+        ([head(), *map(piece, [*PARTS, "five"]), DONE], 0, 1, "from character"),
+        ([head(), *map(piece, PARTS[:3]), DONE], 0, 1, "from character"),
+        (BROKEN_OFF, 1, 0, "overloaded"),
+        ([head(), piece("two "), *BROKEN_OFF[2:]], 1, 1, "overloaded"),
+        ([head(), *map(piece, PARTS)], 1, 0, "stream cut short"),
+        ([head(200, "transfer-encoding: chunked"), "5\r\ndata:"], 1, 0, "connection lost"),
+        ([head(503)], 1, 0, "HTTP 503"),
+        ([head(429)], 1, 0, "HTTP 429: "),
+        ([head(400), "no such field"], 1, 0, "no such field"),
+        ([""], 1, 0, "connection lost"),
     ],
 )
-async def test_a_text_may_be_cut_short_only_by_a_failure(script, different):
-    assert (await counted(script)).different == different
+async def test_what_fails_or_differs_is_counted_and_a_text_may_be_cut_short_only_by_a_failure(
+    script, failed, different, words
+):
+    found = await counted(script)
+    assert (found.requests, found.refused, found.failed, found.different) == (1, 0, failed, different)
+    assert words in found.complaints[0] if words else not found.complaints
+
+
+async def test_a_stream_that_never_completes_has_failed():
+    found = await counted([head(), piece("one "), 30.0], finish=0.1)
+    assert (found.failed, found.different) == (1, 0)
+    assert "not complete within" in found.complaints[0]
+
+
+async def test_a_refusal_before_acceptance_is_no_failure_and_the_request_is_made_again():
+    found = await counted([head(429, "retry-after: 0")], GOOD)
+    assert (found.requests, found.refused, found.failed, found.different) == (2, 1, 0, 0)
 
 
 async def test_a_silence_is_measured():
@@ -119,35 +132,6 @@ async def test_a_silence_before_the_end_is_measured():
     assert (await counted([head(), *map(piece, PARTS), 0.3, DONE])).silence.seconds >= 0.29
 
 
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [
-        ([head(), piece("one "), event({"error": {"code": "overloaded"}})], "overloaded"),
-        ([head(), *map(piece, PARTS)], "without [DONE]"),
-        ([head(200, "transfer-encoding: chunked"), "5\r\ndata:"], "RemoteProtocolError"),
-        ([head(503)], "status 503"),
-        ([head(429)], "without Retry-After"),
-        ([head(400), "no such field"], "no such field"),
-        ([""], "RemoteProtocolError"),
-    ],
-)
-async def test_a_failure_is_counted(script, reason):
-    found = await counted(script)
-    assert (found.failed, found.refused) == (1, 0)
-    assert reason in found.complaints[0]
-
-
-async def test_a_refusal_before_acceptance_is_no_failure_and_the_request_is_made_again():
-    found = await counted([head(429, "retry-after: 0")], GOOD)
-    assert (found.requests, found.refused, found.failed, found.different) == (2, 1, 0, 0)
-
-
-async def test_a_stream_that_never_completes_has_failed():
-    found = await counted([head(), piece("one "), 30.0], finish=0.1)
-    assert (found.failed, found.different) == (1, 0)
-    assert "not complete within" in found.complaints[0]
-
-
 async def test_streams_are_asked_for_again_until_there_are_to_be_fewer():
     requests = [body("p", 4, seed, 0.8) for seed in range(2)]
     async with FakeServer(GOOD) as server, Workload(server.url, requests, 3) as load:
@@ -158,8 +142,8 @@ async def test_streams_are_asked_for_again_until_there_are_to_be_fewer():
         asked = len(load.replies)
         await asyncio.sleep(0.05)
     assert len(load.replies) == asked
-    assert {reply.request for reply in load.replies} == {0, 1}
-    assert all(reply.done for reply in load.replies)
+    assert {reply.number for reply in load.replies} == {0, 1}
+    assert not any(reply.error for reply in load.replies)
 
 
 def outcome(wanted: Requirement, *replies: Reply) -> FaultResult:
@@ -167,7 +151,7 @@ def outcome(wanted: Requirement, *replies: Reply) -> FaultResult:
 
 
 def complete(*chunks: float) -> Reply:
-    return Reply(0, 0.0, 200, chunks=list(chunks), parts=[RIGHT], done=True, ended=chunks[-1])
+    return Reply(0, times=list(chunks), text=RIGHT, ended=chunks[-1])
 
 
 def test_a_row_holds_only_with_a_short_enough_silence_and_something_asked_for():
@@ -178,7 +162,7 @@ def test_a_row_holds_only_with_a_short_enough_silence_and_something_asked_for():
 
 
 def test_a_row_does_not_hold_with_a_failure_or_anything_else_to_complain_of():
-    assert not outcome(Requirement(""), complete(1.0), Reply(0, 0.0, 503, ended=1.0)).holds
+    assert not outcome(Requirement(""), complete(1.0), Reply(0, error="HTTP 503", ended=1.0)).holds
     late = outcome(Requirement(""), complete(1.0))
     late.complaints.append("not whole again")
     assert not late.holds
@@ -222,31 +206,15 @@ def test_memory_and_sockets_that_grow_are_noticed():
     assert sockets == "routers have 90 files and sockets open, at the start 40"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["chaos", "--only", "kill"], "--only kill: no such fault; there are undisturbed, kill-draft,"),
-        (["chaos", "--hang", "0"], "--hang must be above 0, got 0"),
-        (["chaos", "--streams", "33"], "--streams must be 1 to 32, got 33"),
-        (["soak", "--minutes", "nan"], "--minutes must be above 0, got nan"),
-        (["soak", "--tokens", "801"], "--tokens must be 8 to 800, got 801"),
-        (["soak", "--json", "/nowhere/soak.json"], "--json /nowhere/soak.json: no such folder"),
-    ],
-)
-def test_a_mistake_is_answered_in_one_line(arguments, words, capsys):
-    assert main(["bench", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert said.count("\n") == 1
-
-
 def test_the_faults_are_listed(capsys):
     assert main(["bench", "chaos", "--list", "--hang", "5"]) == 0
     assert "stop-draft       SIGSTOP of a drafter for 5 s" in capsys.readouterr().out
+    assert main(["bench", "chaos", "--only", "kill"]) == 2
+    assert "--only kill: no such fault; there are undisturbed, kill-draft," in capsys.readouterr().err
 
 
-def reply(*parts: str, sent: float, ended: float, error: str = "") -> Reply:
-    return Reply(0, sent, 200, parts=list(parts), done=not error, error=error, ended=ended)
+def reply(text: str = "", *, sent: float, ended: float, error: str = "") -> Reply:
+    return Reply(0, sent, sent, ended, text=text, error=error)
 
 
 BROKEN, WELL = reply("one ", sent=1.0, ended=10.1, error="cut"), reply(RIGHT, sent=2.0, ended=12.0)
@@ -258,7 +226,7 @@ BROKEN, WELL = reply("one ", sent=1.0, ended=10.1, error="cut"), reply(RIGHT, se
         ([BROKEN, WELL], None),
         ([WELL], "no stream broke"),
         ([BROKEN], "every stream broke"),
-        ([BROKEN, WELL, reply(sent=10.2, ended=10.3, error="status 503")], None),
+        ([BROKEN, WELL, reply(sent=10.2, ended=10.3, error="HTTP 503")], None),
         ([BROKEN, WELL, reply("one", sent=11.0, ended=10.5 + BREAK_SECONDS, error="cut")], "5.5 s after the router"),
         ([BROKEN, WELL, reply("one", sent=1.0, ended=9.0, error="cut")], "-1.0 s after the router"),
         ([BROKEN, WELL, reply("two", sent=1.0, ended=10.1, error="cut")], "from character 0 on"),
@@ -303,7 +271,7 @@ def test_a_stall_that_is_noticed_late_or_never_is_told(events, complaints):
 
 
 def test_a_long_stream_that_ends_early_is_told():
-    replies = [reply(RIGHT, sent=1.0, ended=140.0), Reply(1, 2.0, 200, done=True, ended=129.0)]
+    replies = [reply(RIGHT, sent=1.0, ended=140.0), Reply(1, 2.0, 2.0, 129.0)]
     assert too_short(replies, 10.0, 120.0) == ["request 1 went on for 119 s only"]
 
 

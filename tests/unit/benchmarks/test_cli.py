@@ -1,45 +1,120 @@
 """``paceline bench``: mistakes are answered before anything is measured, and flags arrive."""
 
 import asyncio
+import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks import drafting
+from benchmarks.harness import options
 from benchmarks.harness.options import RESULTS
 from benchmarks.harness.processes import WorkerPlan, running
-from benchmarks.speculation import run as speculation
 from cluster.cli import main
 from cluster.config.environment import CHECKOUT
 from speculation.events import Role
+from tests.bundled import MODELS
 
 
 @pytest.fixture
 def started(monkeypatch):
     """The options of benchmarks that would have run."""
-    options = []
-    monkeypatch.setattr(speculation, "main", lambda given: options.append(given) or 0)
-    return options
+    given = []
+    module = SimpleNamespace(**dict.fromkeys(("main", "chaos", "random_faults"), lambda one: given.append(one) or 0))
+    monkeypatch.setattr(options, "import_module", lambda _: module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return given
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--prompts", "0"], "--prompts must be at least 1, got 0"),
-        (["--bursts", "0"], "--bursts must be at least 1, got 0"),
-        (["--tokens", "39"], "--tokens must be at least 40, got 39"),
-        (["--json", "/nowhere/figures.json"], "--json /nowhere/figures.json: no such folder"),
-        (["--json", "/"], "--json /: a folder, not a file"),
-        (["--out", __file__], f"--out {__file__}: {__file__} is not a folder"),
-        (["--out", f"{__file__}/below/it"], f"{__file__} is not a folder"),
-        (["--quick", "--out", "results"], "--out belongs to a full run"),
-    ],
-)
-def test_a_mistake_is_answered_in_one_line(arguments, words, started, capsys):
-    assert main(["bench", "speculation", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert said.count("\n") == 1
+SERVE = "bench serve --url http://127.0.0.1:8000"
+GPU = "bench gpu --device cpu"
+EAGLE, MEDUSA = (str(MODELS / name) for name in ("eagle", "medusa"))
+NOWHERE = "--json /nowhere/figures.json: no such folder"
+MISTAKES = [
+    ("bench speculation --prompts 0", "--prompts must be at least 1, got 0"),
+    ("bench speculation --tokens 39", "--tokens must be at least 40, got 39"),
+    ("bench speculation --json /nowhere/figures.json", NOWHERE),
+    ("bench speculation --json /", "--json /: a folder, not a file"),
+    (f"bench speculation --out {__file__}", f"--out {__file__}: {__file__} is not a folder"),
+    (f"bench speculation --out {__file__}/below/it", f"{__file__} is not a folder"),
+    ("bench speculation --quick --out results", "--out belongs to a full run"),
+    ("bench drafting --only nonsense", "--only nonsense: no such part; there are medusa, "),
+    ("bench drafting --device cuda", "part eagle alone is measured on a GPU; add --only eagle"),
+    ("bench engine --hidden 100", "--hidden must be a multiple of 256, got 100"),
+    ("bench engine --hidden 0", "--hidden must be a multiple of 256, got 0"),
+    ("bench engine --threads 0", "--threads must be 1 to"),
+    ("bench engine --threads 100000", "the cores usable here, got 100000"),
+    ("bench scale --streams 64,0", "--streams '0': must be a whole number from 1 to 16384"),
+    ("bench scale --tokens fast", "--tokens 'fast': must be a whole number from 1 to 1000000"),
+    ("bench scale --seconds 0", "--seconds must be 0.5 to 600, got 0"),
+    ("bench chaos --hang 0", "--hang must be above 0, got 0"),
+    ("bench chaos --streams 33", "--streams must be 1 to 32, got 33"),
+    ("bench soak --minutes nan", "--minutes must be above 0, got nan"),
+    ("bench soak --tokens 801", "--tokens must be 8 to 800, got 801"),
+    ("bench gpu", "torch finds none here; --device cpu"),
+    ("bench gpu --stage floor,stps", "--stage stps: no such stage; there are floor, steps, draft, exact, prompt, "),
+    ("bench gpu --shape 9B", "--shape 9B: no such shape; there are 8B, 1B, tiny"),
+    (f"{GPU} --shape 8B", "--shape 8B: no such shape; there are tiny"),
+    (f"{GPU} --placements owm", "--placements owm: no such placement; there are shared, own, cpu"),
+    (f"{GPU} --drafters rigth", "--drafters rigth: no such drafter; there are right, wrong, dead"),
+    (f"{GPU} --streams 1.5", "--streams '1.5': must be a whole number from 1 to 64"),
+    (f"{GPU} --temperatures nan", "--temperatures 'nan': must be a number from 0 to 2"),
+    (f"{GPU} --agreement 1.2", "--agreement must be 0 to 1, got 1.2"),
+    (f"{GPU} --rounds 13", "--rounds must be 1 to 12, got 13"),
+    (f"{GPU} --records /nowhere", "--records /nowhere: no such folder"),
+    ("bench serve --url localhost:8000", "--url localhost:8000: not an address such as http://127.0.0.1:8000"),
+    ("bench serve --url ftp://a", "--url ftp://a: not an address"),
+    ("bench serve --url http://a:99999", "--url http://a:99999: not an address"),
+    ("bench serve --url http://[::1", "--url http://[::1: not an address"),
+    ("bench serve --url 'http://a b'", "not an address"),
+    ("bench serve --url http://a/v1?x=1", "not an address"),
+    ("bench serve --url http://me:secret@a", "--url: must not contain a password"),
+    (f"{SERVE} --url http://127.0.0.1:8000", "is there twice"),
+    ("bench serve --url 'a plain=http://a'", "must not end with ' plain'"),
+    ("bench serve --rate inf", "--rate must be 0.001 to 100000, got inf"),
+    ("bench serve --rate 1 --concurrency 2", "--concurrency: not allowed with --rate"),
+    ("bench serve --concurrency 0", "--concurrency must be 1 to 4096, got 0"),
+    ("bench serve --rounds 9 --requests 8", "--rounds must be 1 to 8, got 9"),
+    ("bench serve --temperature nan", "--temperature must be 0 to 100, got nan"),
+    ("bench serve --extra-body {", "--extra-body {: not JSON"),
+    ("bench serve --extra-body []", "must be an object"),
+    ("""bench serve --extra-body '{"a": NaN}'""", "not JSON"),
+    ("""bench serve --extra-body '{"stream": false}'""", "leave out stream and n"),
+    ("""bench serve --extra-body '{"n": 2}'""", "leave out stream and n"),
+    ("bench serve --extra-body other={}", "there is no such contender, only 127.0.0.1:8000"),
+    ("bench serve --extra-body {} --extra-body {}", "given twice for 127.0.0.1:8000"),
+    ("bench serve --api-key-env NO_SUCH_KEY", "--api-key-env NO_SUCH_KEY: there is no such variable"),
+    ("bench serve --process first", "--process first: must be the id of a process on this machine"),
+    ("bench serve --process 0", "--process 0: is of this command's own process group"),
+    ("fit --source crystal-ball", "--source 'crystal-ball': must be one of none, lookup, medusa, eagle"),
+    ("fit --source medusa", "--source medusa: give the folder of the heads with --medusa DIR"),
+    (f"fit --medusa {MEDUSA} --source lookup", "--source has lookup; add medusa, or leave"),
+    ("fit --medusa /nowhere/heads", "--medusa /nowhere/heads: not a folder of Medusa heads"),
+    (f"fit --eagle {EAGLE} --source lookup", "--source has lookup; add eagle, or leave --eagle out"),
+    (f"fit --eagle {EAGLE} --eagle-at drafter --source eagle", "with --eagle DIR and --eagle-at target"),
+    ("fit --eagle /nowhere/head --eagle-at drafter", "--eagle /nowhere/head: not a folder of an EAGLE-3"),
+    (f"fit --eagle {EAGLE} --medusa {MEDUSA}", "--medusa and --eagle: a target has one of them"),
+    (f"fit --source none --target {MODELS / 'target'}", "nothing to compare: give a --draft, or --source"),
+    ("fit --round-trip 0,-5", "--round-trip '-5': must be milliseconds from 0 to"),
+    ("fit --sessions 1,65", "--sessions '65': must be a whole number from 1 to 64"),
+    ("fit --temperature nan", "--temperature must be 0 to 100, got nan"),
+    ("fit --target /nowhere/model", "--target /nowhere/model: no such folder"),
+    ("fit --draft /nowhere/model", "--draft /nowhere/model: no such folder"),
+    ("fit --draft Org/a --draft Org/a", "--draft Org/a is given 2 times"),
+    ("fit --prompts /nowhere/prompts.txt", "--prompts /nowhere/prompts.txt: No such file"),
+    ("fit --out /nowhere/fit", "--out /nowhere/fit: must be a folder in one that exists"),
+    (f"fit --out {__file__}", f"--out {__file__}: {__file__} is not a folder"),
+]
+
+
+@pytest.mark.parametrize(("command", "words"), MISTAKES)
+def test_a_mistake_is_answered_in_one_line(command, words, started, capsys):
+    assert main(shlex.split(command)) == 2
+    said = capsys.readouterr()
+    assert words in said.err and "secret" not in said.err
+    assert (said.err.count("\n"), said.out) == (1, "")
     assert not started
 
 
@@ -64,7 +139,7 @@ def test_a_quick_run_of_the_ways_to_draft_writes_where_it_is_told(monkeypatch, t
 
     async def nothing(size):
         asked.append(size)
-        yield {"ratio": 1.0}
+        yield [{"ratio": 1.0}]
 
     sizes = drafting.Size(4, 8, (0.0,)), drafting.Size(2, 8, (0.0,))
     parts = drafting.Part("one", nothing, *sizes), drafting.Part("left out", nothing, sizes[0])

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from benchmarks import drafting
+from benchmarks import drafting, heads, remote_heads, step_costs
 from benchmarks.bench import PARTS, DraftingOptions
-from benchmarks.drafting import GOALS, Part, Row, Size
+from benchmarks.drafting import GOALS, NOT_COUNTED, REPETITION, Part, Row, Size
+from benchmarks.grammar_prompts import ROWS, edits, functions, rows
+from benchmarks.harness.pair import BUNDLED, EAGLE, HEADS, held_out
 from benchmarks.harness.report import Goal
-from cluster.cli import main
+from speculation.messages import FeatureFormat, Source
 
 
 def judged(part: str, figures: Sequence[Row]) -> list[tuple[float, bool]]:
@@ -47,8 +51,8 @@ def test_parts_are_those_that_can_be_asked_for() -> None:
 
 @pytest.mark.parametrize(("wanted", "reached"), [(2.0, "yes"), (3.0, "NO")])
 def test_what_a_part_measures_is_kept_and_judged(wanted, reached, tmp_path: Path, monkeypatch, capsys) -> None:
-    async def twice(size: Size) -> AsyncIterator[Row]:
-        yield {"ratio": float(size.rounds)}
+    async def twice(size: Size) -> AsyncIterator[Sequence[Row]]:
+        yield [{"ratio": float(size.rounds)}]
 
     goal = Goal("twice", "twice over once", wanted, False, lambda found: found["twice"][0]["ratio"])
     monkeypatch.setattr(drafting, "PARTS", (Part("twice", twice, Size(2, 8, (0.0,))),))
@@ -61,6 +65,54 @@ def test_what_a_part_measures_is_kept_and_judged(wanted, reached, tmp_path: Path
     assert (written["summary"], written["parts"]) == ({"twice": 2.0}, {"twice": [{"ratio": 2.0}]})
 
 
-def test_a_part_that_does_not_exist_is_refused(capsys) -> None:
-    assert main(["bench", "drafting", "--only", "nonsense"]) == 2
-    assert "--only nonsense: no such part; there are medusa, " in capsys.readouterr().err
+def test_nobody_drafts_from_the_grammar_nor_from_what_others_said() -> None:
+    drafting = {name: one.sources for name, one in REPETITION.items() if one.enabled}
+    assert drafting == {
+        "lookup": {Source.LOOKUP},
+        "suffix": {Source.SUFFIX},
+        "both": {Source.LOOKUP, Source.SUFFIX},
+    }
+    assert {name for name, one in REPETITION.items() if one.remember} == {"suffix", "both"}
+
+
+def test_requests_of_a_kind_are_alike_and_ask_for_different_things() -> None:
+    for requests in (rows(), edits(), functions()):
+        assert len(requests) > NOT_COUNTED
+        assert len({request.prompt for request in requests}) == len(requests)
+    assert len({request.grammar for request in (*rows(), *edits())}) == len(rows()) + len(edits())
+    for request in rows():
+        labels = re.findall(r"^\d+,([a-z-]+),", request.prompt, re.MULTILINE)
+        assert len(labels) == ROWS
+        assert all(label.split("-")[1] in request.grammar for label in labels)
+
+
+OPTIONS = Namespace(prompts=1, tokens=16, step=30.0, row=0.3, forward=1.25, format=FeatureFormat.FP8)
+
+
+def test_ways_to_draft_are_compared_in_chains(capsys: pytest.CaptureFixture[str]) -> None:
+    heads.main(prompts=1, tokens=24, depth=3)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [row["way"] for row in rows][:3] == ["draft model", "medusa", "eagle"]
+    for row in rows:
+        reached = row["steps_reaching_place"]
+        assert 1.0 <= row["tokens_per_step"] <= 4.0 and len(reached) == 3
+        assert reached == sorted(reached, reverse=True)
+
+
+@pytest.mark.parametrize("way", [*remote_heads.HERE, "eagle remote", "draft model"])
+def test_a_way_gives_the_same_in_made_up_time_again(way: str) -> None:
+    first, again = (remote_heads.measure(way, 5.0, OPTIONS) for _ in range(2))
+    assert first == again
+    reached = first["steps_reaching_place"]
+    assert isinstance(reached, list) and reached == sorted(reached, reverse=True)
+    assert first["steps"] == pytest.approx(16 / first["tokens_per_step"], rel=0.01)
+
+
+def test_every_loop_verifies_the_same_drafts() -> None:
+    loops = step_costs.costed_loops(BUNDLED, EAGLE, HEADS)
+    rows = step_costs.measure(loops, iter(held_out(2)), sessions=2, rounds=1, tokens=24)
+    assert [row["drafting"] for row in rows] == list(loops)
+    assert len({row["steps"] for row in rows}) == 1
+    for row in rows:
+        low, high = row["interval"]
+        assert low <= row["ratio_to_none"] <= high

@@ -50,7 +50,8 @@ def test_json_lines_may_say_their_kind_and_hold_a_chat(tmp_path, tokenizer):
         (b"good\n\xff\xfe\n", "line 2 is not UTF-8 text"),
         (b"good\nbad\0\n", "line 2 holds a zero byte"),
         (b'{"prompt": "a"}\nb\n', "line 2 is no JSON object"),
-        (b'{"prompt": "a"}\n[1]\n', "line 2 is no JSON object"),
+        (b'"a"\n[1]\n', "line 2 is no JSON object"),
+        (b'"\\ud800"', "line 1 is no JSON object"),
         (b'{"prompt": 5}\n', "line 1: prompt is 5; it must be a string"),
         (b'{"prompt": ""}\n', 'line 1: prompt is ""; it must be a string that is not empty'),
         (b'{"text": "a"}\n', "line 1: must have either prompt or messages, has text"),
@@ -77,7 +78,7 @@ def test_a_file_that_is_not_there_or_too_much_is_refused(tmp_path, monkeypatch):
     file = tmp_path / "many.txt"
     file.write_text("a\n" * 30)
     monkeypatch.setattr(prompts, "MOST_PROMPTS", 20)
-    with pytest.raises(PromptError, match="holds 30 prompts; give a sample of at most 20"):
+    with pytest.raises(PromptError, match="holds 30 prompts; give a sample of your traffic, at most 20"):
         read(file)
     monkeypatch.setattr(prompts, "MOST_BYTES", 20)
     with pytest.raises(PromptError, match="give a sample of your traffic"):

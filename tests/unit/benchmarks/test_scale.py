@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from benchmarks.http import load
 from benchmarks.http.scale import (
     BARE,
@@ -19,7 +17,6 @@ from benchmarks.http.scale import (
     result,
     summary,
 )
-from cluster.cli import main
 
 POINT = LoadPoint(ROUTER, 64, 1000.0, 990.0, (1.0, 20.0, 30.0), 25.0, 0.5, 0.1, 1.5, 3.0, 40.0)
 
@@ -52,19 +49,6 @@ def test_features_are_compared_where_both_kept_up() -> None:
     assert features_over_router([POINT, late, replace(late, contender=FEATURES)]) is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--streams", "64,0"], "--streams '0': must be a whole number from 1 to 16384"),
-        (["--tokens", "fast"], "--tokens 'fast': must be a whole number from 1 to 1000000"),
-        (["--seconds", "0"], "--seconds must be 0.5 to 600, got 0"),
-    ],
-)
-def test_a_mistake_is_answered_in_one_line(arguments, words, capsys) -> None:
-    assert main(["bench", "scale", *arguments]) == 2
-    assert words in capsys.readouterr().err
-
-
 async def test_every_event_is_matched_with_its_commit(tmp_path) -> None:
     options = ScaleOptions(
         streams=(3,), tokens=(90,), seconds=0.5, drafters=True, features=64, json=tmp_path / "scale.json"
@@ -74,12 +58,9 @@ async def test_every_event_is_matched_with_its_commit(tmp_path) -> None:
     for point in points:
         assert 0 < point.delays_ms[0] <= point.delays_ms[1] <= point.delays_ms[2]
         assert min(point.delivered, point.cpu_us_per_token, point.request_ms, point.first_ms) > 0
-        if point.contender == BARE:
-            assert point.verified_ms is point.proposed_ms is None and not point.relayed_bytes
-        else:
-            assert point.verified_ms is not None and point.proposed_ms is not None
-            assert min(point.verified_ms, point.proposed_ms) > 0
-            assert (point.relayed_bytes > 2 * options.features) is (point.contender == FEATURES)  # else some 30
+        assert (point.relayed_bytes > 2 * options.features) is (point.contender == FEATURES)
+        for relayed in (point.verified_ms, point.proposed_ms):
+            assert relayed is None if point.contender == BARE else relayed > 0
     result(options, points).publish()
     command = "paceline bench scale --streams 3 --tokens 90 --sessions 64 --commit 3 --seconds 0.5"
     assert options.command == f"{command} --drafters --features 64"

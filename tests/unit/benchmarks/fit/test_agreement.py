@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from benchmarks.fit.agreement import agreement
 from benchmarks.fit.command import DEPTH, Way
+from benchmarks.fit.predict import agreement
 from simulation.agreement import AgreementPassage
 from speculation.drafting.draft_session import Candidate
 from speculation.messages import Source
@@ -34,7 +34,6 @@ def test_a_draft_goes_on_until_its_first_choice_is_wrong():
     assert [run.right for run in found.runs] == [2, 1, 0, 2, 1, 0]
     assert [run.offered for run in found.runs] == [6, 5, 4, 3, 2, 1]
     assert found.first == pytest.approx(4 / 6)
-    assert found.among == pytest.approx(5 / 6)
 
 
 def test_by_depth_only_what_was_right_so_far_counts():
@@ -71,7 +70,7 @@ def test_lookup_copies_what_stood_there_before():
     assert found.runs[7].offered == 3
 
 
-def test_heads_are_followed_along_their_first_guesses_and_have_others_beside_them():
+def test_heads_are_followed_along_their_first_guesses():
     """At the second place they are right twice, at the third their second guess is, at the fourth nothing is said."""
     guesses = (
         (),
@@ -80,13 +79,8 @@ def test_heads_are_followed_along_their_first_guesses_and_have_others_beside_the
         (),
     )
     found = agreement(HEADS, [AgreementPassage((1, 2), (11, 12, 13, 14), (), guesses)])
-    assert [(run.offered, run.right, run.among) for run in found.runs] == [
-        (0, 0, False),
-        (2, 2, True),
-        (2, 0, True),
-        (0, 0, False),
-    ]
-    assert (found.first, found.among) == (0.25, 0.5)
+    assert [(run.offered, run.right) for run in found.runs] == [(0, 0), (2, 2), (2, 0), (0, 0)]
+    assert found.first == 0.25
 
 
 def test_earlier_outputs_are_those_of_the_passages_before():

@@ -26,40 +26,6 @@ def started(monkeypatch):
     return options
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--source", "crystal-ball"], "--source 'crystal-ball': must be one of none, lookup, medusa, eagle"),
-        (["--source", "medusa"], "--source medusa: give the folder of the heads with --medusa DIR"),
-        (["--medusa", str(MODELS / "medusa"), "--source", "lookup"], "--source has lookup; add medusa, or leave"),
-        (["--medusa", "/nowhere/heads"], "--medusa /nowhere/heads: not a folder of Medusa heads"),
-        (["--source", "eagle"], "--source eagle: give the folder of the heads with --eagle DIR"),
-        (["--eagle", EAGLE, "--source", "lookup"], "--source has lookup; add eagle, or leave --eagle out"),
-        (["--eagle", EAGLE, "--eagle-at", "drafter", "--source", "eagle"], "with --eagle DIR and --eagle-at target"),
-        (["--eagle", "/nowhere/head", "--eagle-at", "drafter"], "--eagle /nowhere/head: not a folder of an EAGLE-3"),
-        (["--eagle", EAGLE, "--medusa", str(MODELS / "medusa")], "--medusa and --eagle: a target has one of them"),
-        (["--source", "none", "--target", str(MODELS / "target")], "nothing to compare: give a --draft, or --source"),
-        (["--round-trip", "0,-5"], "--round-trip '-5': must be milliseconds from 0 to"),
-        (["--sessions", "1,65"], "--sessions '65': must be a whole number from 1 to 64"),
-        (["--tokens", "2"], "--tokens must be 16 to 4096, got 2"),
-        (["--temperature", "nan"], "--temperature must be 0 to 100, got nan"),
-        (["--threads", "0"], "--threads must be 1 to"),
-        (["--target", "/nowhere/model"], "--target /nowhere/model: no such folder"),
-        (["--draft", "/nowhere/model"], "--draft /nowhere/model: no such folder"),
-        (["--draft", "Org/a", "--draft", "Org/a"], "--draft Org/a is given 2 times"),
-        (["--prompts", "/nowhere/prompts.txt"], "--prompts /nowhere/prompts.txt: No such file"),
-        (["--out", "/nowhere/fit"], "--out /nowhere/fit: must be a folder in one that exists"),
-        (["--out", __file__], f"--out {__file__}: {__file__} is not a folder"),
-    ],
-)
-def test_a_mistake_is_answered_in_one_line(arguments, words, started, capsys):
-    assert main(["fit", *arguments]) == 2
-    said = capsys.readouterr()
-    assert words in said.err
-    assert (said.err.count("\n"), said.out) == (1, "")
-    assert not started
-
-
 @pytest.fixture
 def other(tmp_path) -> str:
     return str(with_other_vocabulary(tmp_path / "other"))
@@ -93,19 +59,8 @@ def test_what_fails_later_is_one_line_too(monkeypatch, capsys):
 def test_every_draft_is_tried_with_every_source_and_those_alone_too(started, tmp_path):
     file = tmp_path / "mine.txt"
     file.write_text("One prompt\nAnother\n")
-    arguments = [
-        "--draft",
-        "Org/a",
-        "--draft",
-        "Org/b",
-        "--prompts",
-        str(file),
-        "--sessions",
-        "8",
-        "--round-trip",
-        "20",
-    ]
-    assert main(["fit", *arguments]) == 0
+    drafts = ["--draft", "Org/a", "--draft", "Org/b"]
+    assert main(["fit", *drafts, "--prompts", str(file), "--sessions", "8", "--round-trip", "20"]) == 0
     (options,) = started
     lookup = frozenset({Source.LOOKUP})
     drafted = [Way(draft, local) for draft in ("Org/a", "Org/b") for local in (frozenset(), lookup)]

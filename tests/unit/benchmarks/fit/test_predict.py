@@ -1,15 +1,19 @@
 """What a fit predicts from made-up measurements with known agreement, and what it makes of it."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
 import yaml
 
-from benchmarks.fit import advice, predict
-from benchmarks.fit.agreement import Agreement, DraftRun
-from benchmarks.fit.command import FitOptions, Way
+from benchmarks.fit import predict, report
+from benchmarks.fit.command import DEPTH, FitOptions, Way
 from benchmarks.fit.predict import (
+    Agreement,
+    DraftRun,
     Forecast,
     Known,
     Loaded,
@@ -21,7 +25,8 @@ from benchmarks.fit.predict import (
     pays_until,
     recommended,
 )
-from cluster.config.config import load
+from benchmarks.fit.validate import Checked, Validation, depths_around
+from cluster.config.config import Config, load
 from simulation import costs
 from simulation.agreement import AgreementPassage
 from simulation.costs import Costs, Curve
@@ -141,15 +146,6 @@ def test_many_sessions_need_more_drafters_than_one():
     chosen = forecast(found, A, (0.0,), (4,))
     one, four = loads(found, chosen, 0.0, (1, 4))
     assert (one.sessions, four.sessions) == (1, 4)
-    assert 0 < one.delivered <= 1
-
-
-def test_below_some_acceptance_nothing_is_gained():
-    minimum = predictor(0.5, tokens=80).least_acceptance(A, 1)
-    assert minimum is not None
-    assert minimum <= 0.5, "drafts cost nearly nothing here"
-    slow = Costs({1: Curve.straight(VERIFY, 1.0)}, Curve.straight(1.0, 0.0), 0.0, 0.0)
-    assert predictor(0.5, slow, tokens=80).least_acceptance(A, 1) is None
 
 
 def test_the_best_depth_is_the_smallest_that_is_as_good_as_the_best():
@@ -166,13 +162,13 @@ def test_distance_to_the_best_decides_and_of_equals_the_simpler():
 
 
 def one(way: Way, speedup: float, kinds: dict[str, float] | None = None) -> Forecast:
-    nothing = Agreement((DraftRun(1, 1),), 1.0)
+    nothing = Agreement((DraftRun(1, 1),))
     kinds = kinds or {"text": speedup}
     return Forecast(way, nothing, dict.fromkeys(kinds, nothing), {3: speedup}, {0.0: speedup}, kinds, 100.0)
 
 
 def loaded(*speedups: float) -> list[Loaded]:
-    return [Loaded(4**i, i + 1, 1.0, speedup * 10, 10.0) for i, speedup in enumerate(speedups)]
+    return [Loaded(4**i, i + 1, speedup * 10, 10.0) for i, speedup in enumerate(speedups)]
 
 
 @pytest.mark.parametrize(
@@ -185,13 +181,20 @@ def test_where_drafting_stops_to_pay(speedups, until):
 def test_the_advice_is_one_line():
     kinds = {"code": 3.5, "json": 3.2, "prose": 2.4}
     chosen = one(Way("models/a", frozenset({Source.LOOKUP})), 2.9, kinds)
-    said = advice.advice(chosen, [chosen], loaded(2.9, 1.15, 0.95))
+    said = report.advice(chosen, [chosen], loaded(2.9, 1.15, 0.95))
     kinds_said = "code and json gain most"
     assert said == f"a + lookup: 2.9 x plain decoding; {kinds_said}; switch off above 8 concurrent requests"
-    assert "all kinds of text gain alike" in advice.advice(one(A, 2.0, {"x": 2.0, "y": 2.0}), [], loaded(2.0))
-    assert advice.advice(None, [one(A, 1.02)], ()).startswith(
+    assert "all kinds of text gain alike" in report.advice(one(A, 2.0, {"x": 2.0, "y": 2.0}), [], loaded(2.0))
+    assert report.advice(None, [one(A, 1.02)], ()).startswith(
         "plain decoding: the best way to draft, a, makes it 1.02 x"
     )
+
+
+def pasted(folder: Path, options: FitOptions, chosen: Forecast | None, found: list[Loaded]) -> tuple[Config, str]:
+    """The configuration as a server reads it, and as it is written."""
+    file = folder / "paceline.yaml"
+    file.write_text(report.configuration(options, chosen, found))
+    return load(file), file.read_text()
 
 
 @pytest.mark.parametrize(
@@ -204,13 +207,11 @@ def test_the_advice_is_one_line():
 )
 def test_the_configuration_can_be_pasted(chosen, expected, tmp_path):
     options = FitOptions(target="Org/t", drafts=("Org/a",), sources=("none",), dtype="bfloat16", threads=2)
-    file = tmp_path / "paceline.yaml"
-    file.write_text(advice.configuration(options, chosen, loaded(2.0, 1.2, 1.0)))
-    config = load(file)
+    config, text = pasted(tmp_path, options, chosen, loaded(2.0, 1.2, 1.0))
     found = config.speculation
     assert (found.enabled, found.drafters, found.lookup, found.max_depth, config.draft.replicas) == expected
     assert (config.target.model, config.target.dtype, config.target.threads) == ("Org/t", "bfloat16", 2)
-    assert "device" not in yaml.safe_load(file.read_text())["target"], "only what differs from the defaults"
+    assert "device" not in yaml.safe_load(text)["target"], "only what differs from the defaults"
     if chosen is not None and chosen.way.draft:
         assert config.draft.model == "Org/a"
 
@@ -228,12 +229,10 @@ def test_the_configuration_has_what_the_way_needs_at_the_target_and_no_more(way,
     options = FitOptions(
         target="Org/t", drafts=("Org/a",), sources=("lookup", "medusa", "suffix"), medusa="/models/heads"
     )
-    file = tmp_path / "paceline.yaml"
-    file.write_text(advice.configuration(options, one(way, 2.0), loaded(2.0)))
-    config = load(file)
+    config, _ = pasted(tmp_path, options, one(way, 2.0), loaded(2.0))
     assert (config.target.medusa, config.target.suffix_tokens) == (medusa, kept)
     assert config.speculation.lookup == (way == LOOKUP)
-    unasked = advice.configuration(replace(options, sources=("lookup",)), one(LOOKUP, 2.0), loaded(2.0))
+    unasked = report.configuration(replace(options, sources=("lookup",)), one(LOOKUP, 2.0), loaded(2.0))
     assert "suffix_tokens" not in unasked, "where it was not compared, nothing is known against it"
 
 
@@ -242,9 +241,7 @@ def test_the_configuration_has_what_the_way_needs_at_the_target_and_no_more(way,
 )
 def test_the_configuration_says_where_an_eagle_head_drafts(at, way, tmp_path):
     options = FitOptions(target="Org/t", drafts=("a",), sources=("eagle",), eagle="/models/eagle", eagle_at=at)
-    file = tmp_path / "paceline.yaml"
-    file.write_text(advice.configuration(options, one(way, 2.0), loaded(2.0)))
-    config, used = load(file), way != A
+    (config, _), used = pasted(tmp_path, options, one(way, 2.0), loaded(2.0)), way != A
     assert (config.target.eagle, config.target.eagle_at) == ("/models/eagle" * used, at if used else "target")
     assert config.draft.eagle == ("/models/eagle" if used and at == "drafter" else "")
 
@@ -258,11 +255,11 @@ def test_sources_are_compared_in_every_combination():
 
 def test_the_configuration_names_the_tokenizer_that_a_draft_translates_into():
     options = FitOptions(target="Org/t", drafts=("Org/a", "Org/b"), sources=("none",))
-    pasted = [
-        yaml.safe_load(advice.configuration(options, one(Way(draft), 2.0), loaded(2.0), frozenset({"Org/a"})))["draft"]
+    written = [
+        yaml.safe_load(report.configuration(options, one(Way(draft), 2.0), loaded(2.0), frozenset({"Org/a"})))["draft"]
         for draft in options.drafts
     ]
-    assert [draft.get("target_tokenizer") for draft in pasted] == ["Org/t", None]
+    assert [draft.get("target_tokenizer") for draft in written] == ["Org/t", None]
 
 
 def test_a_draft_that_translates_has_no_second_level():
@@ -275,3 +272,22 @@ def test_load_is_part_of_what_is_remembered():
     found = predictor(0.9)
     assert found.report(A, TargetLoad(1)) is found.report(A, TargetLoad(1))
     assert found.report(A, TargetLoad(2)).setting.sessions == 2
+
+
+def validation(*depths: tuple[int, float, float]) -> Validation:
+    return Validation(Way("a"), tuple(Checked(*one, 2.0, 2.0) for one in depths), 40.0, 41.0, 1.0)
+
+
+def test_the_best_is_told_by_one_rule_for_both():
+    found = validation((3, 1.7, 1.6), (4, 1.99, 1.9), (5, 2.0, 2.0), (16, 2.01, 2.02))
+    assert found.best == (4, 5)
+    assert found.lost == pytest.approx(1 - 1.9 / 2.02)
+    assert found.worst == pytest.approx(1.7 / 1.6 - 1)
+    assert [round(100 * one.error) for one in found.depths] == [6, 5, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("best", "tried"), [(1, [1, 2, 32]), (2, [1, 2, 3, 32]), (7, [3, 6, 7, 8, 32]), (DEPTH, [16, 31, 32])]
+)
+def test_neighbours_and_what_is_far_off_are_tried(best, tried):
+    assert depths_around(best) == tried

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.serve.answer import CUT, FAILED, MALFORMED, Answer, AnswerError, Drafts, Events, error_text
+from benchmarks.serve.client import CUT, FAILED, MALFORMED, AnswerError, Drafts, Events, Heard, error_text
 
 
 def sse(*chunks: object, done: bool = True, end: str = "\n") -> bytes:
@@ -28,9 +28,9 @@ def used(tokens: int, **details: int) -> dict:
     return {"usage": {"completion_tokens": tokens} | ({"completion_tokens_details": details} if details else {})}
 
 
-def read(raw: bytes, cuts: list[int] | None = None) -> Answer:
+def read(raw: bytes, cuts: list[int] | None = None) -> Heard:
     """The answer; the time of a chunk is the number of the read that completed it."""
-    events, answer = Events(), Answer()
+    events, answer = Events(), Heard()
     places = [0, *(cuts or []), len(raw)]
     for number, (start, stop) in enumerate(pairwise(places), 1):
         for data in events.feed(raw[start:stop]):
@@ -72,27 +72,27 @@ TOKEN_IDS = sse(piece("ab", token_ids=[5, 6]), piece("", token_ids=[7]), piece("
 
 
 @pytest.mark.parametrize(
-    ("raw", "chunks", "sizes", "tokens", "drafts", "done"),
+    ("raw", "chunks", "sizes", "tokens", "drafts"),
     [
-        pytest.param(OPENAI, 2, None, 2, None, True, id="OpenAI"),
-        pytest.param(VLLM, 3, (3, 2, 1), 6, Drafts(3, 6, 2), True, id="vLLM"),
-        pytest.param(LLAMA_CPP, 2, None, 4, Drafts(2, 8, None), True, id="llama.cpp"),
-        pytest.param(TRANSFORMERS, 2, None, 2, None, False, id="transformers"),
-        pytest.param(PACELINE, 3, (2, 1, 3), 6, Drafts(3, 5, 2), True, id="Paceline"),
-        pytest.param(UNCOUNTED, 2, None, 2, None, True, id="nothing counted"),
-        pytest.param(TOKEN_IDS, 3, (2, 1, 1), 4, None, True, id="token ids"),
-        pytest.param(sse(piece("all of it", "stop") | used(9)), 1, (9,), 9, None, True, id="one chunk"),
-        pytest.param(sse(piece("", "stop") | used(1)), 0, (), 1, None, True, id="no text"),
+        pytest.param(OPENAI, 2, None, 2, None, id="OpenAI"),
+        pytest.param(VLLM, 3, (3, 2, 1), 6, Drafts(3, 6, 2), id="vLLM"),
+        pytest.param(LLAMA_CPP, 2, None, 4, Drafts(2, 8, None), id="llama.cpp"),
+        pytest.param(TRANSFORMERS, 2, None, 2, None, id="transformers"),
+        pytest.param(PACELINE, 3, (2, 1, 3), 6, Drafts(3, 5, 2), id="Paceline"),
+        pytest.param(UNCOUNTED, 2, None, 2, None, id="nothing counted"),
+        pytest.param(TOKEN_IDS, 3, (2, 1, 1), 4, None, id="token ids"),
+        pytest.param(sse(piece("all of it", "stop") | used(9)), 1, (9,), 9, None, id="one chunk"),
+        pytest.param(sse(piece("", "stop") | used(1)), 0, (), 1, None, id="no text"),
     ],
 )
-def test_every_shape_is_read_however_it_is_cut(raw, chunks, sizes, tokens, drafts, done) -> None:
+def test_every_shape_is_read_however_it_is_cut(raw, chunks, sizes, tokens, drafts) -> None:
     seed = random.randrange(1 << 30)
     cuts = sorted(random.Random(seed).sample(range(len(raw)), 20))
     whole, apart = read(raw), read(raw, cuts)
     assert whole.digest == apart.digest, seed
     for answer in (whole, apart):
-        found = (len(answer.times), answer.sizes, answer.tokens, answer.drafts, answer.done, answer.finished)
-        assert found == (chunks, sizes, tokens, drafts, done, True), seed
+        found = (len(answer.times), answer.sizes, answer.tokens, answer.drafts, answer.finished)
+        assert found == (chunks, sizes, tokens, drafts, True), seed
     assert whole.guessed == (raw == UNCOUNTED)
     assert set(whole.times) <= {1.0}
 
@@ -128,7 +128,7 @@ def test_a_bad_event_is_an_error_of_its_kind(raw, kind, words) -> None:
 
 
 def test_an_event_without_an_end_is_given_up(monkeypatch) -> None:
-    monkeypatch.setattr("benchmarks.serve.answer.MOST_BYTES", 1000)
+    monkeypatch.setattr("benchmarks.serve.client.MOST_BYTES", 1000)
     with pytest.raises(AnswerError, match="more than 1000 bytes"):
         read(b"data: " + b"x" * 2000)
     with pytest.raises(AnswerError, match="more than 1000 bytes"):
@@ -149,6 +149,6 @@ def test_errors_are_told_in_one_line() -> None:
 
 @pytest.mark.parametrize(("told", "cached"), [({"cached_tokens": 32}, 32), (None, 0), ({"cached_tokens": None}, 0)])
 def test_what_a_prefix_cache_had_is_told(told, cached) -> None:
-    answer = Answer()
+    answer = Heard()
     answer.take(json.dumps({"choices": [], "usage": {"completion_tokens": 4, "prompt_tokens_details": told}}), 1.0)
     assert answer.cached == cached

@@ -16,8 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.serve import rounds as arrivals
-from benchmarks.serve.probe import ServerError
-from benchmarks.serve.rounds import at_once, at_rate, offsets, stopped
+from benchmarks.serve.rounds import ServerError, at_once, at_rate, offsets, stopped
 
 
 def gaps(rate: float, seed: int, turn: int, n: int = 4000) -> list[float]:
