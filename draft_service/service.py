@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from draft_service.assistant import Assistant
 from draft_service.eagle import HeadLookahead
 from draft_service.head_engine import HeadEngine
 from draft_service.in_turn import InTurn, limits_in_turn
 from draft_service.levels import DraftLevels
 from draft_service.lookahead import Lookahead, LookaheadLimits
-from draft_service.staged_drafting import Guesser, Lookup, StagedDrafting
+from draft_service.staged_drafting import Assistant, Guesser, Lookup, StagedDrafting
 from draft_service.translation.translation import read_vocabularies, translator
 from engine.build import build, welcome
 from engine.cpu.thread_choice import set_threads

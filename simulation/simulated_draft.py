@@ -14,7 +14,7 @@ from speculation import digest as digests
 from speculation.drafting.draft_session import DraftSession, Sync, best_places
 from speculation.drafting.guesses import MAX_GUESSES, MAX_SESSIONS, Forward, Guesses, draft_along
 from speculation.drafting.heads import limits_elsewhere
-from speculation.messages import Open, Proposal, SessionId, Source, Verification
+from speculation.messages import Open, Proposal, SessionId, Verification
 from speculation.sources.lookup import PromptLookup
 from speculation.trie import Node
 from speculation.verifying.budget import StepCost
@@ -88,9 +88,7 @@ class SimulatedDraft:
         if levels > 0:
             self._known.extend(self.session.tokens[len(self._known) :])
             path = [node.token for node in place.path_from(self.session.trie.root)]
-            found = self._known.propose_after(path, levels)
-            for token, sure in zip(found.tokens, found.confidence, strict=True):
-                self._guesses.add(token, sure, Source.LOOKUP)
+            self._guesses.copy(self._known.propose_after(path, levels))
         return [place.weight * odds for odds in self._guesses.tree.odds]
 
     def follow(self, place: Node, computed: int) -> None:
