@@ -16,13 +16,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draft_service.sequence import DraftBatchEntry, DraftSequence
+from draft_service.sequence import DraftBatchEntry, DraftCounters, DraftSequence
 from engine.cache.kv_cache import ROOT, CacheFull
 from engine.cuda.level_memory import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, Expanded, Leaf, LevelExpansion, TreePlace
 from engine.cuda.levels import Levels
-from speculation.drafting.draft_session import Candidate
-from speculation.messages import Rule, Source
+from engine.recorder import Recorder
+from speculation.drafting.draft_session import Candidate, DraftSession, LookaheadDemand
+from speculation.messages import Rule, Source, Verification
 from speculation.trie import Node
+from speculation.verifying.budget import StepCost
 from speculation.verifying.calibration import Calibration
 
 SHARE = 0.5
@@ -150,6 +152,62 @@ class DraftLevels:
         if self._levels is not None and self._launched:
             for entry, found in zip(self._launched, self._levels.read(self._found_KNWX), strict=True):
                 entry.found = found
+
+
+class DraftAccount:
+    """What the steps of a draft worker took and what became of its drafts: counted, recorded and learned from.
+
+    Only steps that drafted and read nothing else tell what a forward costs: what one of several levels takes is known
+    as a step of one level and the further ones. Times are in seconds.
+    """
+
+    def __init__(
+        self, counters: DraftCounters, cost: StepCost, launches: DraftLevels, recorder: Recorder | None
+    ) -> None:
+        """``cost`` and ``launches`` learn from the steps."""
+        self._counters, self._cost, self._launches, self._recorder = counters, cost, launches, recorder
+        self._outcomes: list[dict[str, object]] = []  # for the record of the next step
+
+    def note(self, session: DraftSession) -> None:
+        """Keep for the record what the session has learned about its candidates."""
+        if session.outcomes:
+            found = [[[round(c, 4) for c in one.confidences], one.right] for one in session.outcomes]
+            self._outcomes.append({"session": session.opened.session, "outcomes": found})
+            session.outcomes.clear()
+
+    def verified(self, verification: Verification, lead: LookaheadDemand) -> None:
+        """A verification was heard, which found as many drafts as ``lead`` says."""
+        self._counters.asked += lead.asked
+        self._counters.delivered += lead.reached
+        self._counters.verified += 1
+        self._counters.accepted += verification.accepted
+
+    def observe(
+        self, entries: Sequence[DraftBatchEntry], started: float, ended: float, forward: float, guessing: float
+    ) -> None:
+        """A step is over. ``forward``, ``guessing``: what the draft model took of it, and what guessed for it."""
+        tokens, levels = sum(entry.size for entry in entries), max(entry.levels for entry in entries)
+        self._counters.steps += 1
+        self._counters.step_microseconds += round((ended - started) * 1e6)
+        self._counters.computed += tokens
+        if all(len(entry.tokens) == len(entry.expands) for entry in entries):
+            took, first = ended - started - guessing, sum(len(entry.tokens) for entry in entries)
+            launch = self._launches.time_of(len(entries))
+            launch.observe(levels, took)
+            # Not less than an even share, however long further levels are thought to take.
+            self._cost.observe(first, max(took - (levels - 1) * launch.further, took / levels))
+        if self._recorder:
+            self._recorder.write(
+                role="draft",
+                start=started,
+                end=ended,
+                forward=forward,
+                tokens=tokens,
+                levels=levels,
+                sessions=[entry.sequence.session.opened.session for entry in entries],
+                learned=self._outcomes,
+            )
+            self._outcomes = []
 
 
 def first_level(entry: DraftBatchEntry) -> list[Sequence[Candidate]]:
