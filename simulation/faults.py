@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import astuple, dataclass
 from random import Random
 from time import perf_counter
 
@@ -163,29 +163,20 @@ class FaultRun:
             self.world.drain(self.world.peers[PeerId(name)], back_in)
 
 
-@dataclass(frozen=True, slots=True)
-class FaultTotals:
-    """What many runs add up to."""
-
-    events: int = 0
-    accepted: int = 0
-    reopened: int = 0
-    moved: int = 0
-    poisoned: int = 0
-
-    def __add__(self, other: FaultTotals) -> FaultTotals:
-        return FaultTotals(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-
-def run_seed(seed: int) -> FaultTotals | str:
+def run_seed(seed: int) -> Counter[str] | str:
     """One run; what it adds to the totals, or which promise it broke."""
     try:
         world = FaultRun(seed).run()
     except AssertionError as error:
         return f"seed {seed}: {error}\nreplay: python -m simulation.faults --first {seed} --seeds 1\n"
     sessions = world.sessions.values()
-    moved = sum(session.moved for session in sessions)
-    return FaultTotals(world.events, world.accepted, sum(s.reopened for s in sessions), moved, len(world.harmed))
+    return Counter(
+        events=world.events,
+        accepted=world.accepted,
+        reopened=sum(session.reopened for session in sessions),
+        moved=sum(session.moved for session in sessions),
+        poisoned=len(world.harmed),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -197,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="first seed (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     options = parser.parse_args(arguments)
-    started, totals = perf_counter(), FaultTotals()
+    started, totals = perf_counter(), Counter[str]()
     seeds = range(options.first, options.first + options.seeds)
     with ProcessPoolExecutor(options.jobs) as pool:
         for result in pool.map(run_seed, seeds, chunksize=max(min(options.seeds // 50, 50), 1)):
@@ -205,13 +196,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sys.stderr.write(result)
                 pool.shutdown(cancel_futures=True)
                 return 1
-            totals += result
+            totals.update(result)
     rate = options.seeds / (perf_counter() - started)
     tokens = options.seeds * SESSIONS * OUTPUT
     sys.stdout.write(
-        f"{options.seeds} seeds passed ({rate:.0f} a second): {totals.events} events, "
-        f"{totals.accepted} of about {tokens} tokens drafted, {totals.reopened} failovers, {totals.moved} moves, "
-        f"{totals.poisoned} poison requests\n"
+        f"{options.seeds} seeds passed ({rate:.0f} a second): {totals['events']} events, {totals['accepted']} of about "
+        f"{tokens} tokens drafted, {totals['reopened']} failovers, {totals['moved']} moves, "
+        f"{totals['poisoned']} poison requests\n"
     )
     return 0
 
