@@ -126,7 +126,7 @@ class DraftSession:
         most = 1 if opened.speculation.chains else 2 * self.children
         trie_limits = TrieLimits(limits.nodes, limits.lead, most)
         self.trie = SpeculationTrie(opened.tokens, vocabulary=vocabulary, limits=trie_limits, odds=self.calibration)
-        self._lead = 0 if resting and opened.speculation.schedule is Schedule.TRIE else limits.lead
+        self._lead = 0 if resting and opened.speculation.ahead else limits.lead
         self._leaves: dict[Node, None] = {self.trie.root: None}  # an ordered set: what may be expanded
         self._unsent: dict[Node, None] = {}
         self._held = 0  # steps that have added to what is unsent
@@ -172,7 +172,7 @@ class DraftSession:
     @property
     def min_weight(self) -> float:
         """Chance of being kept below which no place is expanded."""
-        return self._min_draft_weight if self.opened.speculation.schedule is Schedule.TRIE else 0.0
+        return self._min_draft_weight if self.opened.speculation.ahead else 0.0
 
     @property
     def _min_draft_weight(self) -> float:

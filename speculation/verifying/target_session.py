@@ -18,7 +18,6 @@ from speculation.messages import (
     Open,
     Proposal,
     Rule,
-    Schedule,
     Source,
     SourceName,
     Token,
@@ -270,7 +269,7 @@ class TargetSession:
         end = outcome.kept[-1] if outcome.kept else ANCHOR
         self._learn(tokens, len(kept))
         self.trie.advance(tokens)
-        if self.opened.speculation.schedule is Schedule.TRIE:
+        if self.opened.speculation.ahead:
             self._sent_lookahead = self.lookahead_policy.lead if self._shared.drafting_pays else 0
         if at is not None:
             self._clock(at, count, len(tree.nodes))
