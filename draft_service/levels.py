@@ -21,7 +21,7 @@ from engine.cache.kv_cache import ROOT, CacheFull
 from engine.cuda.level_memory import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, Expanded, Leaf, LevelExpansion, TreePlace
 from engine.cuda.levels import Levels
 from engine.recorder import Recorder
-from speculation.drafting.draft_session import Candidate, DraftSession, LookaheadDemand
+from speculation.drafting.draft_session import Candidate, DraftSession
 from speculation.messages import Rule, Source, Verification
 from speculation.trie import Node
 from speculation.verifying.budget import StepCost
@@ -175,10 +175,10 @@ class DraftAccount:
             self._outcomes.append({"session": session.opened.session, "outcomes": found})
             session.outcomes.clear()
 
-    def verified(self, verification: Verification, lead: LookaheadDemand) -> None:
-        """A verification was heard, which found as many drafts as ``lead`` says."""
-        self._counters.asked += lead.asked
-        self._counters.delivered += lead.reached
+    def verified(self, verification: Verification, asked: int, reached: int) -> None:
+        """A verification was heard; drafting should have been ``asked`` tokens ahead, and had ``reached`` so many."""
+        self._counters.asked += asked
+        self._counters.delivered += reached
         self._counters.verified += 1
         self._counters.accepted += verification.accepted
 
@@ -251,8 +251,7 @@ def _node(entry: DraftBatchEntry, expanded: Expanded | None, levels: Sequence[Se
         return None
     if expanded.leaf is not None:
         leaf = entry.leaves[expanded.leaf]
-        assert leaf.parent is not None
-        return entry.sequence.session.draft_below(leaf.parent, leaf.token)
+        return entry.sequence.session.draft_below(leaf.above, leaf.token)
     assert expanded.above is not None, "the first level is expanded already"
     level, place = expanded.above
     above = levels[level][place]
@@ -318,8 +317,7 @@ def _leaves(entry: DraftBatchEntry, max_leaves: int) -> list[Node]:
 
 def _above(entry: DraftBatchEntry, node: Node) -> int:
     """The pending node that a draft hangs from, or ROOT."""
-    assert node.parent is not None
-    return ROOT if node.parent is entry.sequence.session.trie.root else entry.sequence.pending[node.parent]
+    return ROOT if node.above is entry.sequence.session.trie.root else entry.sequence.pending[node.above]
 
 
 def _shorter(known: float | None, measured: float) -> float:

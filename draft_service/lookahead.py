@@ -35,7 +35,7 @@ from engine.shaping.grammar import GrammarConstraint, Grammars
 from engine.shaping.shaping import Shaping
 from engine.step import Engine
 from speculation.demand import DraftDemand
-from speculation.drafting.draft_session import Candidate, DraftLimits, DraftSession, Sync, best_places
+from speculation.drafting.draft_session import Candidate, DraftLimits, DraftSession, Sync
 from speculation.messages import (
     Close,
     Load,
@@ -50,7 +50,7 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.trie import Node
-from speculation.verifying.budget import StepCost
+from speculation.verifying.budget import StepCost, best_places
 from speculation.verifying.calibration import Calibration
 from transport.tracing import SequenceTimings, SessionLog, Tracing
 from transport.worker import Outgoing
@@ -203,7 +203,7 @@ class Lookahead:
             self.counters.lost += 1
             self._drop(sequence, "lost its place")
             return _refused(link, verification, RefusalCode.UNKNOWN_SESSION, "does not connect to what is known")
-        self._account.verified(verification, lead)
+        self._account.verified(verification, *lead)
         if sync is Sync.FINISHED:
             self._drop(sequence, "finished")
             return []
@@ -271,7 +271,7 @@ class Lookahead:
     def _plan(self) -> list[DraftBatchEntry]:
         """Missing committed tokens are computed first; of the draft places, as many as pay are expanded."""
         entries: list[DraftBatchEntry] = []
-        frontiers: list[tuple[DraftSequence, Sequence[Node]]] = []
+        frontiers: dict[DraftSequence, Sequence[Node]] = {}
         context = self._engine.model.context
         for sequence in self._sequences.values():
             if sequence in self._compiling:
@@ -280,13 +280,11 @@ class Lookahead:
             if frontier and frontier[0] is sequence.session.trie.root:
                 entries.append(self._read_on(sequence, frontier))
             elif frontier:
-                frontiers.append((sequence, frontier))
+                frontiers[sequence] = frontier
             elif sequence.num_uncomputed_tokens >= self._limits.prefill_from and len(sequence.text.tokens) <= context:
                 entries.append(self._read_on(sequence, ()))
         scheduled = sum(len(entry.tokens) for entry in entries)
-        chosen: dict[DraftSequence, list[Node]] = {}
-        for sequence, node in best_places(frontiers, self._limits.batch, scheduled, len(entries), self._cost):
-            chosen.setdefault(sequence, []).append(node)
+        chosen = best_places(frontiers, self._limits.batch, scheduled, len(entries), self._cost)
         return entries + [DraftBatchEntry.below(sequence, nodes) for sequence, nodes in chosen.items()]
 
     def _read_on(self, sequence: DraftSequence, frontier: Sequence[Node]) -> DraftBatchEntry:

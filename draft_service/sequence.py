@@ -221,9 +221,7 @@ class DraftBatchEntry:
     def below(cls, sequence: DraftSequence, nodes: Sequence[Node]) -> DraftBatchEntry:
         """Go on from draft ``nodes``, whose parents are computed."""
         root = sequence.session.trie.root
-        parents = [
-            ANCHOR if node.parent is root or node.parent is None else sequence.pending[node.parent] for node in nodes
-        ]
+        parents = [ANCHOR if node.above is root else sequence.pending[node.above] for node in nodes]
         return cls(sequence, [sequence.text.own(node.token) for node in nodes], parents, nodes)
 
     @classmethod

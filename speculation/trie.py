@@ -70,14 +70,19 @@ class Node:
     parent: Node | None = None
     children: dict[Token, Node] = field(default_factory=dict)
 
+    @property
+    def above(self) -> Node:
+        """The place that a draft token hangs from; the root of a trie hangs from none."""
+        assert self.parent is not None, "this is a root"
+        return self.parent
+
     def path_from(self, root: Node) -> list[Node]:
         """Nodes below ``root`` down to this one; empty if this is the root."""
         path: list[Node] = []
-        node: Node | None = self
+        node = self
         while node is not root:
-            assert node is not None, "the node does not hang from this root"
             path.append(node)
-            node = node.parent
+            node = node.above
         return path[::-1]
 
 
@@ -95,14 +100,6 @@ class InsertResult(StrEnum):
     INVALID_TOKEN = "invalid_token"
     MISSING_Q = "missing_q"
     """It does not say what its tokens were drawn from, in a session under the rejection rule."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The fate of a proposal, and how many of its tokens became new nodes."""
-
-    result: InsertResult
-    added: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +235,7 @@ class SpeculationTrie:
 
     # -- insertion -----------------------------------------------------------------------------------------------
 
-    def insert(self, proposal: Proposal) -> Placement:
+    def insert(self, proposal: Proposal) -> InsertResult:
         """Add the tokens of a proposal. Never raises, whatever a drafter sends.
 
         A q that reaches beyond the vocabulary is as bad as such a token: to refuse it only where one was drawn would be
@@ -246,11 +243,11 @@ class SpeculationTrie:
         """
         named = chain(proposal.tokens, *(support.tokens for support in proposal.q))
         if not all(0 <= token < self._vocabulary for token in named):
-            return Placement(InsertResult.INVALID_TOKEN)
+            return InsertResult.INVALID_TOKEN
         anchor = self._locate(proposal.anchor_position, proposal.anchor_digest)
         if isinstance(anchor, InsertResult):
-            return Placement(anchor)
-        added, cut = 0, False
+            return anchor
+        added = cut = False
         # Of each token: the draft it is, its place inside the committed text (where it ends), or nowhere.
         places: list[Node | int | None] = []
         for i, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True)):
@@ -260,12 +257,12 @@ class SpeculationTrie:
                 if place is None:
                     q, confidence = _drawn_from(proposal, i)
                     place = self.add(above, token, confidence, proposal.source, q)
-                    added += place is not None
+                    added |= place is not None
                     cut |= place is None
                 places.append(place)
             else:
                 places.append(None if above is None else self._along_committed(above, token))
-        return Placement(InsertResult.PLACED if added else InsertResult.CUT if cut else InsertResult.STALE, added)
+        return InsertResult.PLACED if added else InsertResult.CUT if cut else InsertResult.STALE
 
     def add(
         self, parent: Node, token: Token, confidence: float, source: SourceName = Source.DRAFT,
@@ -302,8 +299,8 @@ class SpeculationTrie:
 
     def remove(self, leaf: Node) -> None:
         """Take a draft token without children back."""
-        assert leaf.parent is not None and not leaf.children
-        del leaf.parent.children[leaf.token], self._by_digest[leaf.digest]
+        assert not leaf.children
+        del leaf.above.children[leaf.token], self._by_digest[leaf.digest]
 
     def clear(self) -> None:
         """Forget all drafts."""

@@ -143,7 +143,7 @@ class VerifyLoop:
                 return self._open(link, message, sequence, at)
             case Proposal():
                 if sequence is not None:
-                    self.counters.proposals[sequence.session.propose(message, at).result] += 1
+                    self.counters.proposals[sequence.session.propose(message, at)] += 1
             case Close():
                 if sequence is not None and sequence.session.opened.epoch <= message.epoch:
                     self._suffix_store.keep(sequence.session.opened, sequence.session.tokens)

@@ -229,7 +229,7 @@ class DraftModel(StateReader):
             if sequence is None:
                 continue
             if isinstance(message, Proposal):
-                self._counters.proposals[sequence.session.propose(message).result] += 1
+                self._counters.proposals[sequence.session.propose(message)] += 1
             elif isinstance(message, Refused):
                 self._refused(sequence, message)
 
