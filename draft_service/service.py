@@ -14,7 +14,7 @@ from draft_service.in_turn import InTurn, limits_in_turn
 from draft_service.levels import DraftLevels
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.staged_drafting import Assistant, Guesser, Lookup, StagedDrafting
-from draft_service.translation.translation import read_vocabularies, translator
+from draft_service.translation import read_vocabularies, translator
 from engine.build import build, welcome
 from engine.cpu.thread_choice import set_threads
 from engine.eagle.cached import CachedHead
