@@ -70,23 +70,23 @@ class _Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Gain:
-    """What expanding a place is expected to come to."""
-
-    gain: float
-    """Tokens that one more draft there brings."""
-    chance: float
-    """That a draft token of its session is right."""
-    tokens: int
-    """Computed for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Place(_Gain):
-    """A place that may be expanded."""
+class _Place:
+    """A place that may be expanded, and what that is expected to come to."""
 
     sequence: DraftSequence
     node: Node
+    chance: float
+    """That a draft token of its session is right."""
+
+    @property
+    def gain(self) -> float:
+        """Tokens that one more draft there brings."""
+        return self.node.weight * self.chance
+
+    @property
+    def tokens(self) -> int:
+        """Computed for it."""
+        return max(self.sequence.num_uncomputed_tokens, 1) if self.node is self.sequence.session.trie.root else 1
 
 
 class InTurn(Lookahead):
@@ -145,7 +145,7 @@ class InTurn(Lookahead):
         if not self._idle_turns or self._probes or not wanted or self.counters.steps < FIRST_LEVELS:
             return False
         began, turn = time.perf_counter(), _Turn(plain.tokens, plain.seconds, plain.row_seconds + self._growth_seconds)
-        ends = [_Gain(chance, chance, 1) for chance in sorted(wanted.values(), reverse=True)[: self._limits.batch]]
+        ends = [(chance, chance, 1) for chance in sorted(wanted.values(), reverse=True)[: self._limits.batch]]
         if self._worth(ends, len(ends), self._deepest(len(ends)), turn)[0]:
             return False
         self._had_turn(began, idle=True)
@@ -200,7 +200,8 @@ class InTurn(Lookahead):
         deepest = self._deepest(sessions)
         if probe or self.counters.steps < FIRST_LEVELS:
             return places, deepest
-        count, levels = self._worth(places, sessions, deepest, turn)
+        gains = [(place.gain, place.chance, place.tokens) for place in places]
+        count, levels = self._worth(gains, sessions, deepest, turn)
         return places[:count], levels
 
     def _deepest(self, sessions: int) -> int:
@@ -222,32 +223,25 @@ class InTurn(Lookahead):
         sequence = self._sequences.get(key)
         if sequence is None or sequence in self._compiling or self._is_behind(sequence):
             return []
-        root = sequence.session.trie.root
-        return [
-            _Place(
-                node.weight * chance,
-                chance,
-                max(sequence.num_uncomputed_tokens, 1) if node is root else 1,
-                sequence,
-                node,
-            )
-            for node in sequence.frontier(self._engine.model.context)
-        ]
+        return [_Place(sequence, node, chance) for node in sequence.frontier(self._engine.model.context)]
 
-    def _worth(self, places: Sequence[_Gain], sessions: int, deepest: int, turn: _Turn) -> tuple[int, int]:
+    def _worth(
+        self, gains: Sequence[tuple[float, float, int]], sessions: int, deepest: int, turn: _Turn
+    ) -> tuple[int, int]:
         """How many of these places, best first, and levels make the most of a second; none if nothing more does.
 
-        ``sessions``: of the places. Each further level of a launch is reckoned as wide as the first, and every draft
-        as likely as its session's.
+        ``gains``: tokens that one more draft there brings, the chance of a draft of its session to be right, and tokens
+        computed for it. ``sessions``: of the places. Each further level of a launch is reckoned as wide as the first,
+        and every draft as likely as its session's.
         """
         chosen, best, level = (0, 1), (turn.tokens, turn.seconds), self._levels.time_of(sessions).further
         rate, gained, read = turn.rate, [0.0] * deepest, 0
-        for number, place in enumerate(places, start=1):
-            read += place.tokens
-            gain, tokens, seconds = place.gain, turn.tokens, turn.seconds + self._cost(read)
+        for number, (gain, chance, computed) in enumerate(gains, start=1):
+            read += computed
+            tokens, seconds = turn.tokens, turn.seconds + self._cost(read)
             for further in range(deepest):
                 gained[further] += gain
-                gain *= place.chance
+                gain *= chance
                 seconds += number * turn.row_seconds + (level if further else 0.0)
                 tokens += gained[further]
                 if tokens > rate * seconds:

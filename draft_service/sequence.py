@@ -8,7 +8,7 @@ Tensor legend: R rows of the step, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -59,13 +59,11 @@ class Reader:
     Sessions are in the target's tokens everywhere else. A subclass has them meet the draft model's, here alone.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, text: Callable[[Sequence[Token]], Text] = Text) -> None:
         self.model = model
         """The draft model, with the vocabulary of the sessions."""
-
-    def text(self, committed: Sequence[Token]) -> Text:
-        """The text of a session. ``committed``: its tokens, a list that grows as they are."""
-        return Text(committed)
+        self.text = text
+        """Makes the text of a session from its tokens, a list that grows as they are."""
 
     def read(self, logits_RV: Tensor) -> Tensor:
         """What the draft model's logits say of the sessions' tokens, ``[R, V]`` of their vocabulary; -inf: nothing."""

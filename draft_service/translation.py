@@ -18,6 +18,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -218,14 +219,11 @@ class OtherVocabulary(Reader):
 
     def __init__(self, model: Model, shared: SharedVocabulary) -> None:
         end = frozenset(token for token, names in shared.target.special.items() if "eos_token" in names)
-        self.model = replace(model, name=shared.target.name, vocabulary=shared.size, stop_tokens=end)
+        spoken = replace(model, name=shared.target.name, vocabulary=shared.size, stop_tokens=end)
+        super().__init__(spoken, partial(OwnText, shared))
         self.shared = shared
         self._own_S = upload(list(shared.begins), model.device)
         self._target_S = upload(list(shared.begins.values()), model.device)
-
-    def text(self, committed: Sequence[Token]) -> OwnText:
-        """Its own tokens of the text."""
-        return OwnText(self.shared, committed)
 
     def read(self, logits_RV: Tensor) -> Tensor:
         """To each shared token, the probability of all own tokens that begin with it, on the scale of the logits."""
