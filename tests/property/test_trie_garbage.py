@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulation.toy_workers import VOCABULARY, target_only, toy_model
 from speculation import digest as digests
 from speculation.messages import (
     ANCHOR,
@@ -25,6 +24,7 @@ from speculation.messages import (
 )
 from speculation.trie import InsertResult, TrieLimits, VerificationTree
 from speculation.verifying.target_session import TargetSession
+from tests.faults.toy_workers import VOCABULARY, target_only, toy_model
 
 PROMPT = (3, 1, 4, 1, 5)
 END = len(PROMPT) + 30

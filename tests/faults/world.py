@@ -1,11 +1,11 @@
-"""The world of the fault simulation: its workers (:mod:`simulation.fault_workers`) and the shell of a router.
+"""The world of the fault simulation: its workers (:mod:`tests.faults.workers`) and the shell of a router.
 
 The machines are the ones that serve:
 :class:`speculation.request.session.Session`, :class:`speculation.request.poison_detector.PoisonDetector`,
 :class:`speculation.verifying.target_session.TargetSession` and
 :class:`speculation.drafting.draft_session.DraftSession`. Only the models are toys (a hash of the context) and the
 network is a list. The cut is at the stream between router and worker. What happens to workers and routers is decided in
-:mod:`simulation.faults`.
+:mod:`tests.faults.run`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ import heapq
 from dataclasses import replace
 from random import Random
 
-from simulation.fault_workers import ROUTER_SILENCE, SimulatedPeer, SimulatedWorkers
-from simulation.toy_workers import VOCABULARY, target_only
-from simulation.weather import Weather
 from speculation import events
 from speculation.events import Effect, Event, FailureCode, PeerId, Placed, PoisonRequest, Role
 from speculation.messages import (
@@ -35,6 +32,9 @@ from speculation.messages import (
 from speculation.request.placement import Opening
 from speculation.request.poison_detector import PoisonDetector, PoisonLimits
 from speculation.request.session import Phase, Session, SessionLimits
+from tests.faults.toy_workers import VOCABULARY, target_only
+from tests.faults.weather import Weather
+from tests.faults.workers import ROUTER_SILENCE, SimulatedPeer, SimulatedWorkers
 
 OUTPUT = 32
 HORIZON = 400.0

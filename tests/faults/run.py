@@ -1,10 +1,10 @@
-"""A deterministic simulation of router, drafters and targets under faults; see :mod:`fault_world`.
+"""A deterministic simulation of router, drafters and targets under faults; see :mod:`tests.faults.world`.
 
 The weather of a run says which faults it has and how often. Messages are delayed, lost and doubled, streams break for
 one end or both, workers are killed, stopped, stuck, drained and replaced, alone or many at once, the router itself is
 lost, a drafter lies, and some requests are poison. After that, what must hold after every run (:func:`check`).
 
-    python -m simulation.faults --seeds 2000
+    python -m tests.faults.run --seeds 2000
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from concurrent.futures import ProcessPoolExecutor
 from random import Random
 from time import perf_counter
 
-from simulation.fault_workers import HEALED, Poison, SimulatedPeer
-from simulation.fault_world import OUTPUT, FaultWorld
-from simulation.weather import ROOMY, Weather
 from speculation.events import FailureCode, PeerId, Role
 from speculation.messages import SessionId
 from speculation.request.poison_detector import PoisonLimits
+from tests.faults.weather import ROOMY, Weather
+from tests.faults.workers import HEALED, Poison, SimulatedPeer
+from tests.faults.world import OUTPUT, FaultWorld
 
 SESSIONS = 6
 CALMER_AFTER = 8.0
@@ -168,7 +168,7 @@ def run_seed(seed: int) -> Counter[str] | str:
     try:
         world = FaultRun(seed).run()
     except AssertionError as error:
-        return f"seed {seed}: {error}\nreplay: python -m simulation.faults --first {seed} --seeds 1\n"
+        return f"seed {seed}: {error}\nreplay: python -m tests.faults.run --first {seed} --seeds 1\n"
     sessions = world.sessions.values()
     return Counter(
         events=world.events,
@@ -182,7 +182,7 @@ def run_seed(seed: int) -> Counter[str] | str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run many seeds; on the first failure say how to replay it."""
     parser = argparse.ArgumentParser(
-        prog="python -m simulation.faults", description=__doc__.split("\n")[0] if __doc__ else None
+        prog="python -m tests.faults.run", description=__doc__.split("\n")[0] if __doc__ else None
     )
     parser.add_argument("--seeds", type=int, default=500, help="number of runs (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="first seed (default: %(default)s)")
