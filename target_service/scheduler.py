@@ -102,16 +102,8 @@ class Share:
     drafts: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
-    """A step divided up: a share for each demand, and the most drafts of all sessions together."""
-
-    shares: list[Share]
-    drafts: int = 0
-
-
-def share(demands: Sequence[Demand], budget: Budget, prefill_budget: Callable[[int], int]) -> Division:
-    """Divide one step among ``demands``, best rank first.
+def share(demands: Sequence[Demand], budget: Budget, prefill_budget: Callable[[int], int]) -> tuple[list[Share], int]:
+    """Divide one step among ``demands``, best rank first: a share for each, and the most drafts of all together.
 
     ``prefill_budget(n)``: how many prompt tokens a step may compute beside ``n`` sessions that decode.
     """
@@ -130,7 +122,7 @@ def share(demands: Sequence[Demand], budget: Budget, prefill_budget: Callable[[i
         left = max(budget.tokens, budget.alone)
     for i, count in zip(prompts, prefill([demands[i] for i in prompts], left), strict=True):
         shares[i] = Share(count)
-    return Division(shares, drafts)
+    return shares, drafts
 
 
 def prefill(prompts: Sequence[Demand], tokens: int) -> list[int]:
@@ -246,13 +238,13 @@ class Scheduler(Generic[J]):
             self.reused += job.reuse()
         while self.running:
             demands = [Demand(job.num_uncomputed_tokens, job.priority, self._turns[job]) for job in self.running]
-            division = share(demands, self._budget, prefill_budget)
-            shares = fit(division.shares, [job.blocks_needed for job in self.running], self._free())
+            wanted, drafts = share(demands, self._budget, prefill_budget)
+            shares = fit(wanted, [job.blocks_needed for job in self.running], self._free())
             if shares is None and len(self.running) == 1:
                 # Cannot be, since no session is taken that is larger than the cache. Computing it will say so.
                 shares = [Share(1)]
             if shares is not None:
-                return self._take_part(shares, division.drafts)
+                return self._take_part(shares, drafts)
             self._preempt()
         return ScheduledStep([])
 

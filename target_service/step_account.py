@@ -23,6 +23,7 @@ from speculation.sources.suffix import SuffixStore
 from speculation.trie import InsertResult, VerificationTree
 from speculation.verifying.planner import Planner
 from speculation.verifying.target_session import Commit
+from target_service.scheduler import Scheduler
 from target_service.sequence import BatchEntry, TargetSequence
 
 SMOOTHING = 0.3
@@ -216,18 +217,13 @@ class StepAccount:
         return self._longest.max_seconds(tokens) if (tokens := self._computing) else None
 
     def demand(
-        self,
-        running: Sequence[TargetSequence],
-        waiting: Sequence[TargetSequence],
-        cache: KVCache,
-        places: int,
-        max_tokens: int,
+        self, scheduler: Scheduler[TargetSequence], cache: KVCache, places: int, max_tokens: int
     ) -> TargetDemand:
         """What waits and runs, against what a worker can compute that has places for so many sessions.
 
         ``max_tokens``: of one step.
         """
-        seconds = self.time(max_tokens)
+        seconds, running, waiting = self.time(max_tokens), list(scheduler.running), list(scheduler.waiting)
         return TargetDemand(
             queued_tokens=sum(sequence.num_uncomputed_tokens - 1 for sequence in running)
             + sum(len(sequence.session.tokens) for sequence in waiting),

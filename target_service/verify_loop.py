@@ -114,6 +114,7 @@ class VerifyLoop:
 
     def load(self) -> Load:
         """How busy it is."""
+        self.counters.take(self._suffix_store)
         return Load(
             sessions=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting) + len(self._compiling),
@@ -124,9 +125,8 @@ class VerifyLoop:
 
     def demand(self) -> TargetDemand:
         """What waits and runs, against what it can compute."""
-        running, waiting = list(self._scheduler.running), list(self._scheduler.waiting)
         places, max_tokens = self._limits.running, self._limits.budget.tokens
-        return self._account.demand(running, waiting, self._engine.cache, places, max_tokens)
+        return self._account.demand(self._scheduler, self._engine.cache, places, max_tokens)
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class VerifyLoop:
         entries = self._plan(started)
         self.counters.preempted, self.counters.reused = self._scheduler.preempted, self._scheduler.reused
         if not entries:
-            self._tidy(IN_PAUSE)
+            self._suffix_store.work(IN_PAUSE)
             self._account.pause(started, waits=self._due is not None)
             return outgoing or None
         self._account.resume(started, entries)
@@ -264,7 +264,10 @@ class VerifyLoop:
 
     def _plan(self, now: float) -> list[BatchEntry]:
         """Divide the step and settle what each session verifies; those that wait for drafts sit it out."""
-        step = self._scheduler.step(self._prefill_budget)
+        budget, prefill = self._limits.budget, self._account.time.prefill_budget
+        step = self._scheduler.step(
+            lambda decoding: prefill(decoding, budget.tokens, slowdown=budget.slowdown, seconds=budget.seconds)
+        )
         entries = self._within_budget([BatchEntry.of(sequence, share) for sequence, share in step.parts], now)
         drawing = [entry for entry in entries if entry.drafts is not None]
         self._drafters.draft(self._scheduler.running, entries, drawing)
@@ -286,18 +289,6 @@ class VerifyLoop:
         within = [entry for entry in entries if entry.sequence.constraint is None or entry.sequence.caller not in spent]
         self.counters.grammar_waits += len(entries) - len(within) if within else 0
         return within or entries
-
-    def _prefill_budget(self, decoding: int) -> int:
-        """How many prompt tokens a step may compute beside so many sessions that decode."""
-        budget = self._limits.budget
-        return self._account.time.prefill_budget(
-            decoding, budget.tokens, slowdown=budget.slowdown, seconds=budget.seconds
-        )
-
-    def _tidy(self, max_tokens: int) -> None:
-        """Get on with earlier outputs, by at most so many tokens."""
-        self._suffix_store.work(max_tokens)
-        self.counters.take(self._suffix_store)
 
     def _compute(self, entries: Sequence[BatchEntry], started: float) -> Outgoing:
         """Run the entries in one forward and commit. If that fails, each alone, so that a fault hits only its session.
@@ -338,7 +329,7 @@ class VerifyLoop:
         plain = all(entry.is_plain for entry in entries)
         chunks = [entry.chunk(draws=plain) for entry in entries]
         prompts, logits_RV = apart(self._engine.run(chunks), entries)
-        self._tidy(IN_STEP + 2 * self._last_committed)
+        self._suffix_store.work(IN_STEP + 2 * self._last_committed)
         decided = verdicts(logits_RV, entries, self._engine.drawn if plain else None)
         for entry, prompt_PV, verdict in zip(entries, prompts, decided, strict=True):
             if not not_finite(verdict):

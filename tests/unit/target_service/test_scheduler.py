@@ -32,7 +32,7 @@ def unbounded(_decoding: int) -> int:
 
 
 def shares(demands: list[Demand], budget: Budget = BUDGET, prefill_budget=unbounded) -> list[Share]:
-    return share(demands, budget, prefill_budget).shares
+    return share(demands, budget, prefill_budget)[0]
 
 
 # -- sharing a step ----------------------------------------------------------------------------------------------------
@@ -40,21 +40,18 @@ def shares(demands: list[Demand], budget: Budget = BUDGET, prefill_budget=unboun
 
 def test_a_lone_session_gets_all_the_drafts_it_may_have():
     assert shares([DECODES]) == [Share(1, 8)]
-    assert share([DECODES], BUDGET, unbounded).drafts == 8
+    assert share([DECODES], BUDGET, unbounded)[1] == 8
 
 
 def test_drafts_have_the_room_that_decoding_leaves_and_vanish_in_large_batches():
     for sessions, room in ((4, 12), (12, 4), (16, 0), (40, 0)):
-        division = share([DECODES] * sessions, BUDGET, unbounded)
-        assert division.drafts == room
-        assert division.shares == [Share(1, min(room, 8))] * sessions
+        assert share([DECODES] * sessions, BUDGET, unbounded) == ([Share(1, min(room, 8))] * sessions, room)
 
 
 def test_what_a_class_of_rows_leaves_empty_may_be_drafts():
     padded = replace(BUDGET, verify=64, row_classes=(16, 32, 64))
-    assert share([DECODES], padded, unbounded).shares == [Share(1, 31)]
-    division = share([DECODES] * 3, padded, unbounded)
-    assert (division.shares, division.drafts) == ([Share(1, 31)] * 3, 61)
+    assert share([DECODES], padded, unbounded)[0] == [Share(1, 31)]
+    assert share([DECODES] * 3, padded, unbounded) == ([Share(1, 31)] * 3, 61)
 
 
 def test_without_running_text_prompts_get_the_whole_budget():
@@ -80,8 +77,8 @@ def test_beside_running_text_prompts_get_what_time_allows_and_at_least_a_little(
 def test_all_together_keep_to_the_budget():
     for decoding in (0, 1, 5, 50, 150, 300):
         for prompts in ([], [9], [500, 3, 500]):
-            division = share([DECODES] * decoding + [Demand(n) for n in prompts], BUDGET, unbounded)
-            total = sum(one.num_scheduled_tokens for one in division.shares) + division.drafts
+            divided, drafts = share([DECODES] * decoding + [Demand(n) for n in prompts], BUDGET, unbounded)
+            total = sum(one.num_scheduled_tokens for one in divided) + drafts
             assert total <= BUDGET.tokens
             assert total == BUDGET.tokens or decoding + sum(prompts) < 200
 
@@ -90,8 +87,8 @@ def test_prompts_have_a_budget_of_their_own_where_nothing_decodes():
     budget = replace(BUDGET, alone=700)
     prompts = [Demand(300), Demand(300), Demand(300)]
     assert sum(one.num_scheduled_tokens for one in shares(prompts, budget)) == 700
-    beside_text = share([DECODES, *prompts], budget, unbounded)
-    assert sum(one.num_scheduled_tokens for one in beside_text.shares) + beside_text.drafts == BUDGET.tokens
+    beside_text, drafts = share([DECODES, *prompts], budget, unbounded)
+    assert sum(one.num_scheduled_tokens for one in beside_text) + drafts == BUDGET.tokens
     assert sum(one.num_scheduled_tokens for one in shares(prompts, replace(BUDGET, alone=50))) == BUDGET.tokens
 
 
