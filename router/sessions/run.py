@@ -242,16 +242,17 @@ def session_of(number: SessionId, generation: Generation, limits: SessionLimits,
     prompt = len(generation.prompt)
     if generation.timeout is not None:
         limits = replace(limits, unavailable_timeout=generation.timeout)
-    return Session(
+    request = Open(
         number,
-        generation.prompt,
-        generation.sampling,
-        Limits(prompt + generation.max_tokens, generation.stop_tokens, prompt + generation.min_tokens),
-        generation.speculation,
-        limits,
-        generation.priority,
-        replace(generation.request_options, request=generation.request_id, trace=traceparent),
+        epoch=0,
+        tokens=generation.prompt,
+        sampling=generation.sampling,
+        limits=Limits(prompt + generation.max_tokens, generation.stop_tokens, prompt + generation.min_tokens),
+        speculation=generation.speculation,
+        priority=generation.priority,
+        request_options=replace(generation.request_options, request=generation.request_id, trace=traceparent),
     )
+    return Session(request, limits)
 
 
 def outside_vocabulary(message: FromWorker, vocabulary: int) -> MalformedMessage | None:

@@ -189,7 +189,7 @@ class Session(SessionRecord):
         self._state = SessionState.MIGRATING
         self._migration_target = Opening(peer, self._next_epoch())
         # Nobody waits for this: it comes behind those that have moved already, whose clients hear nothing meanwhile.
-        behind = min(self._priority + 1, MAX_PRIORITY)
+        behind = min(self._request.priority + 1, MAX_PRIORITY)
         return [Send(peer, replace(self._opening(self._migration_target.epoch), priority=behind))]
 
     def _prefilled(self, now: float, verification: Verification) -> list[Effect]:
@@ -236,7 +236,7 @@ class Session(SessionRecord):
         epoch = self._next_epoch()
         self._drafting.opened(Opening(peer, epoch))
         # Drafters go by what is said, not by what the caller expects.
-        opening = replace(self._opening(epoch), request_options=replace(self._request_options, prediction=()))
+        opening = replace(self._opening(epoch), request_options=replace(self._request.request_options, prediction=()))
         return [*effects, Send(peer, opening)]
 
     def _proposed(self, proposal: Proposal) -> list[Effect]:

@@ -105,7 +105,7 @@ class FaultWorld(SimulatedWorkers):
 
     def _admit(self, number: SessionId, prompt: tuple[Token, ...], seed: int) -> None:
         end = len(prompt) + OUTPUT
-        self.sessions[number] = Session(number, prompt, Sampling(seed=seed), Limits(end), session_limits=self.limits)
+        self.sessions[number] = Session(Open(number, 0, prompt, Sampling(seed=seed), Limits(end)), self.limits)
         self.truth[number] = target_only(prompt, seed, end)
         self.revisions.pop(number, None)
         self.emitted[number] = []
@@ -181,9 +181,9 @@ class FaultWorld(SimulatedWorkers):
         """A text belongs to the revision that began it."""
         if number not in self.revisions:
             session, revision = self.sessions[number], self.peers[peer].revision
-            prompt, end = session._tokens[: session.prompt_length], session.end
+            prompt, end = session._request.tokens, session.end
             self.revisions[number] = revision
-            self.truth[number] = target_only(prompt, session._sampling.seed, end, revision)
+            self.truth[number] = target_only(prompt, session._request.sampling.seed, end, revision)
 
     def _note(self, target: PeerId, message: ToWorker) -> None:
         if isinstance(message, Open):
@@ -207,7 +207,7 @@ class FaultWorld(SimulatedWorkers):
         self.poison_detector = PoisonDetector(PoisonLimits(tries=self.weather.tries))
         for number, session in self.sessions.items():
             if session.phase is not Phase.ENDED:
-                self._admit(number, tuple(session._tokens[: session.prompt_length]), session._sampling.seed)
+                self._admit(number, session._request.tokens, session._request.sampling.seed)
                 if session.phase is not Phase.NEW:  # whose request is still to come
                     self.later(0.01, lambda number=number: self.deliver(number, events.Start()))  # type: ignore[misc]
 

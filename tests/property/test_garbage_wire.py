@@ -73,7 +73,8 @@ class Router:
 
     def __post_init__(self) -> None:
         self.sessions = {
-            number: Session(number, PROMPT, Sampling(), Limits(99), self.speculation) for number in self.effects
+            number: Session(Open(number, 0, PROMPT, Sampling(), Limits(99), self.speculation))
+            for number in self.effects
         }
         events = PoolEvents(self.changed, self.lost, self.received, self.note_malformed)
         self.pool = WorkerPool(events, Random(0))

@@ -11,7 +11,7 @@ PROMPT = (1, 2, 3)
 
 
 def session(**speculation) -> Session:
-    made = Session(SessionId(1), PROMPT, Sampling(), Limits(100), Speculation(**speculation))
+    made = Session(Open(SessionId(1), 0, PROMPT, Sampling(), Limits(100), Speculation(**speculation)))
     made.handle(0.0, Start())
     made.handle(0.0, Placed(Role.TARGET, TARGET))
     return made
