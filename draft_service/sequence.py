@@ -103,8 +103,13 @@ class DraftSequence:
 
     def follow(self, old_root: Node, verification: Verification) -> None:
         """Take into text and cache what a verification has committed, which the trie below ``old_root`` followed."""
-        pending, session = self.pending, self.session
-        kept = _computed_path(old_root, verification, session.tokens, pending)
+        pending, session, kept = self.pending, self.session, list[Node]()
+        node: Node | None = old_root
+        for token in session.tokens[old_root.end : verification.end]:
+            node = node.children.get(token) if node else None
+            if node is None or node not in pending:
+                break  # the committed tokens follow no further what was computed
+            kept.append(node)
         self.text.follow(len(kept))
         renumbered = self.cached.advance([pending[node] for node in kept])
         if len(kept) < session.trie.position - old_root.end or not len(session.trie):
@@ -127,20 +132,6 @@ class DraftSequence:
             return []
         took, self.drafting_seconds = round(self.drafting_seconds * 1e6), 0.0
         return [(self.link, replace(proposal, took_us=took)) for proposal in proposals]
-
-
-def _computed_path(
-    root: Node, verification: Verification, tokens: Sequence[int], pending: dict[Node, int]
-) -> list[Node]:
-    """The computed nodes below the old ``root`` that the newly committed tokens follow."""
-    path: list[Node] = []
-    node: Node | None = root
-    for token in tokens[root.end : verification.end]:
-        node = node.children.get(token) if node else None
-        if node is None or node not in pending:
-            break
-        path.append(node)
-    return path
 
 
 @dataclass(slots=True)

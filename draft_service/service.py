@@ -22,7 +22,7 @@ from engine.eagle.loading import check_fit, load_alone
 from engine.leader import Ranks
 from engine.loading.checkpoint import head_revision
 from engine.loading.loader import describe
-from engine.model import Model, ModelError
+from engine.model import ModelError
 from engine.recorder import Recorder
 from engine.settings import EngineSettings
 from engine.step import Engine
@@ -149,7 +149,12 @@ def _load(
     guessers: list[Guesser] = [Lookup()] if settings.lookup and known is None else []
     try:
         if assistant is not None:
-            _check_assistant(assistant.model, engine.model)
+            small, draft = assistant.model, engine.model
+            if (small.tokenizer_digest, small.vocabulary) != (draft.tokenizer_digest, draft.vocabulary):
+                raise ModelError(
+                    f"--assistant {small.name}: its tokenizer ({small.vocabulary} tokens) is not that of the draft "
+                    f"model {draft.name} ({draft.vocabulary} tokens); choose a model with the draft model's tokenizer"
+                )
             guessers.append(Assistant(assistant))
         if known is not None:
             reader = translator(engine, known, progress)
@@ -172,12 +177,3 @@ def _assistant(settings: DraftSettings, progress: Progress | None) -> Engine:
     tokens = chosen.cache_tokens or ASSISTANT_TOKENS
     own = replace(chosen, model=settings.assistant, name="", cache_tokens=tokens, tensor_parallel_size=1)
     return build(own, progress, invariant=False)
-
-
-def _check_assistant(assistant: Model, draft: Model) -> None:
-    """Guesses are token ids of the draft model. Raises :class:`engine.model.ModelError`."""
-    if assistant.tokenizer_digest != draft.tokenizer_digest or assistant.vocabulary != draft.vocabulary:
-        raise ModelError(
-            f"--assistant {assistant.name}: its tokenizer ({assistant.vocabulary} tokens) is not that of the draft "
-            f"model {draft.name} ({draft.vocabulary} tokens); choose a model with the draft model's tokenizer"
-        )

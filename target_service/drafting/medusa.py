@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.interface import Chunk, StepEngine
 from engine.medusa import MedusaHeads
-from engine.sampling.sampling import Candidate, candidates
+from engine.sampling.sampling import candidates
 from engine.shaping.shaping import RowShaping, shaped
 from speculation.acceptance import AcceptanceResult
 from speculation.drafting.heads import NODES, HeadGuesses, StateDrafts, likeliest
@@ -96,9 +96,10 @@ class HeadDrafter(StateReader):
         draws = [draw_ahead(sequence, place) for place in range(places) for sequence in sessions]
         shapes = [_shape(sequence, place) for place in range(places) for sequence in sessions]
         found = candidates(shaped(logits_HNV.flatten(0, 1), shapes), draws, WIDTH)
+        widths = [1 if sequence.session.opened.speculation.chains else WIDTH for sequence in sessions]
         return [
-            [_kept(sequence, found[place * len(sessions) + number]) for place in range(places)]
-            for number, sequence in enumerate(sessions)
+            [found[place * len(sessions) + number][:width] for place in range(places)]
+            for number, width in enumerate(widths)
         ]
 
 
@@ -111,7 +112,3 @@ def _shape(sequence: TargetSequence, place: int) -> RowShaping | None:
     if shaping is None or (place and shaping.mask is not None):
         return None
     return shaping.after(())
-
-
-def _kept(sequence: TargetSequence, found: list[Candidate]) -> list[Candidate]:
-    return found[:1] if sequence.session.opened.speculation.chains else found
