@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
+from operator import attrgetter
 
 from speculation import digest as digests
 from speculation.messages import ANCHOR, Proposal, Source, SourceName, Support, Token
@@ -158,18 +159,20 @@ class VerificationTree:
 
 Odds = Callable[[Node], float]
 """The probability that a new node is kept if its parent is and the siblings before it are not."""
-
-
-def own_word(node: Node) -> float:
-    """The odds of one who takes the draft source at its word."""
-    return node.claim
+own_word: Odds = attrgetter("claim")
+"""The odds of one who takes the draft source at its word."""
 
 
 class SpeculationTrie:
     """The committed tokens of one session and the draft tree that hangs from their end."""
 
     def __init__(
-        self, tokens: Sequence[Token], *, vocabulary: int, limits: TrieLimits = TrieLimits(), odds: Odds = own_word
+        self,
+        tokens: Sequence[Token],
+        *,
+        vocabulary: int,
+        limits: TrieLimits = TrieLimits(),
+        odds: Odds = own_word,
     ) -> None:
         """Start with ``tokens`` committed and nothing drafted. Draft tokens must be below ``vocabulary``."""
         self.limits = limits
@@ -260,8 +263,10 @@ class SpeculationTrie:
                     added |= place is not None
                     cut |= place is None
                 places.append(place)
-            else:
-                places.append(None if above is None else self._along_committed(above, token))
+            elif above is None or self._tokens[above] != token:
+                places.append(None)
+            else:  # follow a late proposal through tokens decided meanwhile
+                places.append(self._root if above + 1 == self.position else above + 1)
         return InsertResult.PLACED if added else InsertResult.CUT if cut else InsertResult.STALE
 
     def add(
@@ -314,12 +319,6 @@ class SpeculationTrie:
         if node is not None and node.end == position:
             return node
         return InsertResult.CONFLICT if position == self.position else InsertResult.UNKNOWN_ANCHOR
-
-    def _along_committed(self, position: int, token: Token) -> Node | int | None:
-        """Follow a late proposal through tokens decided meanwhile; None where it disagrees with them."""
-        if self._tokens[position] != token:
-            return None
-        return self._root if position + 1 == self.position else position + 1
 
     # -- selection and re-rooting --------------------------------------------------------------------------------
 

@@ -244,8 +244,17 @@ class Scheduler(Generic[J]):
                 # Cannot be, since no session is taken that is larger than the cache. Computing it will say so.
                 shares = [Share(1)]
             if shares is not None:
-                return self._take_part(shares, drafts)
-            self._preempt()
+                parts = [(job, one) for job, one in zip(self.running, shares, strict=True) if one.num_scheduled_tokens]
+                # One after the other, in the order in which they queued: equal turns would be unfair to whom ranks
+                # behind.
+                for job in sorted((job for job, _ in parts), key=self._turns.__getitem__):
+                    self._turns[job] = next(self._turn)
+                return ScheduledStep(parts, drafts)
+            job = self.running.pop()
+            del self._turns[job]
+            job.preempt()
+            insort(self.waiting, job, key=BY_RANK)
+            self.preempted += 1
         return ScheduledStep([])
 
     def validate(self) -> None:
@@ -261,13 +270,6 @@ class Scheduler(Generic[J]):
             assert job.num_uncomputed_tokens > 0, f"the session of rank {job.rank} runs and has nothing to compute"
         assert self._free() >= 0, f"{self._free()} blocks are free"
 
-    def _take_part(self, shares: Sequence[Share], drafts: int) -> ScheduledStep[J]:
-        parts = [(job, one) for job, one in zip(self.running, shares, strict=True) if one.num_scheduled_tokens]
-        # One after the other, in the order in which they queued: equal turns would be unfair to whom ranks behind.
-        for job in sorted((job for job, _ in parts), key=self._turns.__getitem__):
-            self._turns[job] = next(self._turn)
-        return ScheduledStep(parts, drafts)
-
     def _admit(self) -> None:
         """Start waiting sessions while there is room for all they have, and for everyone to grow."""
         while self.waiting and len(self.running) < self._max_running:
@@ -280,10 +282,3 @@ class Scheduler(Generic[J]):
             job = self.waiting.pop(0)
             insort(self.running, job, key=BY_RANK)
             self._turns[job] = next(self._turn)
-
-    def _preempt(self) -> None:
-        job = self.running.pop()
-        del self._turns[job]
-        job.preempt()
-        insort(self.waiting, job, key=BY_RANK)
-        self.preempted += 1

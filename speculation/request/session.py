@@ -75,8 +75,11 @@ class Session(SessionRecord):
                 return self._prepare_to_leave(peer)
             case events.Stays(peer=peer):
                 return self._stay(peer)
-            case events.Available(role=role):
-                return self._available(role)
+            case events.Available(role=Role.TARGET):
+                return self._seek_target()
+            case events.Available():
+                self._drafting.came()
+                return self._place_draft()
             case events.Stop():
                 return self._end(Finish(None))
             case events.Tick():
@@ -325,16 +328,6 @@ class Session(SessionRecord):
         self.moved += expected
         self.reopened += not expected
         return self._move_target(now, peer)
-
-    def _available(self, role: Role) -> list[Effect]:
-        match role:
-            case Role.TARGET:
-                return self._seek_target()
-            case Role.DRAFT:
-                self._drafting.came()
-                return self._place_draft()
-            case _:
-                assert_never(role)
 
     def _tick(self, now: float) -> list[Effect]:
         if self._wake_at is not None and now >= self._wake_at:
