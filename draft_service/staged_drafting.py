@@ -13,9 +13,11 @@ Tensor legend: N sessions, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from torch import Tensor
 
 from draft_service.sequence import DraftBatchEntry, DraftSequence
 from engine.cache.kv_cache import CachedSequence, CacheFull
@@ -137,7 +139,7 @@ class Assistant:
     def guess(self, asked: Sequence[Ask], forward: Forward) -> None:
         """Draft a level at a time for all sessions together, as long as it pays."""
         context = self._engine.model.context
-        going = [(ask, read) for ask in asked if ask.place.end < context and (read := self._better(ask)) is not None]
+        going = list(self._worth_asking(asked))
         gained = spent = 0.0
         made = 0
         while going:
@@ -145,10 +147,7 @@ class Assistant:
             seconds = self._cost(len(going))
             if not forward.pays(gained, spent, made, gain, len(going), seconds):
                 going = [(ask, read) for ask, read in going if not made and read.rested > TRIAL]
-            if not made:
-                for ask, _ in going:
-                    ask.guesses.clear()
-            if not going or not self._lengthen(going):
+            if not going or not self._lengthen(going, begin=not made):
                 return
             gained, spent, made = gained + gain, spent + seconds, made + len(going)
             lengths = [len(ask.guesses.tree.nodes) for ask, _ in going]
@@ -158,29 +157,29 @@ class Assistant:
                 if 0 < length < ask.depth and ask.place.end + length < context
             ]
 
-    def _better(self, ask: Ask) -> _Read | None:
-        """A session for which its own guesses may be better than those that hang there."""
-        if ask.sequence not in self._read:
-            session = ask.sequence.session
-            scope = session.opened.request_options.cache_scope
-            self._read[ask.sequence] = _Read(self._engine.cache.sequence(session.tokens, scope))
-        read = self._read[ask.sequence]
-        if read is None or ask.guesses.first_odds >= read.odds:
-            return None
-        read.rested += 1
-        return read
+    def _worth_asking(self, asked: Sequence[Ask]) -> Iterator[tuple[Ask, _Read]]:
+        """Where its own guesses may be better than those that hang there."""
+        for ask in asked:
+            if ask.sequence not in self._read:
+                session = ask.sequence.session
+                scope = session.opened.request_options.cache_scope
+                self._read[ask.sequence] = _Read(self._engine.cache.sequence(session.tokens, scope))
+            read = self._read[ask.sequence]
+            if read is not None and ask.guesses.first_odds < read.odds and ask.place.end < self._engine.model.context:
+                read.rested += 1
+                yield ask, read
 
     def drop(self, sequence: DraftSequence) -> None:
         """Forget a session."""
         if (read := self._read.pop(sequence, None)) is not None:
             read.cached.free()
 
-    def _lengthen(self, going: Sequence[tuple[Ask, _Read]]) -> bool:
-        """One more guess for each session whose text is read by then; False if there was no room for it."""
-        started, unread = (
-            time.perf_counter(),
-            [read.unread(ask.sequence.session.tokens, ask.text) for ask, read in going],
-        )
+    def _lengthen(self, going: Sequence[tuple[Ask, _Read]], *, begin: bool) -> bool:
+        """One more guess for each session, instead of others' to ``begin`` with; False if there was no room for it."""
+        for ask, _ in going if begin else ():
+            ask.guesses.clear()
+        started = time.perf_counter()
+        unread = [read.unread(ask.sequence.session.tokens, ask.text) for ask, read in going]
         drawing = [one for one, tokens in zip(going, unread, strict=True) if len(tokens) <= PREFILL]
         chunks = [
             Chunk(read.cached, tokens[:PREFILL], rows=[len(tokens) - 1] if len(tokens) <= PREFILL else [])
@@ -195,16 +194,21 @@ class Assistant:
             return False
         for (_, read), chunk in zip(going, chunks, strict=True):
             read.chain += chunk.tokens
-        sequences = [(ask.sequence, ask.text) for ask, _ in drawing]
-        draws = [Draw(one.session.opened.sampling, len(one.session.tokens) + len(text)) for one, text in sequences]
-        shapes = [None if one.shaping is None else one.shaping.after(text) for one, text in sequences]
-        for (ask, read), drawn in zip(drawing, candidates(shaped(logits_NV, shapes), draws, k=1), strict=True):
+        for (ask, read), drawn in zip(drawing, _drawn([ask for ask, _ in drawing], logits_NV), strict=True):
             before, read.rested = ask.guesses.odds, 0
             for candidate in drawn:
                 ask.guesses.add(candidate.token, candidate.confidence, Source.DRAFT)
                 read.odds += WEIGHT * (ask.guesses.odds / before - read.odds)
         self._cost.observe(sum(len(chunk.tokens) for chunk in chunks), time.perf_counter() - started)
         return True
+
+
+def _drawn(drawing: Sequence[Ask], logits_NV: Tensor) -> Sequence[Sequence[Candidate]]:
+    """What the assistant says next in each session, drawn and shaped as the draft model's own word is; none or one."""
+    texts = [(ask.sequence, ask.text) for ask in drawing]
+    draws = [Draw(one.session.opened.sampling, len(one.session.tokens) + len(text)) for one, text in texts]
+    shapes = [None if one.shaping is None else one.shaping.after(text) for one, text in texts]
+    return candidates(shaped(logits_NV, shapes), draws, k=1)
 
 
 class StagedDrafting:

@@ -145,7 +145,7 @@ class OwnText(Text):
             covered = len(self._text)
         at = self._run + kept
         alike = takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens[at:], fresh, strict=False))
-        self._unchanged = min(self._unchanged, at + sum(1 for _ in alike))
+        self._unchanged = min(self._unchanged, at + len(list(alike)))
         self.tokens[at:], self._covered = fresh, covered
         return True
 

@@ -93,14 +93,8 @@ def _drawn_here(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> list[Verdic
         tree = entries[i].tree
         assert tree is not None
         answer[i] = walk(tree.tokens, tree.parents, list(islice(tokens, entries[i].rows)))
-    rejecting = [i for i, entry in enumerate(entries) if entry.by_rejection and entry.tree is not None and sound[i]]
-    if rejecting:
-        draws = [draw for i in rejecting for draw in entries[i].draws()]
-        drafts = [entries[i].drafts_with_q() for i in rejecting]
-        for i, result in zip(
-            rejecting, verify_chains(_joined(parts, rejecting, shaped_RV), draws, drafts), strict=True
-        ):
-            answer[i] = result
+    for i, result in _by_rejection(parts, shaped_RV, entries, sound):
+        answer[i] = result
     return [
         _bounded(outcome, opened, entry) if is_sound else _broken(entry)
         for entry, outcome, is_sound, opened in zip(entries, answer, sound, opens, strict=True)
@@ -147,6 +141,20 @@ def _joined(parts: Sequence[Tensor], chosen: Sequence[int], logits_RV: Tensor) -
     """The rows of the chosen parts of ``logits_RV``, without a copy if these are all or none."""
     rows = sum(len(parts[i]) for i in chosen)
     return logits_RV[:rows] if rows in (0, len(logits_RV)) else torch.cat([parts[i] for i in chosen])
+
+
+def _by_rejection(
+    parts: Sequence[Tensor], logits_RV: Tensor, entries: Sequence[BatchEntry], sound: Sequence[bool]
+) -> Iterator[tuple[int, AcceptanceResult]]:
+    """What p and q make of the ``sound`` trees that are verified by rejection, by the numbers of their entries.
+
+    ``parts``: each entry's rows of ``logits_RV``.
+    """
+    rejecting = [i for i, entry in enumerate(entries) if entry.by_rejection and entry.tree is not None and sound[i]]
+    draws = [draw for i in rejecting for draw in entries[i].draws()]
+    drafts = [entries[i].drafts_with_q() for i in rejecting]
+    results = verify_chains(_joined(parts, rejecting, logits_RV), draws, drafts) if rejecting else ()
+    return zip(rejecting, results, strict=True)
 
 
 def apart(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> tuple[Sequence[Tensor], Tensor]:

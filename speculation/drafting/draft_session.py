@@ -323,9 +323,7 @@ class DraftSession:
         standing = list(self.trie)
         self._unsent = {node: None for node in standing if node in self._unsent}
         self._said = {node: self._said[node] for node in (self.trie.root, *standing) if node in self._said}
-        # The ends of what was drafted that are not left over from before :meth:`redraft`.
-        ends = (node for node in standing if not node.children and node.parent in self._said)
-        self._leaves = dict.fromkeys(ends if self.trie.root.children else (self.trie.root, *ends))
+        self._leaves = dict.fromkeys(filter(self._is_leaf, (self.trie.root, *standing)))
         if offered:
             self._ignored, self._repush_after = 0, IGNORED_BEFORE_REPUSH
         elif self._lead and len(standing) > len(self._unsent):
@@ -337,6 +335,10 @@ class DraftSession:
         self._sent_end = max(sent, default=self.trie.position)
         for node in self._said:
             self._branch(node)
+
+    def _is_leaf(self, node: Node) -> bool:
+        """Whether it is the end of what was drafted, and not left over from before :meth:`redraft`."""
+        return not node.children and (node is self.trie.root or node.parent in self._said)
 
     def _learn(self, tokens: Sequence[Token]) -> None:
         node = self.trie.root

@@ -125,19 +125,25 @@ class Planner:
         candidates = [one.session.candidates(one.drafts) for one in asked]
         waits = [self._baseline_wait(one, tree, now) for one, tree in zip(asked, candidates, strict=True)]
         going = [i for i, until in enumerate(waits) if until is None]
-        chosen = self._chosen([asked[i] for i in going], [candidates[i] for i in going], prefilled, room)
-        if len(asked) == 1 and going and not prefilled:
+        trees = self._chosen([asked[i] for i in going], [candidates[i] for i in going], prefilled, room)
+        chosen = dict(zip(going, trees, strict=True))
+        if len(asked) == 1 and chosen and not prefilled:
             session = asked[0].session
             waits[0] = self._wait(session, chosen[0] if session.fed else candidates[0], now)
-        trees: list[VerificationTree | None] = [None] * len(asked)
-        for i, tree in zip(going, chosen, strict=True):
-            if waits[i] is None:
-                trees[i] = asked[i].session.begin_verification(tree)
-        self._branched = any(tree.branched for tree in trees if tree is not None)
+            if waits[0] is not None:
+                chosen = {}
         wakes = [until for until in waits if until is not None]
-        if len(wakes) < len(asked):
+        return Plan(self._begin(asked, chosen, now), min(wakes, default=None))
+
+    def _begin(
+        self, asked: Sequence[Asked], chosen: Mapping[int, VerificationTree], now: float
+    ) -> tuple[VerificationTree | None, ...]:
+        """Have those sessions verify what is chosen for them; a step begins ``now`` if there are any."""
+        begun = {i: asked[i].session.begin_verification(tree) for i, tree in chosen.items()}
+        self._branched = any(tree.branched for tree in begun.values())
+        if begun:
             self._began = now
-        return Plan(tuple(trees), min(wakes, default=None))
+        return tuple(begun.get(i) for i in range(len(asked)))
 
     def _note(self, asked: Sequence[Asked], now: float, room: int | None) -> Payoff:
         """Note when a step is asked for and who is at work beside it; tell sessions whether drafters shall be."""
