@@ -24,7 +24,7 @@ from draft_service.sequence import DraftBatchEntry, DraftSequence
 from speculation.drafting.draft_session import Candidate, DraftLimits
 from speculation.messages import SessionId
 from speculation.trie import Node
-from speculation.verifying.payoff import PlainStep
+from speculation.verifying.payoff import Turn
 from transport.worker import Outgoing
 
 MAX_LEVELS = 8
@@ -52,21 +52,6 @@ def limits_in_turn(draft: DraftLimits, sessions: int = 256) -> LookaheadLimits:
     lead = min(draft.lead, 2 * MAX_LEVELS)
     bounded = replace(draft, lead=lead, hold=1, enough=draft.nodes, bytes_a_token=math.inf)
     return LookaheadLimits(sessions=sessions, prefill=256, draft=bounded)
-
-
-@dataclass(slots=True)
-class _Turn:
-    """What a step of the target is expected to commit, and it and the drafting before it to take."""
-
-    tokens: float
-    seconds: float
-    row_seconds: float
-    """Of one more draft, without drafting it."""
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second."""
-        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +87,7 @@ class InTurn(Lookahead):
     _growth_seconds = 0.0
     """What the host takes to grow a tree by one draft."""
 
-    def draft(self, running: Collection[Key], wanted: Mapping[Key, float], plain: PlainStep) -> Outgoing:
+    def draft(self, running: Collection[Key], wanted: Mapping[Key, float], plain: Turn) -> Outgoing:
         """Proposals for ``wanted`` sessions, which are about to be verified, and refusals of those that are dropped.
 
         ``wanted[key]``: the chance that a draft token is right. ``running``: all whose text may be read, prompts in
@@ -115,7 +100,7 @@ class InTurn(Lookahead):
         for sequence in map(self._sequences.get, wanted):
             if sequence is not None:
                 sequence.session.price = min(self._rate * (row_seconds + self._growth_seconds), MAX_PRICE)
-        turn = _Turn(plain.tokens, plain.seconds, row_seconds)
+        turn = replace(plain, row_seconds=row_seconds)
         drafted, probe = 0, self._probes
         while drafted < MAX_LEVELS:
             started = time.perf_counter()
@@ -137,14 +122,14 @@ class InTurn(Lookahead):
         """Whether it is not to be asked to draft in this turn, since that has not paid for a while."""
         return self._idle_turns >= IDLE_TURNS and time.perf_counter() < self._rests_until
 
-    def passes(self, wanted: Mapping[Key, float], plain: PlainStep) -> bool:
+    def passes(self, wanted: Mapping[Key, float], plain: Turn) -> bool:
         """Whether no draft would be worth it even if it knew all that was committed; then it has had its turn.
 
         ``wanted``, ``plain``: see :meth:`draft`. Never so where it paid the last time.
         """
         if not self._idle_turns or self._probes or not wanted or self.counters.steps < FIRST_LEVELS:
             return False
-        began, turn = time.perf_counter(), _Turn(plain.tokens, plain.seconds, plain.row_seconds + self._growth_seconds)
+        began, turn = time.perf_counter(), replace(plain, row_seconds=plain.row_seconds + self._growth_seconds)
         ends = [(chance, chance, 1) for chance in sorted(wanted.values(), reverse=True)[: self._limits.batch]]
         if self._worth(ends, len(ends), self._deepest(len(ends)), turn)[0]:
             return False
@@ -188,7 +173,7 @@ class InTurn(Lookahead):
         readable = len(sequence.text.tokens) <= self._engine.model.context and sequence not in self._compiling
         return readable and sequence.num_uncomputed_tokens >= self._limits.prefill_from
 
-    def _level(self, wanted: Mapping[Key, float], turn: _Turn, *, probe: bool) -> tuple[Sequence[_Place], int]:
+    def _level(self, wanted: Mapping[Key, float], turn: Turn, *, probe: bool) -> tuple[Sequence[_Place], int]:
         """The places that are expanded next, and by how many levels in one launch; none if no number is worth it.
 
         ``turn`` comes to what is expected of it with them.
@@ -226,7 +211,7 @@ class InTurn(Lookahead):
         return [_Place(sequence, node, chance) for node in sequence.frontier(self._engine.model.context)]
 
     def _worth(
-        self, gains: Sequence[tuple[float, float, int]], sessions: int, deepest: int, turn: _Turn
+        self, gains: Sequence[tuple[float, float, int]], sessions: int, deepest: int, turn: Turn
     ) -> tuple[int, int]:
         """How many of these places, best first, and levels make the most of a second; none if nothing more does.
 

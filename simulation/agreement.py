@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Protocol
 
 from speculation import digest as digests
 from speculation import noise
@@ -204,14 +203,6 @@ class ReplayedRequest:
     """Requests of one scope may draft from each other's outputs."""
 
 
-class Texts(Protocol):
-    """The requests of a simulated run."""
-
-    def request(self, number: int, seed: int) -> ReplayedRequest:
-        """The one that is opened after ``number`` others; ``seed`` for what in it is left to chance."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Replays:
     """Requests of ``tokens`` tokens, each of which goes on in ``outcomes`` where the one before it ends."""
@@ -226,7 +217,7 @@ class Replays:
         assert self.tokens > 1, "a request of one token has no pace"
 
     def request(self, number: int, seed: int) -> ReplayedRequest:
-        """As :class:`Texts` says."""
+        """The one that is opened after ``number`` others; ``seed`` for what in it is left to chance."""
         text = Replayed(self.outcomes, (self.start + number * self.tokens) % len(self.outcomes), seed, self.retention)
         return ReplayedRequest(text, (text.token(0),), 1 + self.tokens, head=text)
 
@@ -239,10 +230,14 @@ class Passages:
     vocabulary: int
 
     def request(self, number: int, seed: int) -> ReplayedRequest:
-        """As :class:`Texts` says."""
+        """The one that is opened after ``number`` others; ``seed`` for what in it is left to chance."""
         lap, index = divmod(number, len(self.passages))
         passage = self.passages[index]
         end = len(passage.prompt) + len(passage.tokens)
         text = Spoken(passage, self.vocabulary, seed)
         head = Spoken(replace(passage, places=()), self.vocabulary, seed) if passage.by_age else None
         return ReplayedRequest(text, passage.prompt, end, passage.guesses, head, scope=str(lap))
+
+
+Texts = Replays | Passages
+"""The requests of a simulated run."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median, quantiles
 from typing import Any
@@ -44,16 +43,8 @@ class UselessRecord(ValueError):
     """A record lacks something that cannot be done without. Says what."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """What a run has shown."""
-
-    costs: Costs
-    outcomes: list[Outcome]
-
-
-def read(lines: Iterable[Line]) -> Recorded:
-    """Draw costs and agreement from the lines of all workers, in any order.
+def read(lines: Iterable[Line]) -> tuple[Costs, list[Outcome]]:
+    """What a run has shown of costs and agreement, from the lines of all workers, in any order.
 
     Raises :class:`UselessRecord` when something is missing; KeyError, TypeError or ValueError for any other line.
     """
@@ -62,7 +53,7 @@ def read(lines: Iterable[Line]) -> Recorded:
     outcomes = _outcomes(sorted((line for line in lines if line["role"] == "draft"), key=_start))
     if not outcomes:
         raise UselessRecord("it holds no drafts that the target decided on; record requests that use the draft model")
-    return Recorded(costs, outcomes)
+    return costs, outcomes
 
 
 def costs_in(lines: Iterable[Line], *, drafter: bool = True) -> Costs:

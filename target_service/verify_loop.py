@@ -34,11 +34,10 @@ from speculation.messages import (
     ToWorker,
     Welcome,
 )
-from speculation.sources.registry import LookupBounds, registered
+from speculation.sources.registry import LOOKUP, registered
 from speculation.sources.suffix import IN_PAUSE, IN_STEP, SuffixSettings, SuffixStore
 from speculation.verifying.planner import Asked, Planner
-from target_service.drafting.draft_model import Drafter
-from target_service.drafting.own_drafters import OwnDrafters
+from target_service.drafting.draft_model import Drafter, own_drafters
 from target_service.scheduler import Budget, Scheduler
 from target_service.sequence import BatchEntry, TargetSequence, reason_to_refuse
 from target_service.step_account import StepAccount, TargetCounters
@@ -60,7 +59,8 @@ class TargetLimits:
     budget: Budget = Budget()
     adaptive: bool = True
     """Verify as many drafts as pay, by measured cost and acceptance; else as many as the budget allows."""
-    lookup: LookupBounds = LookupBounds()
+    lookup: tuple[int, int] = LOOKUP
+    """See :data:`speculation.sources.registry.LOOKUP`."""
     suffix: SuffixSettings = SuffixSettings()
 
 
@@ -98,7 +98,7 @@ class VerifyLoop:
             believed=step_seconds,
         )  # fmt: skip
         self._suffix_store = SuffixStore(limits.suffix.tokens, limits.suffix.scope)
-        self._drafters = OwnDrafters(engine, drafter, self._planner, self.counters, adaptive=limits.adaptive)
+        self._drafters = own_drafters(engine, drafter, self._planner, self.counters, adaptive=limits.adaptive)
         self._account = StepAccount(self.counters, self._planner, recorder)
         self._recorder, self._tracing = recorder, tracing
         self._due: float | None = None
@@ -149,7 +149,7 @@ class VerifyLoop:
                     self._suffix_store.keep(sequence.session.opened, sequence.session.tokens)
                     self._drop(sequence, "closed")
             case Subscribe():
-                return self._drafters.subscribe(sequence, message)
+                return [sent for drafter in self._drafters for sent in drafter.subscribe(sequence, message)]
             case _:
                 log.warning("a router sent a %s to a target; ignored", type(message).__name__)
         return []
@@ -165,16 +165,15 @@ class VerifyLoop:
             return [(link, refusal)]
         if not self._engine.speculates:
             opened = replace(opened, speculation=replace(opened.speculation, enabled=False))
-        own = self._drafters.drafts_for(opened)
-        sources = [*self._suffix_store.sources(opened), *filter(None, own)]
-        session = self._planner.session(opened, self._welcome.vocabulary, sources)
+        session = self._planner.session(opened, self._welcome.vocabulary, self._suffix_store.sources(opened))
         # A session that is opened again keeps its place.
         arrived = (at - opened.age_ms / 1000, next(self._numbers)) if sequence is None else sequence.arrived
         session_log = SessionLog(log, opened.session, opened.request_options.request)
         session_log.info("opened with %d tokens, epoch %d", len(opened.tokens), opened.epoch)
         shaping = Shaping.of(opened, session.tokens, self._welcome.vocabulary)
         taken = TargetSequence(link, session, self._engine.cache, arrived, session_log, SequenceTimings(at), shaping)
-        self._drafters.open(taken, own)
+        for drafter in self._drafters:
+            drafter.open(taken)
         self._sequences[link, opened.session] = taken
         if opened.request_options.grammar:
             self._compiling.add(taken, opened, time.perf_counter())
@@ -221,7 +220,8 @@ class VerifyLoop:
             self._tracing.session("target", sequence.session.opened, timings, why)
         sequence.charge(self._mask_budget, time.perf_counter())
         sequence.cached.free()
-        self._drafters.drop(sequence)
+        for drafter in self._drafters:
+            drafter.drop(sequence)
         del self._sequences[sequence.link, sequence.session.opened.session]
         if not self._compiling.remove(sequence):
             self._scheduler.remove(sequence)
@@ -237,7 +237,8 @@ class VerifyLoop:
             assert waits is not (sequence in scheduled), f"session {sequence.session.opened.session} is lost or doubled"
         assert scheduled <= set(self._sequences.values()), "a session is scheduled that is not open"
         self._suffix_store.validate()
-        self._drafters.validate()
+        for drafter in self._drafters:
+            drafter.validate()
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -254,12 +255,14 @@ class VerifyLoop:
             return outgoing or None
         self._account.resume(started, entries)
         committed = self.counters.committed
-        outgoing += self._compute(entries, started) + self._drafters.features()
+        outgoing += self._compute(entries, started)
+        outgoing += [sent for drafter in self._drafters for sent in drafter.features()]
         committed = self._last_committed = self.counters.committed - committed
-        ended, forward, drafting = time.perf_counter(), self._engine.forward_seconds, self._drafters.seconds
-        self._account.observe(entries, started, ended, committed, forward, drafting)
+        ended, drafting = time.perf_counter(), sum(drafter.seconds for drafter in self._drafters)
+        self._account.observe(entries, started, ended, committed, self._engine.forward_seconds, drafting)
         if all(entry.decodes for entry in entries):
-            self._drafters.observe(len(entries), committed, ended - started)
+            for drafter in self._drafters:
+                drafter.observe(len(entries), committed, ended - started)
         return outgoing
 
     def _plan(self, now: float) -> list[BatchEntry]:
@@ -270,7 +273,11 @@ class VerifyLoop:
         )
         entries = self._within_budget([BatchEntry.of(sequence, share) for sequence, share in step.parts], now)
         drawing = [entry for entry in entries if entry.drafts is not None]
-        self._drafters.draft(self._scheduler.running, entries, drawing)
+        part, wanting = [entry.sequence for entry in entries], [entry.sequence for entry in drawing if entry.drafts]
+        for drafter in self._drafters:
+            if not drafter.draft(self._scheduler.running, part, wanting):
+                for entry in drawing:
+                    entry.drafts = 0
         asked = [Asked(entry.sequence.session, entry.drafts or 0) for entry in drawing]
         prefilled = sum(entry.num_scheduled_tokens for entry in entries) - len(drawing)
         plan = self._planner.plan(asked, now, prefilled, step.drafts)
@@ -334,7 +341,8 @@ class VerifyLoop:
         for entry, prompt_PV, verdict in zip(entries, prompts, decided, strict=True):
             if not not_finite(verdict):
                 entry.sequence.note_prompt(prompt_PV)
-        self._drafters.note(self._engine, chunks, entries, decided)
+        for drafter in self._drafters:
+            drafter.note(self._engine, chunks, entries, decided)
         return decided, of_committed(logits_RV, entries, decided)
 
     def _give_up(self, sequence: TargetSequence, why: str, code: RefusalCode = RefusalCode.INTERNAL) -> Outgoing:
@@ -376,7 +384,8 @@ class VerifyLoop:
         sequence.cached.commit([*range(scheduled), *(scheduled + i for i in commit.kept)])
         self.counters.count(entry.tree, commit)
         self.counters.prefilled += scheduled - 1
-        self._drafters.verified(sequence, entry.tree, verification)
+        for drafter in self._drafters:
+            drafter.settled(sequence, entry.tree, verification)
         sequence.timings.draws(ended)
         sequence.timings.counts(verification)
         if self._recorder:

@@ -266,10 +266,8 @@ class DraftSession:
             return 1
         if self.opened.speculation.schedule is Schedule.SEQUENTIAL:
             return inf  # until all is drafted
-        if lead == 0:
-            return 1
         if lead < limits.hold:
-            return 2
+            return 2 if lead else 1
         return limits.hold if lead < limits.enough else 2 * limits.hold
 
     @property

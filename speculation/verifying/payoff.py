@@ -198,15 +198,20 @@ class ThroughputEstimator:
             self._wider.observe(tokens, seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class PlainStep:
-    """A step of a target as it would be without drafts."""
+@dataclass(slots=True)
+class Turn:
+    """What a step of a target is expected to commit, and it and the drafting before it to take."""
 
-    tokens: int
-    """It commits: one for each session."""
+    tokens: float
+    """Without drafts, one for each session."""
     seconds: float
     row_seconds: float
-    """Of one draft more."""
+    """Of one draft more, without drafting it."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 class Payoff:

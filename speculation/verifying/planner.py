@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from speculation.messages import Open
-from speculation.sources.registry import LocalSource, LookupBounds, local_sources
+from speculation.sources.registry import LOOKUP, LocalSource, local_sources
 from speculation.trie import VerificationTree
 from speculation.verifying.budget import StepCost, choose, kept_after_miss, kept_if_drafted_again, worth_waiting
 from speculation.verifying.calibration import Tally
@@ -56,7 +56,7 @@ class Planner:
         *,
         adaptive: bool = True,
         beside: bool = True,
-        lookup: LookupBounds = LookupBounds(),
+        lookup: tuple[int, int] = LOOKUP,
         row_classes: Sequence[int] = (),
         believed: Mapping[int, float] = {},
     ) -> None:
