@@ -197,14 +197,6 @@ J = TypeVar("J", bound=Job)
 BY_RANK = attrgetter("rank")
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledStep(Generic[J]):
-    """Who takes part in a step and with what, and the most drafts of all together."""
-
-    parts: list[tuple[J, Share]]
-    drafts: int = 0
-
-
 class Scheduler(Generic[J]):
     """The sessions of a worker: those that run and those that wait, both by rank."""
 
@@ -231,8 +223,11 @@ class Scheduler(Generic[J]):
         else:
             self.running.remove(job)
 
-    def step(self, prefill_budget: Callable[[int], int]) -> ScheduledStep[J]:
-        """Start whoever there is room for, and divide the next step; ``prefill_budget`` as in :func:`share`."""
+    def step(self, prefill_budget: Callable[[int], int]) -> tuple[list[tuple[J, Share]], int]:
+        """Start whoever there is room for, and divide the next step; ``prefill_budget`` as in :func:`share`.
+
+        What comes is who takes part and with what, and the most drafts of all together.
+        """
         self._admit()
         for job in self.running:
             self.reused += job.reuse()
@@ -249,13 +244,13 @@ class Scheduler(Generic[J]):
                 # behind.
                 for job in sorted((job for job, _ in parts), key=self._turns.__getitem__):
                     self._turns[job] = next(self._turn)
-                return ScheduledStep(parts, drafts)
+                return parts, drafts
             job = self.running.pop()
             del self._turns[job]
             job.preempt()
             insort(self.waiting, job, key=BY_RANK)
             self.preempted += 1
-        return ScheduledStep([])
+        return [], 0
 
     def validate(self) -> None:
         """Raise AssertionError where the books contradict each other."""

@@ -268,10 +268,10 @@ class VerifyLoop:
     def _plan(self, now: float) -> list[BatchEntry]:
         """Divide the step and settle what each session verifies; those that wait for drafts sit it out."""
         budget, prefill = self._limits.budget, self._account.time.prefill_budget
-        step = self._scheduler.step(
+        parts, room = self._scheduler.step(
             lambda decoding: prefill(decoding, budget.tokens, slowdown=budget.slowdown, seconds=budget.seconds)
         )
-        entries = self._within_budget([BatchEntry.of(sequence, share) for sequence, share in step.parts], now)
+        entries = self._within_budget([BatchEntry.of(sequence, share) for sequence, share in parts], now)
         drawing = [entry for entry in entries if entry.drafts is not None]
         part, wanting = [entry.sequence for entry in entries], [entry.sequence for entry in drawing if entry.drafts]
         for drafter in self._drafters:
@@ -280,7 +280,7 @@ class VerifyLoop:
                     entry.drafts = 0
         asked = [Asked(entry.sequence.session, entry.drafts or 0) for entry in drawing]
         prefilled = sum(entry.num_scheduled_tokens for entry in entries) - len(drawing)
-        plan = self._planner.plan(asked, now, prefilled, step.drafts)
+        plan = self._planner.plan(asked, now, prefilled, room)
         for entry, tree in zip(drawing, plan.trees, strict=True):
             entry.verifies(tree, now)
         self._due = plan.wake

@@ -93,13 +93,8 @@ class _Text:
                     yield hash((self.scope, window[end - length : end])), self.number << _END_BITS | start + end
 
 
-@dataclass(frozen=True, slots=True)
-class _Voice:
-    """What an earlier text said at a place, how often, and its number."""
-
-    words: Sequence[Token]
-    times: int
-    text: int
+_Voice = tuple[Sequence[Token], int, int]
+"""What an earlier text said at a place, how often, and its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +189,8 @@ class SuffixStore:
         self.asked += 1
         places, matched = self._alike(scope, recent)
         texts = ((number, self._texts[number], end) for number, end in places)
-        voices = [_Voice(text.tokens[end : end + depth], text.times, number) for number, text, end in texts]
-        followed = _majority([voice for voice in voices if voice.words], matched)
+        voices = [(text.tokens[end : end + depth], text.times, number) for number, text, end in texts]
+        followed = _majority([voice for voice in voices if voice[0]], matched)
         self.found += bool(followed.tokens)
         return followed
 
@@ -319,13 +314,13 @@ def _majority(voices: Sequence[_Voice], matched: int) -> Followed:
     tokens: list[Token] = []
     sure: list[float] = []
     agreeing: Sequence[_Voice] = ()
-    while going := [voice for voice in voices if len(voice.words) > len(tokens)]:
+    while going := [voice for voice in voices if len(voice[0]) > len(tokens)]:
         place, votes = len(tokens), dict[Token, int]()
-        for voice in going:
-            votes[voice.words[place]] = votes.get(voice.words[place], 0) + voice.times
+        for words, times, _ in going:
+            votes[words[place]] = votes.get(words[place], 0) + times
         token = max(votes, key=votes.__getitem__)
         sure.append(confidence(matched + place + votes[token] - 1) * votes[token] / sum(votes.values()))
         tokens.append(token)
-        voices = [voice for voice in going if voice.words[place] == token]
+        voices = [voice for voice in going if voice[0][place] == token]
         agreeing = agreeing or voices
-    return Followed(tuple(tokens), tuple(sure), tuple(voice.text for voice in agreeing))
+    return Followed(tuple(tokens), tuple(sure), tuple(text for _, _, text in agreeing))

@@ -217,16 +217,16 @@ class Planner:
         plain = self.cost(1)(1)
         if not session.fed:
             moments = session.draft_latency.moments(age, behind)
-            allowed = [one for one in moments if one.seconds <= LONGEST_WAIT * plain]
-            return [(one.seconds, *kept_after_miss(one.shares, session.agreement, behind)) for one in allowed]
+            allowed = [one for one in moments if one[0] <= LONGEST_WAIT * plain]
+            return [(seconds, *kept_after_miss(shares, session.agreement, behind)) for seconds, shares in allowed]
         # What steps have committed is no bound here: many verified drafts that were made before the last outcome.
         agreement = session.lookahead_policy.agreement
         moments, at_hand = session.draft_latency.moments(age, come), sum(tree.odds)
         trust, found = self._waits.factor(WAITS_PRIOR), list[tuple[float, float, float]]()
-        for one in moments:
-            if age + one.seconds <= LONGEST_WAIT_IF_FED * plain:
-                hoped, drafts = kept_if_drafted_again(one.shares, agreement, come, tree.odds)
-                found.append((one.seconds, at_hand + trust * (hoped - at_hand), drafts))
+        for seconds, shares in moments:
+            if age + seconds <= LONGEST_WAIT_IF_FED * plain:
+                hoped, drafts = kept_if_drafted_again(shares, agreement, come, tree.odds)
+                found.append((seconds, at_hand + trust * (hoped - at_hand), drafts))
         return found
 
     def _learn_wait(self, at_hand: float, hoped: float | None) -> None:

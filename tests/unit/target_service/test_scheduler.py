@@ -218,7 +218,7 @@ def test_none_starts_before_there_is_room_for_it_nor_ahead_of_one_that_waits():
     made.add(Job("b", 100, blocks, 1.0))
     made.add(Job("c", 1, blocks, 2.0))
     step = made.step(unbounded)
-    assert names([job for job, _ in step.parts]) == "a"
+    assert names([job for job, _ in step[0]]) == "a"
     assert names(made.waiting) == "bc"
     made.remove(made.running[0])
     for room, running in ((10, "b"), (-(-(100 + HEADROOM) // BLOCK) + -(-(1 + HEADROOM) // BLOCK), "bc")):
@@ -233,7 +233,7 @@ def test_the_last_in_rank_is_preempted_and_keeps_its_place():
     jobs = [Job("a", 17, blocks, 0.0), Job("b", 17, blocks, 1.0, priority=1), Job("c", 17, blocks, 2.0)]
     for job in jobs:
         made.add(job)
-    for job, one in made.step(unbounded).parts:
+    for job, one in made.step(unbounded)[0]:
         job.feed(one.num_scheduled_tokens)
     for job in jobs:  # all blocks are full, and all want to go on
         job.tokens, job.cached = 33, 32
@@ -242,7 +242,7 @@ def test_the_last_in_rank_is_preempted_and_keeps_its_place():
     assert names(made.running) == "ac"
     assert names(made.waiting) == "b"
     assert made.preempted == 1
-    assert [one.num_scheduled_tokens for _, one in step.parts] == [1, 1]
+    assert [one.num_scheduled_tokens for _, one in step[0]] == [1, 1]
     made.add(Job("d", 17, blocks, 3.0))
     assert names(made.waiting) == "db"  # a level of priority, not a place lost
     made.remove(jobs[1])
@@ -254,7 +254,7 @@ def test_a_lone_session_is_never_preempted():
     made = scheduler(blocks)
     made.add(Job("a", 50, blocks))
     step = made.step(unbounded)
-    assert [one.num_scheduled_tokens for _, one in step.parts] == [1]
+    assert [one.num_scheduled_tokens for _, one in step[0]] == [1]
     assert made.preempted == 0
 
 
@@ -269,7 +269,7 @@ def test_starting_and_going_leave_nothing_behind():
     assert waiting.started == []
     made.remove(waiting)
     made.remove(running)
-    assert made.step(unbounded).parts == []
+    assert made.step(unbounded)[0] == []
     assert not made.running and not made.waiting and not made._turns
 
 

@@ -200,7 +200,7 @@ def with_drafts(session: TargetSession, *drawn: int, at: float | None = None) ->
 
 def share_by(draft_latency: DraftLatencyEstimator, seconds: float, length: int = 1) -> float:
     """Believed chance of a path of this length within so many seconds of a miss."""
-    return [moment.shares[length - 1] for moment in draft_latency.moments(0.0) if moment.seconds <= seconds][-1]
+    return [moment[1][length - 1] for moment in draft_latency.moments(0.0) if moment[0] <= seconds][-1]
 
 
 def test_a_miss_lasts_over_plain_steps_and_its_drafts_are_timed_from_its_beginning():
