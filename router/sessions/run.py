@@ -226,8 +226,8 @@ class RunningSession:
     def over(self) -> None:
         """Nothing more happens to it."""
         self.trace.ended(self.ended)
-        for peer in self.session.quarantined:
-            reason = self.session.strikes[peer][-1]
+        for peer in self.session.drafting.quarantined:
+            reason = self.session.drafting.strikes[peer][-1]
             self.log.warning("done with drafter %s: %s", peer, reason)
             self.note(EventKind.DRAFTER_QUARANTINED, f"is done with {peer}: {reason}", peer)
 

@@ -10,7 +10,7 @@ Others read it here; only :class:`speculation.request.session.Session` changes i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from enum import Enum, auto
 from typing import NamedTuple
@@ -206,7 +206,7 @@ class SessionRecord:
         self._migration_target: Opening | None = None
         """Opened where the session will move, and not yet prefilled. What it says is not used."""
         self._prefills = 0
-        self._drafting = Drafting(request.session, request.speculation, session_limits)
+        self.drafting = Drafting(request.session, request.speculation, session_limits)
         self._lead: int | None = None
         self._draining: frozenset[PeerId] = frozenset()
         self._retries = RetryState(session_limits, request.session)
@@ -236,7 +236,7 @@ class SessionRecord:
     @property
     def openings(self) -> tuple[Opening | None, Opening | None]:
         """As what it is open at its target and its drafter."""
-        return self._target, self._drafting.opening
+        return self._target, self.drafting.opening
 
     @property
     def workers(self) -> Workers:
@@ -245,28 +245,18 @@ class SessionRecord:
         return Workers(target.peer if target else None, draft.peer if draft else None)
 
     @property
-    def strikes(self) -> Mapping[PeerId, Sequence[str]]:
-        """What drafters did against the protocol."""
-        return self._drafting.strikes
-
-    @property
-    def quarantined(self) -> frozenset[PeerId]:
-        """Drafters this session is done with."""
-        return self._drafting.quarantined
-
-    @property
     def undrafted(self) -> bool:
         """Whether it is decoded without a drafter although it allows one."""
-        return self.phase is Phase.RUNNING and self._drafting.opening is None and self._drafting.wanted
+        return self.phase is Phase.RUNNING and self.drafting.opening is None and self.drafting.wanted
 
     @property
     def resting(self) -> bool:
         """Whether its target has no use for its drafter at present."""
-        return self._drafting.opening is not None and self._lead == 0
+        return self.drafting.opening is not None and self._lead == 0
 
     def validate(self) -> None:
         """Raise AssertionError where this contradicts itself."""
-        state, target, draft = self._state, self._target, self._drafting.opening
+        state, target, draft = self._state, self._target, self.drafting.opening
         running = self.phase is Phase.RUNNING
         assert running is (target is not None), f"{state.label}, with the target {target}"
         leaving = target is not None and target.peer in self._draining
@@ -278,7 +268,7 @@ class SessionRecord:
         )
         assert migrating is None or migrating.peer not in self._draining, f"it is to move to {migrating}, which drains"
         assert running or draft is None, f"{state.label}, with the drafter {draft}"
-        assert draft is None or draft.peer not in self.quarantined, f"it is done with its drafter {draft}"
+        assert draft is None or draft.peer not in self.drafting.quarantined, f"it is done with its drafter {draft}"
         epochs = [opening.epoch for opening in (target, migrating, draft) if opening is not None]
         assert len(set(epochs)) == len(epochs), f"two openings have one epoch: {epochs}"
         assert max(epochs, default=0) <= self._epoch, f"epochs {epochs}, of {self._epoch} that were given out"

@@ -127,7 +127,7 @@ def drafters_are_believed(patch: pytest.MonkeyPatch) -> None:
     receive = Session._receive
 
     def believes(self: Session, now: float, peer, message):
-        if isinstance(message, Verification) and self._drafting.at(peer) and self._target is not None:
+        if isinstance(message, Verification) and self.drafting.at(peer) and self._target is not None:
             return self._verified(now, replace(message, epoch=self._target.epoch))
         return receive(self, now, peer, message)
 

@@ -119,7 +119,7 @@ def test_a_session_that_goes_elsewhere_is_told_by_why() -> None:
     (line,) = event_log.lines
     assert (line.kind, line.worker, line.session, line.request) == (EventKind.SESSION_REOPENED, other, 3, "req-1")
     run.note(EventKind.SESSION_CONDEMNED, "was given up", other)
-    session._drafting.strikes[DRAFT] = ["no q"] * 3
+    session.drafting.strikes[DRAFT] = ["no q"] * 3
     run.over()
     assert [line.kind for line in event_log.lines[1:]] == [EventKind.SESSION_CONDEMNED, EventKind.DRAFTER_QUARANTINED]
 

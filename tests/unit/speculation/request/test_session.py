@@ -284,7 +284,7 @@ def test_a_proposal_of_nothing_goes_nowhere_and_proves_nothing():
         if effects:
             session.handle(0.1, Placed(Role.DRAFT, D0))
     assert effects == []
-    assert not session.strikes
+    assert not session.drafting.strikes
 
 
 def test_a_drafter_that_breaks_the_protocol_is_replaced_and_never_asked_again():
@@ -299,8 +299,8 @@ def test_a_drafter_that_breaks_the_protocol_is_replaced_and_never_asked_again():
     assert sent(session.handle(0.1, Placed(Role.DRAFT, D1)), Open)[0].message.epoch == 3
     session.handle(0.2, Lost(D1))
     assert session.handle(0.3, Available(Role.DRAFT)) == [Place(Role.DRAFT, frozenset({D0}))]
-    assert session.strikes == {D0: ["first", "second", "third"]}
-    assert session.quarantined == {D0}
+    assert session.drafting.strikes == {D0: ["first", "second", "third"]}
+    assert session.drafting.quarantined == {D0}
     assert session.handle(0.4, Received(T0, verified(session, 4))) == [Emit((4,), 0, 0)]
 
 
@@ -326,12 +326,12 @@ def test_a_drafter_that_does_what_its_session_did_not_ask_for_is_struck():
     ):
         running(session)
         assert session.handle(0.1, Received(D0, wrong)) == []
-        assert list(session.strikes) == [D0]
+        assert list(session.drafting.strikes) == [D0]
         assert session.output == ()
     for session, right in ((new(), branching), (new(rule=Rule.REJECTION), drawn)):
         running(session)
         assert session.handle(0.1, Received(D0, right)) == [Relay(T0, right, 1)]
-        assert not session.strikes
+        assert not session.drafting.strikes
 
 
 def test_what_is_late_is_counted_and_held_against_nobody():
@@ -346,7 +346,7 @@ def test_what_is_late_is_counted_and_held_against_nobody():
     ):
         assert session.handle(0.1, event) == []
     assert session.stale == 6
-    assert not session.strikes
+    assert not session.drafting.strikes
 
 
 def test_a_target_that_breaks_the_protocol_is_left_for_another():

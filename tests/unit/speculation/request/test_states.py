@@ -141,7 +141,7 @@ def set_to(name: str, value: object):
         (set_to("_draining", frozenset()), "migrating, while the target stays"),
         (set_to("_draining", frozenset({T0, T1})), "which drains"),
         (lambda session: session._tokens.append(4), "the digest is not that of the 4 tokens"),
-        (lambda session: session._drafting.strikes.update({D0: ["wrong"] * 3}), "it is done with its drafter"),
+        (lambda session: session.drafting.strikes.update({D0: ["wrong"] * 3}), "it is done with its drafter"),
     ],
 )
 def test_a_session_that_contradicts_itself_says_how(spoil, words):
