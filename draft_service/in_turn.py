@@ -24,7 +24,7 @@ from draft_service.sequence import DraftBatchEntry, DraftSequence
 from speculation.drafting.draft_session import Candidate, DraftLimits
 from speculation.messages import SessionId
 from speculation.trie import Node
-from speculation.verifying.payoff import Turn
+from speculation.verifying.payoff import DraftTurn
 from transport.worker import Outgoing
 
 MAX_LEVELS = 8
@@ -87,7 +87,7 @@ class InTurn(Lookahead):
     _growth_seconds = 0.0
     """What the host takes to grow a tree by one draft."""
 
-    def draft(self, running: Collection[Key], wanted: Mapping[Key, float], plain: Turn) -> Outgoing:
+    def draft(self, running: Collection[Key], wanted: Mapping[Key, float], plain: DraftTurn) -> Outgoing:
         """Proposals for ``wanted`` sessions, which are about to be verified, and refusals of those that are dropped.
 
         ``wanted[key]``: the chance that a draft token is right. ``running``: all whose text may be read, prompts in
@@ -122,7 +122,7 @@ class InTurn(Lookahead):
         """Whether it is not to be asked to draft in this turn, since that has not paid for a while."""
         return self._idle_turns >= IDLE_TURNS and time.perf_counter() < self._rests_until
 
-    def passes(self, wanted: Mapping[Key, float], plain: Turn) -> bool:
+    def passes(self, wanted: Mapping[Key, float], plain: DraftTurn) -> bool:
         """Whether no draft would be worth it even if it knew all that was committed; then it has had its turn.
 
         ``wanted``, ``plain``: see :meth:`draft`. Never so where it paid the last time.
@@ -173,7 +173,7 @@ class InTurn(Lookahead):
         readable = len(sequence.text.tokens) <= self._engine.model.context and sequence not in self._compiling
         return readable and sequence.num_uncomputed_tokens >= self._limits.prefill_from
 
-    def _level(self, wanted: Mapping[Key, float], turn: Turn, *, probe: bool) -> tuple[Sequence[_Place], int]:
+    def _level(self, wanted: Mapping[Key, float], turn: DraftTurn, *, probe: bool) -> tuple[Sequence[_Place], int]:
         """The places that are expanded next, and by how many levels in one launch; none if no number is worth it.
 
         ``turn`` comes to what is expected of it with them.
@@ -211,7 +211,7 @@ class InTurn(Lookahead):
         return [_Place(sequence, node, chance) for node in sequence.frontier(self._engine.model.context)]
 
     def _worth(
-        self, gains: Sequence[tuple[float, float, int]], sessions: int, deepest: int, turn: Turn
+        self, gains: Sequence[tuple[float, float, int]], sessions: int, deepest: int, turn: DraftTurn
     ) -> tuple[int, int]:
         """How many of these places, best first, and levels make the most of a second; none if nothing more does.
 

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from engine.interface import FATAL, StepEngine
 from engine.recorder import Recorder
@@ -86,9 +87,7 @@ class VerifyLoop:
         self._sequences: dict[tuple[Hashable, SessionId], TargetSequence] = {}
         verify = max((limits.budget.verify, *engine.row_classes))
         budget = replace(limits.budget, row_classes=engine.row_classes, verify=verify)
-        self._scheduler: Scheduler[TargetSequence] = Scheduler(
-            limits.running, budget, free=lambda: engine.cache.ledger.free
-        )
+        self._scheduler = Scheduler[TargetSequence](limits.running, budget, lambda: engine.cache.ledger.free)
         self._compiling: Compiling[TargetSequence] = Compiling(lambda: Grammars(engine.model))
         self._mask_budget = MaskBudget()
         self._numbers = itertools.count()
@@ -125,8 +124,7 @@ class VerifyLoop:
 
     def demand(self) -> TargetDemand:
         """What waits and runs, against what it can compute."""
-        places, max_tokens = self._limits.running, self._limits.budget.tokens
-        return self._account.demand(self._scheduler, self._engine.cache, places, max_tokens)
+        return self._account.demand(self._scheduler, self._engine.cache, self._limits.running, self._limits.budget)
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -256,7 +254,7 @@ class VerifyLoop:
         self._account.resume(started, entries)
         committed = self.counters.committed
         outgoing += self._compute(entries, started)
-        outgoing += [sent for drafter in self._drafters for sent in drafter.features()]
+        outgoing += (sent for drafter in self._drafters for sent in drafter.features())
         committed = self._last_committed = self.counters.committed - committed
         ended, drafting = time.perf_counter(), sum(drafter.seconds for drafter in self._drafters)
         self._account.observe(entries, started, ended, committed, self._engine.forward_seconds, drafting)
@@ -267,17 +265,10 @@ class VerifyLoop:
 
     def _plan(self, now: float) -> list[BatchEntry]:
         """Divide the step and settle what each session verifies; those that wait for drafts sit it out."""
-        budget, prefill = self._limits.budget, self._account.time.prefill_budget
-        parts, room = self._scheduler.step(
-            lambda decoding: prefill(decoding, budget.tokens, slowdown=budget.slowdown, seconds=budget.seconds)
-        )
+        parts, room = self._scheduler.step(partial(self._account.time.prefill_budget, budget=self._limits.budget))
         entries = self._within_budget([BatchEntry.of(sequence, share) for sequence, share in parts], now)
         drawing = [entry for entry in entries if entry.drafts is not None]
-        part, wanting = [entry.sequence for entry in entries], [entry.sequence for entry in drawing if entry.drafts]
-        for drafter in self._drafters:
-            if not drafter.draft(self._scheduler.running, part, wanting):
-                for entry in drawing:
-                    entry.drafts = 0
+        self._draft(entries, drawing)
         asked = [Asked(entry.sequence.session, entry.drafts or 0) for entry in drawing]
         prefilled = sum(entry.num_scheduled_tokens for entry in entries) - len(drawing)
         plan = self._planner.plan(asked, now, prefilled, room)
@@ -285,6 +276,14 @@ class VerifyLoop:
             entry.verifies(tree, now)
         self._due = plan.wake
         return [entry for entry in entries if entry.drafts is None or entry.tree is not None]
+
+    def _draft(self, entries: Sequence[BatchEntry], drawing: Sequence[BatchEntry]) -> None:
+        """Have those that draft here propose for those of ``drawing`` that have room for drafts."""
+        part, wanting = [entry.sequence for entry in entries], [entry.sequence for entry in drawing if entry.drafts]
+        for drafter in self._drafters:
+            if not drafter.draft(self._scheduler.running, part, wanting):
+                for entry in drawing:
+                    entry.drafts = 0
 
     def _within_budget(self, entries: list[BatchEntry], now: float) -> list[BatchEntry]:
         """Without the sessions whose grammars have taken too long lately, unless there are no others.

@@ -193,7 +193,7 @@ class ThroughputEstimator:
 
 
 @dataclass(slots=True)
-class Turn:
+class DraftTurn:
     """What a step of a target is expected to commit, and it and the drafting before it to take."""
 
     tokens: float

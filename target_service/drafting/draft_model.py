@@ -33,7 +33,7 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.trie import VerificationTree
-from speculation.verifying.payoff import Payoff, Turn
+from speculation.verifying.payoff import DraftTurn, Payoff
 from speculation.verifying.planner import Planner
 from target_service.drafting.eagle import EagleDrafter
 from target_service.drafting.features import FeatureSender
@@ -64,13 +64,13 @@ class Drafter(Protocol):
     def receive(self, link: Hashable, message: ToWorker) -> Outgoing:
         """Take a session, follow it, or forget it."""
 
-    def draft(self, running: Collection[Key], wanted: Mapping[Key, float], plain: Turn) -> Outgoing:
+    def draft(self, running: Collection[Key], wanted: Mapping[Key, float], plain: DraftTurn) -> Outgoing:
         """See :meth:`draft_service.in_turn.InTurn.draft`."""
 
     def rests(self) -> bool:
         """See :meth:`draft_service.in_turn.InTurn.rests`."""
 
-    def passes(self, wanted: Mapping[Key, float], plain: Turn) -> bool:
+    def passes(self, wanted: Mapping[Key, float], plain: DraftTurn) -> bool:
         """See :meth:`draft_service.in_turn.InTurn.passes`."""
 
     def validate(self) -> None:
@@ -208,11 +208,11 @@ class DraftModel(StateReader):
         else:
             payoff.rested()
 
-    def _plain_step(self, sessions: int) -> Turn:
+    def _plain_step(self, sessions: int) -> DraftTurn:
         """Of so many sessions."""
         cost, drafts = self._planner.cost(sessions), USUAL_DRAFTS * sessions
         plain = cost(sessions)
-        return Turn(sessions, plain, (cost(sessions + drafts) - plain) / max(drafts, 1))
+        return DraftTurn(sessions, plain, (cost(sessions + drafts) - plain) / max(drafts, 1))
 
     def _follow(self, running: Sequence[TargetSequence], part: Sequence[TargetSequence]) -> None:
         """Have those open that take part, and no preempted one."""

@@ -136,8 +136,7 @@ class World:
             self.scheduler.add(self._to_come.pop())
 
     def _beside(self, decoding: int) -> int:
-        budget = self.budget
-        return self._time.prefill_budget(decoding, budget.tokens, slowdown=budget.slowdown, seconds=budget.seconds)
+        return self._time.prefill_budget(decoding, self.budget)
 
     def _check(self, step: tuple[list[tuple[Session, Share]], int]) -> None:
         """What must hold of every step."""

@@ -309,7 +309,7 @@ def measured(fixed: float, each: float, sizes: list[int]) -> StepTime:
 
 
 def prefill_budget(time: StepTime, decoding: int, seconds: float = 0.0) -> int:
-    return time.prefill_budget(decoding, 1000, slowdown=2.0, seconds=seconds)
+    return time.prefill_budget(decoding, Budget(tokens=1000, seconds=seconds))
 
 
 def test_prompt_tokens_beside_running_text_are_bounded_by_measured_time():
