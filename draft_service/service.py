@@ -143,16 +143,21 @@ def _load(
             f"{settings.engine.model} has others; leave the assistant out, or choose another draft model"
         )
     # Before the draft model, whose cache takes what memory is left.
-    assistant = _assistant(settings, progress) if settings.assistant else None
-    engine = build(settings.engine, progress, invariant=False, ranks=ranks)
-    introduction, reader = welcome(settings.engine, engine.model, ROLE), None
+    assistant: Engine | None = None
+    chosen = settings.engine
+    if settings.assistant:  # on one rank, whatever the draft model has
+        tokens = chosen.cache_tokens or ASSISTANT_TOKENS
+        small = replace(chosen, model=settings.assistant, name="", cache_tokens=tokens, tensor_parallel_size=1)
+        assistant = build(small, progress, invariant=False)
+    engine = build(chosen, progress, invariant=False, ranks=ranks)
+    introduction, reader = welcome(chosen, engine.model, ROLE), None
     guessers: list[Guesser] = [Lookup()] if settings.lookup and known is None else []
     try:
         if assistant is not None:
-            small, draft = assistant.model, engine.model
-            if (small.tokenizer_digest, small.vocabulary) != (draft.tokenizer_digest, draft.vocabulary):
+            guesser, draft = assistant.model, engine.model
+            if (guesser.tokenizer_digest, guesser.vocabulary) != (draft.tokenizer_digest, draft.vocabulary):
                 raise ModelError(
-                    f"--assistant {small.name}: its tokenizer ({small.vocabulary} tokens) is not that of the draft "
+                    f"--assistant {guesser.name}: its tokenizer ({guesser.vocabulary} tokens) is not that of the draft "
                     f"model {draft.name} ({draft.vocabulary} tokens); choose a model with the draft model's tokenizer"
                 )
             guessers.append(Assistant(assistant))
@@ -169,11 +174,3 @@ def _load(
 
 def _levels(engine: Engine, limits: DraftLimits) -> DraftLevels:
     return DraftLevels(engine.levels(limits.width, limits.children))
-
-
-def _assistant(settings: DraftSettings, progress: Progress | None) -> Engine:
-    """On one rank, whatever the draft model has."""
-    chosen = settings.engine
-    tokens = chosen.cache_tokens or ASSISTANT_TOKENS
-    own = replace(chosen, model=settings.assistant, name="", cache_tokens=tokens, tensor_parallel_size=1)
-    return build(own, progress, invariant=False)

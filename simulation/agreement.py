@@ -89,11 +89,11 @@ class ReplayedText(ABC):
 
     def drawn(self, end: int, digest: int) -> Token:
         """What the target says after the prefix of length ``end`` that ``digest`` names."""
-        return self.token(end) if self._holds(end, digest) else noise.splitmix64(digest) % self.vocabulary
+        return self.token(end) if self.digest(end) == digest else noise.splitmix64(digest) % self.vocabulary
 
     def candidates(self, end: int, digest: int, age: int = 0) -> list[Candidate]:
         """What the drafter says there; ``age``: that of a head, by which no draft model changes what it says."""
-        if self._holds(end, digest):
+        if self.digest(end) == digest:
             return self._said(end, age)
         wrong = noise.splitmix64(digest)
         confidences = self._anywhere(wrong)
@@ -104,10 +104,6 @@ class ReplayedText(ABC):
         while len(self._digests) <= end:
             self._digests.append(digests.extend(self._digests[-1], self.token(len(self._digests) - 1)))
         return self._digests[end]
-
-    def _holds(self, end: int, digest: int) -> bool:
-        """Whether a prefix is that of the true text."""
-        return self.digest(end) == digest
 
 
 class Replayed(ReplayedText):
