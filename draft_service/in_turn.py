@@ -17,11 +17,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.sequence import DraftBatchEntry, DraftSequence
 from speculation.drafting.draft_session import Candidate, DraftLimits
+from speculation.frozen import frozen
 from speculation.messages import SessionId
 from speculation.trie import Node
 from speculation.verifying.payoff import DraftTurn
@@ -54,7 +55,7 @@ def limits_in_turn(draft: DraftLimits, sessions: int = 256) -> LookaheadLimits:
     return LookaheadLimits(sessions=sessions, prefill=256, draft=bounded)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Place:
     """A place that may be expanded, and what that is expected to come to."""
 

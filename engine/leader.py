@@ -115,12 +115,23 @@ class Leader:
         Raises :class:`RankError` if a rank does not answer. After this or any other error there is no further step:
         nobody knows how far the others have come.
         """
+        with self._together() as group:
+            group.tell(inputs.encoded())
+            yield
+
+    def check(self) -> None:
+        """While nothing is computed, raise :class:`RankError` if a rank does not answer; no step comes after that."""
+        with self._together() as group:
+            group.check()
+
+    @contextmanager
+    def _together(self) -> Iterator[Group]:
+        """The block does what the others do as well."""
         if self._broken or self._group is None:
             raise RankError("the ranks are out of step since an earlier error; the worker has to be started again")
         started = time.monotonic()
         try:
-            self._group.tell(inputs.encoded())
-            yield
+            yield self._group
         except BaseException as error:
             self._broken = True
             waited = time.monotonic() - started

@@ -153,6 +153,9 @@ class StatefulEngine:
             return torch.stack(rows)
         return torch.empty(0, self.model.vocabulary, dtype=self._logits_dtype, device=self.model.device)
 
+    def check(self) -> None:
+        """There are no other ranks."""
+
     def close(self) -> None:
         """Nothing is held beyond this process."""
 

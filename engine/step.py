@@ -99,6 +99,11 @@ class Engine(ForwardPass):
                 sequence.retract(count)
             raise
 
+    def check(self) -> None:
+        """Raise :class:`engine.parallel.group.RankError` if a rank does not answer. Not while a step is computed."""
+        if self._leader is not None:
+            self._leader.check()
+
     def close(self) -> None:
         """End the other ranks, if there are any. The last call; not while a step is computed."""
         if self._leader is not None:

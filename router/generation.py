@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from speculation.events import StepMetadata
+from speculation.frozen import frozen
 from speculation.messages import FinishReason, Proposal, RequestOptions, Sampling, SourceName, Speculation, Token
 
 NUMBERS_PER_COMMIT = 8
@@ -39,7 +40,7 @@ class Generation:
     """Whether every commit comes with :class:`Details`."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Passed:
     """A proposal on its way from a drafter to the target."""
 
@@ -53,7 +54,7 @@ class Passed:
     """Number of the draft token it hangs from; None if that was not seen, as the committed text was not."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Details:
     """What the router saw of one commit. Times are seconds since the generation began."""
 
@@ -67,7 +68,7 @@ class Details:
     """How often the session was opened again after a fault so far."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Committed:
     """Tokens that are decided. The first ``accepted`` of them were drafted; ``offered`` drafts were verified."""
 

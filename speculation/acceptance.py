@@ -40,17 +40,17 @@ for every single d, so how it was picked and when it is left out is free, if onl
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
 
+from speculation.frozen import frozen
 from speculation.messages import ANCHOR, SUPPORT_TOTAL, FinishReason, Limits, Support, Token
 
 Number = TypeVar("Number", Fraction, float)
 """Workers compute with floats; the proofs run the same lines with fractions."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AcceptanceResult:
     """The outcome of one verification: the offer indices kept, root first, and the target's token after them."""
 
@@ -74,7 +74,7 @@ def walk(tokens: Sequence[Token], parents: Sequence[int], drawn: Sequence[Token]
     return AcceptanceResult(tuple(kept), drawn[at + 1])
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Chosen:
     """A draft token picked in whatever way (prompt lookup, a caller's prediction), but without the target's noise.
 
@@ -89,7 +89,7 @@ class Chosen:
         return Support((self.token,), (SUPPORT_TOTAL,))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sampled:
     """A draft token drawn from ``q``."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
 
+from speculation.frozen import frozen
 from speculation.messages import (
     FinishReason,
     FromWorker,
@@ -69,7 +70,7 @@ class PoisonRequest:
     deaths: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Received:
     """A message of a worker about this session."""
 
@@ -119,7 +120,7 @@ class Stop:
     """The client wants no more: it went away, or found its stop string."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Tick:
     """A wake-up asked for with :class:`Wake`, never before its time, or any other time."""
 
@@ -137,7 +138,7 @@ class Place:
     avoid: frozenset[PeerId]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Send:
     """Pass a message to a worker."""
 
@@ -145,7 +146,7 @@ class Send:
     message: ToWorker
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Relay:
     """Pass a message on to the worker at the other side, as it came but under the epoch of the session there."""
 
@@ -154,7 +155,7 @@ class Relay:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepMetadata:
     """What a target says of tokens it commits, for those who want to know; see :class:`Verification`."""
 
@@ -167,7 +168,7 @@ class StepMetadata:
     waited_us: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Emit:
     """Tokens were committed. The first ``accepted`` of them were drafted."""
 
@@ -194,7 +195,7 @@ class Fail:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Wake:
     """Send a :class:`Tick` at this time, and not when the one before it says."""
 

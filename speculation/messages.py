@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
 
+from speculation.frozen import frozen
 from speculation.settings import MAX_PRIORITY as MAX_PRIORITY
 from speculation.settings import AllBut as AllBut
 from speculation.settings import Limits as Limits
@@ -145,7 +146,7 @@ def depths_of(parents: Iterable[int]) -> list[int]:
     return depths
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Proposal:
     """Draft tokens: a small tree hanging from a known prefix.
 
@@ -187,7 +188,7 @@ class Proposal:
                 raise ValueError(f"q[{i}] gives no probability to token {self.tokens[i]}, said to be drawn from it")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TokenLogprobs:
     """What the model thought of a token: natural logarithms of probabilities."""
 
@@ -202,7 +203,7 @@ class TokenLogprobs:
             raise ValueError(f"logprobs has {len(self.logprobs)} entries for {len(self.tokens)} tokens")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Verification:
     """The outcome of one target step for one session.
 
@@ -353,7 +354,7 @@ class Subscribe:
     format: FeatureFormat = FeatureFormat.BF16
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Features:
     """What an EAGLE head reads of a target's hidden states, for some tokens that follow each other.
 

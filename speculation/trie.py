@@ -19,6 +19,7 @@ from itertools import chain
 from operator import attrgetter
 
 from speculation import digest as digests
+from speculation.frozen import frozen
 from speculation.messages import ANCHOR, Proposal, Source, SourceName, Support, Token
 
 DEFAULT_CONFIDENCE = 0.7
@@ -103,7 +104,7 @@ class InsertResult(StrEnum):
     """It does not say what its tokens were drawn from, in a session under the rejection rule."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class VerificationTree:
     """Draft tokens chosen for one verification, parents first. ``parents[i]`` indexes this offer; -1 is the root."""
 

@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
+from speculation.frozen import frozen
 from speculation.verifying.budget import room_for_drafts
 
 HEAD_START = 10.0
@@ -75,7 +76,7 @@ class Budget:
             raise ValueError(f"a step needs a budget of at least 2 tokens, got {self.tokens}")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Demand:
     """One running session."""
 
@@ -91,7 +92,7 @@ class Demand:
         return self.num_uncomputed_tokens == 1
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Share:
     """What one session gets in a step.
 

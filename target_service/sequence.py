@@ -13,7 +13,7 @@ from engine.interface import Chunk
 from engine.sampling.sampling import Draw, is_plain, token_logprobs
 from engine.shaping.grammar import GrammarConstraint, MaskBudget
 from engine.shaping.shaping import RowShaping, Shaping
-from speculation.acceptance import Chosen, Draft, Sampled
+from speculation.acceptance import AcceptanceResult, Chosen, Draft, Sampled
 from speculation.drafting.heads import StateDrafts
 from speculation.messages import ANCHOR, Open, RefusalCode, Refused, Rule, Sampling, Token, TokenLogprobs, Verification
 from speculation.trie import VerificationTree
@@ -139,16 +139,20 @@ class TargetSequence:
         top_logprobs = [opened.request_options.prompt_logprobs or 0] * count
         self._prompt_logprobs += token_logprobs(logits_PV, opened.tokens[first : first + count], top_logprobs)
 
-    def said(self, verification: Verification, started: float, ended: float) -> Verification:
-        """What is sent of it, with the times of its step; the first one also speaks of the cache and of the prompt."""
-        opened = len(self.session.opened.tokens)
+    def settle(self, outcome: AcceptanceResult, started: float, ended: float) -> Commit:
+        """Decide a step, of which the target also tells when it began and ended."""
         waited = 0.0 if self.waits_since is None else started - self.waits_since
         self.waits_since = None
-        timed = replace(verification, took_us=_microseconds(ended - started), waited_us=_microseconds(waited))
+        took_us, waited_us = _microseconds(ended - started), _microseconds(waited)
+        return self.session.settle(outcome, ended, took_us=took_us, waited_us=waited_us)
+
+    def said(self, verification: Verification) -> Verification:
+        """What is sent of it: the first one also speaks of the cache and of the prompt."""
+        opened = len(self.session.opened.tokens)
         if verification.position > opened:
-            return timed
+            return verification
         prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
-        return replace(timed, cached=max(opened - self.computed, 0), prompt_logprobs=prompt_logprobs)
+        return replace(verification, cached=max(opened - self.computed, 0), prompt_logprobs=prompt_logprobs)
 
     def refused(self, code: RefusalCode, message: str) -> tuple[Hashable, Refused]:
         """What tells the router that this session is given up."""

@@ -107,8 +107,15 @@ async def start_target(
         for ended in (engine, drafter, tracing):
             if ended is not None:
                 ending.callback(ended.close)
-        timeout, longest = settings.step_timeout, machine.longest_step
-        worker = Worker(machine, ROLE, ending.close, timeout, longest_step=longest, validate=settings.validate)
+        worker = Worker(
+            machine,
+            ROLE,
+            ending.close,
+            settings.step_timeout,
+            longest_step=machine.longest_step,
+            check=engine.check,
+            validate=settings.validate,
+        )
         await worker.start(door)
         return worker
 

@@ -199,11 +199,20 @@ class LongestStep:
 class StepAccount:
     """The steps of one worker so far. Times are of one monotonic clock, in seconds."""
 
-    def __init__(self, counters: TargetCounters, planner: Planner, recorder: Recorder | None) -> None:
+    def __init__(
+        self,
+        counters: TargetCounters,
+        planner: Planner,
+        recorder: Recorder | None,
+        believed: Mapping[int, float],
+    ) -> None:
+        """``believed``: seconds of a step by its tokens, before any was measured."""
         self._counters, self._planner, self._recorder = counters, planner, recorder
         self._waiting_since: float | None = None
         self.time = StepTime()
         self._longest = LongestStep()
+        for tokens, seconds in believed.items():
+            self._longest.observe(tokens, seconds)
         self._computing = 0
         """Tokens of the forward under way, if it is the step's first: those after it are there to find a fault."""
 

@@ -98,7 +98,7 @@ class VerifyLoop:
         )  # fmt: skip
         self._suffix_store = SuffixStore(limits.suffix.tokens, limits.suffix.scope)
         self._drafters = own_drafters(engine, drafter, self._planner, self.counters, adaptive=limits.adaptive)
-        self._account = StepAccount(self.counters, self._planner, recorder)
+        self._account = StepAccount(self.counters, self._planner, recorder, step_seconds)
         self._recorder, self._tracing = recorder, tracing
         self._due: float | None = None
         self._last_committed = 0
@@ -378,7 +378,7 @@ class VerifyLoop:
         assert entry.tree is not None
         started, ended = times
         sequence, scheduled = entry.sequence, entry.num_scheduled_tokens
-        commit = sequence.session.settle(accepted, ended)
+        commit = sequence.settle(accepted, started, ended)
         verification = commit.verification
         sequence.cached.commit([*range(scheduled), *(scheduled + i for i in commit.kept)])
         self.counters.count(entry.tree, commit)
@@ -396,4 +396,4 @@ class VerifyLoop:
             return self._give_up(sequence, why, RefusalCode.INVALID)
         if logprobs:
             verification = replace(verification, logprobs=tuple(logprobs[: len(verification.tokens)]))
-        return [(sequence.link, sequence.said(verification, started, ended))]
+        return [(sequence.link, sequence.said(verification))]

@@ -18,10 +18,10 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from protos.paceline.v1 import worker_pb2 as pb
+from speculation.frozen import frozen
 from speculation.messages import FromWorker, Load, Loading, Proposal, SessionId, Verification, Welcome
 from transport.codec import RELAYED, MalformedMessage, UnknownKind, decode_from_worker, is_features
 from transport.codec_parts import MAX_PLAIN_BYTES, Asked, AskedLogprobs, decode_loading
@@ -65,7 +65,7 @@ class EntrySink(Protocol):
         """Queue an encoded message, or a ``hint`` that may be dropped; whether it was, and not dropped."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Route:
     """Where to pass on what a worker says of a session under ``epoch``, and under which epoch."""
 

@@ -44,6 +44,8 @@ from transport.tls import Identity
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_SECONDS = 0.02
+CHECK_SECONDS, ANSWER_SECONDS = 5.0, 10.0
+"""After how long without work a worker sees whether all that it computes with answers, and how long that may take."""
 SWITCH_SECONDS = 1e-4
 """After which the computing thread lets the event loop have the GIL. Python's own 5 ms are longer than most steps."""
 
@@ -165,9 +167,11 @@ class Watchdog:
         self._step = 0
         self._computing = False
         self._seen = (0, 0)  # the step under way at the last heartbeats, and how many of them it has lasted
+        self._limit: float | None = None
 
-    def begins(self) -> None:
-        """A step begins."""
+    def begins(self, limit: float | None = None) -> None:
+        """A step begins, or what may take ``limit`` seconds."""
+        self._limit = limit
         self._step += 1
         self._computing = True
 
@@ -179,11 +183,13 @@ class Watchdog:
         """How the step under way has taken too long; empty: it has not. To be asked once a heartbeat."""
         step, beats = self._seen
         self._seen = (self._step, beats + 1 if self._computing and step == self._step else 0)
-        longest = self._longest()
+        longest = self._longest() if self._limit is None else self._limit
         measured = longest is not None and longest < self._step_timeout
         seconds = longest if longest is not None and measured else self._step_timeout
         if not 0 < seconds / HEARTBEAT_SECONDS < self._seen[1]:
             return ""
+        if self._limit is not None:
+            return f"not all that it computes with has answered within {seconds:g} s"
         return f"a step has taken more than {seconds:g} s ({'by far the longest' if measured else 'step_timeout'})"
 
 
@@ -199,17 +205,19 @@ class Worker:
         stuck: Callable[[str], None] = end_process,
         *,
         longest_step: Callable[[], float | None] = lambda: None,
+        check: Callable[[], None] | None = None,
         validate: bool = False,
     ) -> None:
         """Nothing happens before ``start``.
 
         ``ended`` is called when nothing is computed any more. ``stuck`` is called when a step has taken more than
         ``step_timeout`` seconds (0: never), or than ``longest_step`` says of the one under way, which is asked from
-        another thread. ``validate``: whenever there is nothing to do, see whether the machine's books are right; where
-        they are not, the worker fails.
+        another thread. ``check`` is called now and then while there is nothing to do, and returns if all that the
+        machine computes with answers. ``validate``: whenever there is nothing to do, see whether the machine's books
+        are right; where they are not, the worker fails.
         """
         self._machine, self._role, self._ended = machine, role, ended
-        self._stuck, self._validate = stuck, validate
+        self._stuck, self._check, self._validate = stuck, check, validate
         self._watchdog = Watchdog(step_timeout, longest_step)
         self._draining = False
         self._wake = threading.Condition()
@@ -336,9 +344,9 @@ class Worker:
         try:
             idle = False
             while True:
+                while idle and not self._awaits_work(self._machine.due()):
+                    self._see_to_others()
                 with self._wake:
-                    if idle:
-                        self._await_work(self._machine.due())
                     if self._stopping:
                         return
                     inbox, self._inbox = self._inbox, []
@@ -369,13 +377,23 @@ class Worker:
         if entries:
             self._loop.call_soon_threadsafe(self._deliver, entries)
 
-    def _await_work(self, due: float | None) -> None:
-        """Until a message comes, or it is time."""
-        while not self._inbox and not self._stopping:
-            left = None if due is None else due - time.perf_counter()
-            if left is not None and left <= 0:
-                return
-            self._wake.wait(left)
+    def _awaits_work(self, due: float | None) -> bool:
+        """Until a message comes, or it is time; whether so. Else there was nothing to do for a while."""
+        check = None if self._check is None else time.perf_counter() + CHECK_SECONDS
+        until = min((at for at in (due, check) if at is not None), default=None)
+        with self._wake:
+            while not self._inbox and not self._stopping:
+                left = None if until is None else until - time.perf_counter()
+                if left is not None and left <= 0:
+                    return until == due
+                self._wake.wait(left)
+        return True
+
+    def _see_to_others(self) -> None:
+        assert self._check is not None, "a worker without others looks after them"
+        self._watchdog.begins(ANSWER_SECONDS)
+        self._check()
+        self._watchdog.ends()
 
     def _fail(self, error: Exception) -> None:
         if not self.failed.done():

@@ -162,5 +162,5 @@ async def _inject_all(
         except StageError:
             done["skipped, no victim"] += 1
         except TimeoutError:
-            complaints.append(f"{planned.kind}: Ray did not start another within {faults.CONTROLLER_SECONDS:.0f} s")
+            complaints.append(f"{planned.kind} at {now:.0f} s: the process, or its successor, was waited for in vain")
     return done

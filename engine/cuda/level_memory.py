@@ -10,13 +10,13 @@ branch, V vocabulary, X numbers of a place that are downloaded, S numbers that a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.attention.rows import Rows, fixed_size, max_wanted
+from speculation.frozen import frozen
 from speculation.messages import Sampling, Token
 from speculation.verifying.calibration import CELLS, RANKS
 
@@ -42,7 +42,7 @@ REALS = ("factor", "temperature", "min_weight", "weight", "leaf_weight")
 """The first of :func:`session_fields`: floating-point numbers in double precision, the others are integers."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TreePlace:
     """Where a place of a draft tree is in the cache."""
 
@@ -54,7 +54,7 @@ class TreePlace:
     """Slots of the others."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Leaf:
     """A draft that may be expanded."""
 
@@ -64,7 +64,7 @@ class Leaf:
     """What it hangs from."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LevelExpansion:
     """What a launch needs to know of a session, whose places have been computed as a step's first level."""
 

@@ -35,6 +35,8 @@ IDLE = timedelta(days=365)
 FRAME_BYTES = 1 << 14
 """What a broadcast carries; a longer message takes a second one."""
 LENGTH_BYTES = 8
+CHECK = b"answer"
+"""What rank 0 says instead of a step, to see whether the others are there."""
 GATHERED_BYTES = 1 << 20
 """Up to so many of all ranks together, parts of a sum are sent whole to every rank: one exchange instead of two."""
 
@@ -121,11 +123,11 @@ class Group:
         """Whether all ranks say so."""
         return bool(self.minimum(int(so)))
 
-    def minimum(self, value: int) -> int:
-        """The smallest of all ranks' values, which may come as late as they load. Raises RuntimeError."""
+    def minimum(self, value: int, patience: timedelta | None = None) -> int:
+        """The smallest of all ranks' values. Raises RuntimeError if one does not come while they load, or so long."""
         values_1 = torch.tensor([value])
         options = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.MIN), self._loading
+        options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.MIN), patience or self._loading
         self._idle.allreduce([values_1], options).wait()
         return int(values_1)
 
@@ -137,8 +139,18 @@ class Group:
         if len(frame) > FRAME_BYTES:
             self._broadcast(bytearray(frame[FRAME_BYTES:]), patience)
 
+    def check(self) -> None:
+        """Rank 0: see whether all others :meth:`hear`, who answer by themselves. Raises RuntimeError."""
+        self.tell(CHECK)
+        self.minimum(0, self.patience)
+
     def hear(self) -> bytes:
         """The others: the next message of rank 0, however long that takes."""
+        while (message := self._heard()) == CHECK:
+            self.meet()
+        return message
+
+    def _heard(self) -> bytes:
         frame = self._broadcast(bytearray(FRAME_BYTES), IDLE)
         end = LENGTH_BYTES + int.from_bytes(frame[:LENGTH_BYTES], "little")
         if end > FRAME_BYTES:

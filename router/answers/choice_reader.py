@@ -20,6 +20,7 @@ from router.text.text import Delta, Piece, TextRules, TextStream
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import Found, ToolCall, parser_of
 from speculation.events import Origin, StepMetadata, origins, refused
+from speculation.frozen import frozen
 from speculation.messages import FinishReason, SourceName, Token, TokenLogprobs
 
 
@@ -34,7 +35,7 @@ class PromptShown:
     """With their log-probabilities, if these were asked for."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TextChunk:
     """What one commit adds to choice ``index``; the last one of a choice has ``finish``.
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
 
+from speculation.frozen import frozen
 from speculation.messages import ANCHOR, Open, Proposal, Rule, Schedule, Support, Token, Verification
 from speculation.trie import Node, SpeculationTrie, TrieLimits
 from speculation.verifying.calibration import Calibration
@@ -64,7 +65,7 @@ class Sync(Enum):
     FINISHED = auto()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Candidate:
     """A token the draft model would follow a node with, and its estimate that the target does the same."""
 
@@ -77,7 +78,7 @@ class Candidate:
 NONE_RIGHT = -1
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Outcome:
     """What the drafter thought of its candidates at a place that the text went through, and which one came true."""
 
@@ -370,8 +371,7 @@ def proposals_of(opened: Open, root: Node, nodes: Sequence[Node]) -> list[Propos
     common = paths[0][shared - 1] if shared else root
     between = {node: None for path in paths for node in path[shared:]} | dict.fromkeys(nodes)
     spanning = sorted(between, key=lambda node: node.end)
-    repeated = sum(token_bytes(node.token) for node in spanning if node not in anchors)
-    if repeated <= PROPOSAL_BYTES * (len(parts) - 1):
+    if sum(token_bytes(node.token) for node in spanning if node not in anchors) <= PROPOSAL_BYTES * (len(parts) - 1):
         return [_proposal(opened, common, spanning)]
     return [_proposal(opened, anchor, part) for anchor, part in parts.items()]
 

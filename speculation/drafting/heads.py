@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from speculation.drafting.draft_session import Candidate, DraftLimits
+from speculation.frozen import frozen
 from speculation.messages import ANCHOR, SourceName, Token, depths_of
 
 NODES = 20
@@ -138,7 +139,7 @@ def limits_elsewhere(limits: DraftLimits) -> DraftLimits:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GuessPlace:
     """A guess, or the end of the text, that guesses can hang from."""
 

@@ -15,8 +15,8 @@ entries, whatever stands before it; in ordinary text, two or three.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from speculation.frozen import frozen
 from speculation.messages import ANCHOR, Source, Token
 
 SHORTEST = 2
@@ -40,7 +40,7 @@ def confidence(matched: int) -> float:
     return matched / (matched + 3)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Continuation:
     """What followed the present context before; empty if it never stood there."""
 

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from speculation.frozen import frozen
 from speculation.messages import ANCHOR, Open, Rule, Source, Token
 from speculation.sources.lookup import common_end, confidence
 from speculation.sources.registry import LocalSource
@@ -97,7 +98,7 @@ _Voice = tuple[Sequence[Token], int, int]
 """What an earlier text said at a place, how often, and its number."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Followed:
     """A chain of drafts, and the numbers of the texts that its first token is from."""
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
+from speculation.frozen import frozen
 from speculation.messages import Open
 from speculation.sources.registry import LOOKUP, LocalSource, local_sources
 from speculation.trie import VerificationTree
@@ -31,7 +31,7 @@ DEAF_AFTER = 0.5
 """Seconds that the baseline schedules wait for a drafter before they go on without."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Asked:
     """A session that can commit in this step, and how many drafts there is room for."""
 
@@ -39,7 +39,7 @@ class Asked:
     drafts: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Plan:
     """``offers[i]`` is what the i-th session asked about verifies; None: it sits this step out, until ``wake``."""
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from speculation.acceptance import AcceptanceResult, finish_at, walk
+from speculation.frozen import frozen
 from speculation.messages import (
     ANCHOR,
     FinishReason,
@@ -52,7 +53,7 @@ class SharedEstimators:
     """Accepted drafts a verification that make up for what drafting takes."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Commit:
     """What one step decided: the message to send, and the offer indices whose cache entries stay."""
 
@@ -258,8 +259,10 @@ class TargetSession:
         assert self._tree is not None, "commit without a tree"
         return self.settle(walk(self._tree.tokens, self._tree.parents, drawn), at)
 
-    def settle(self, outcome: AcceptanceResult, at: float | None = None) -> Commit:
-        """Decide the step by an outcome that a rule has come to."""
+    def settle(
+        self, outcome: AcceptanceResult, at: float | None = None, *, took_us: int = 0, waited_us: int = 0
+    ) -> Commit:
+        """Decide the step by an outcome that a rule has come to; what it took and waited is told as it is."""
         tree, self._tree = self._tree, None
         assert tree is not None, "settle without a tree"
         tokens = (*(tree.nodes[i].token for i in outcome.kept), outcome.own)
@@ -290,6 +293,8 @@ class TargetSession:
             sources=_unless_drafted(sources),
             refused=_unless_drafted(refused),
             recovered=count > len(outcome.kept) and end in tree.parents,
+            took_us=took_us,
+            waited_us=waited_us,
         )
         return Commit(verification, kept)
 
@@ -328,4 +333,4 @@ class TargetSession:
 
 def _unless_drafted(sources: tuple[SourceName, ...]) -> tuple[SourceName, ...]:
     """What a message says of drafts that came from these sources."""
-    return () if set(sources) <= {Source.DRAFT} else sources
+    return () if not sources or set(sources) == {Source.DRAFT} else sources

@@ -24,6 +24,7 @@ from tests.faults.toy_workers import VOCABULARY, ToyDraftWorker, ToyTargetWorker
 from tests.integration.test_transport import OPEN, Echo, Heard, connected
 from tests.stack import decode, dispatcher, held_out_prompts, target_worker
 from transport import client
+from transport import worker as worker_module
 from transport.worker import Door, Outgoing, Watchdog, Worker
 
 POISON = 23
@@ -284,6 +285,31 @@ async def test_other_workers_do_not_look():
         assert isinstance(await heard.next(), Verification)
     await worker.stop()
     assert not machine.validated
+
+
+async def test_a_worker_that_waits_for_work_ends_when_what_it_computes_with_does_not_answer(monkeypatch):
+    monkeypatch.setattr(worker_module, "CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(worker_module, "ANSWER_SECONDS", 0.5)
+    said: asyncio.Queue[str] = asyncio.Queue()
+    asked, hangs, freed = [], threading.Event(), threading.Event()
+
+    def check() -> None:
+        asked.append(1)
+        if hangs.is_set():
+            freed.wait(60)
+
+    async with toy_worker(step_timeout=60.0, stuck=said.put_nowait, check=check) as worker:
+        async with asyncio.timeout(60):
+            while len(asked) < 3:
+                await asyncio.sleep(0.01)
+            async with dispatcher([worker.address]) as serving:
+                await generate(serving, (1, 2), 5, 40)
+            assert said.empty()
+            hangs.set()
+            assert await said.get() == (
+                "the target worker ends: not all that it computes with has answered within 0.5 s"
+            )
+        freed.set()
 
 
 def test_a_watchdog_counts_heartbeats_of_one_step():

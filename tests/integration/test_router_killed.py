@@ -14,7 +14,7 @@ from tests.cluster.processes import PATIENCE, Paceline
 from tests.ports import free_port
 from tests.stack import draft_worker, target_worker
 
-REQUESTS = [body("def merge(left, right):", 600, seed, 0.8) for seed in (1, 2)]
+REQUESTS = [body("def merge(left, right):", 240, seed, 0.8) for seed in (1, 2)]
 
 
 async def router(stack: AsyncExitStack, target: str, draft: str) -> tuple[Paceline, str]:

@@ -175,6 +175,21 @@ def test_an_idle_worker_ends_when_a_rank_dies(tiny):
             engine.run([Chunk(engine.cache.sequence(), [5])])
 
 
+def test_an_idle_worker_sees_whether_its_ranks_answer(tiny):
+    ranks = Watched()
+    with on_ranks(tiny, ranks) as engine:
+        for _ in range(2):
+            engine.check()
+            engine.run([Chunk(engine.cache.sequence(), [5])])
+        os.kill(ranks.pids[1], signal.SIGSTOP)
+        assert engine._leader is not None and engine._leader._group is not None
+        engine._leader._group.patience = timedelta(seconds=1)
+        with pytest.raises(RankError, match=r"no answer within \d+ s from one of: rank 1 runs"):
+            engine.check()
+        with pytest.raises(RankError, match="out of step"):
+            engine.check()
+
+
 def test_a_rank_that_hangs_does_not_hang_the_worker_for_long(tiny, monkeypatch):
     monkeypatch.setattr(group, "COMPUTING", timedelta(seconds=10))  # they meet within it, too
     ranks = Watched()

@@ -556,14 +556,15 @@ def test_a_draft_that_was_not_drawn_would_be_found(bench: Bench, who: str, monke
     """Where a target commits what a source proposed and the target refused, some mixture shows it."""
     settle = TargetSession.settle
 
-    def credulous(self: TargetSession, outcome: AcceptanceResult, at: float | None = None) -> Any:
+    def credulous(self: TargetSession, outcome: AcceptanceResult, *times: Any, **named: Any) -> Any:
         assert self._tree is not None
         nodes, parents = self._tree.nodes, self._tree.parents
         refused = (i for i, node in enumerate(nodes) if node.source == WHO[who] and i not in outcome.kept)
         path = [next(refused, ANCHOR)]
         while path[0] != ANCHOR:
             path.insert(0, parents[path[0]])
-        return settle(self, AcceptanceResult(tuple(path[1:]), outcome.own) if path[1:] else outcome, at)
+        changed = AcceptanceResult(tuple(path[1:]), outcome.own) if path[1:] else outcome
+        return settle(self, changed, *times, **named)
 
     refused_some = [mixture for mixture in MIXTURES if bench.serve(mixture).wrong[who]]
     monkeypatch.setattr(TargetSession, "settle", credulous)

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 from engine.cache.kv_cache import KVCache
 from engine.step import Engine
-from target_service.step_account import STUCK_BEYOND, STUCK_SECONDS, STUCK_TIMES, LongestStep, time_steps
+from speculation.verifying.planner import Planner
+from target_service.sequence import BatchEntry
+from target_service.step_account import (
+    STUCK_BEYOND,
+    STUCK_SECONDS,
+    STUCK_TIMES,
+    LongestStep,
+    StepAccount,
+    TargetCounters,
+    time_steps,
+)
 from tests.unit.engine.engine_models import load_tiny
+from transport.tracing import SequenceTimings
 
 
 def test_nothing_is_said_of_steps_before_one_was_measured() -> None:
@@ -33,6 +46,15 @@ def test_where_steps_take_seconds_one_that_hangs_is_not_waited_for_all_the_longe
     longest = LongestStep()
     longest.observe(1, 4.0)
     assert longest.max_seconds(1) == 4.0 + STUCK_BEYOND
+
+
+def test_what_steps_took_at_load_bounds_the_first_that_is_asked_for() -> None:
+    account = StepAccount(TargetCounters(), Planner(), None, {1: 2.0})
+    entry = SimpleNamespace(tokens=1, sequence=SimpleNamespace(timings=SequenceTimings(0.0)))
+    account.resume(1.0, [cast(BatchEntry, entry)])
+    with account.forward():
+        assert account.max_seconds == 2.0 + STUCK_BEYOND
+    assert account.max_seconds is None
 
 
 def test_one_long_step_is_forgotten() -> None:
