@@ -63,7 +63,7 @@ structure: setup
 	$(BIN)/python -m tests.structure $(ARGS)
 
 sim: setup
-	$(BIN)/python -m simulation.faults --seeds 2000 $(ARGS)
+	$(BIN)/python -m tests.faults.run --seeds 2000 $(ARGS)
 
 # The engine, and the ways to draft without a small sibling. Another benchmark: make bench ARGS="speculation --quick"
 bench: setup

@@ -73,7 +73,8 @@ class CostedLoop:
         self._head = engine.eagle.fingerprint if engine.eagle is not None else 0
         limits = TargetLimits(adaptive=False, budget=Budget(drafts_per_session=DRAFTS))
         self._loop = VerifyLoop(engine, welcome(settings, engine.model, "target"), limits)
-        self._loop._drafters = self._drafting = DraftingTime(self._loop._drafters)  # type: ignore[assignment]
+        self._drafting = [DraftingTime(one) for one in self._loop._drafters]
+        self._loop._drafters[:] = self._drafting  # type: ignore[assignment]
         sources = frozenset({Source.PREDICTION} if source is None else {Source.PREDICTION, source})
         self._speculation = Speculation(max_depth=DRAFTS, sources=sources, remember=False)
         self._numbers = itertools.count(1)
@@ -96,9 +97,12 @@ class CostedLoop:
         while not all(self._open.values()):
             self.step()
 
+    def _drafted(self) -> float:
+        return sum(one.seconds for one in self._drafting)
+
     def step(self) -> tuple[float, float, bool]:
         """Seconds of one, seconds of drafting among them, and whether a text has ended with it."""
-        drafting, started = self._drafting.seconds, time.perf_counter()
+        drafting, started = self._drafted(), time.perf_counter()
         outgoing = self._loop.step() or []
         for _, message in outgoing:
             encode_from_worker(message)
@@ -106,7 +110,7 @@ class CostedLoop:
         said = [message for _, message in outgoing if isinstance(message, Verification)]
         for verification in said:
             self._open[verification.session] += verification.tokens
-        return seconds, self._drafting.seconds - drafting, any(verification.finish for verification in said)
+        return seconds, self._drafted() - drafting, any(verification.finish for verification in said)
 
     def close(self) -> list[list[Token]]:
         """End all texts; what they came to."""

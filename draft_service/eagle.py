@@ -55,14 +55,6 @@ class HeadText(Text):
             self.tokens += self._committed[self.first + len(self.tokens) :]
 
 
-class HeadReader(Reader):
-    """What an EAGLE head reads of sessions."""
-
-    def text(self, committed: Sequence[Token]) -> HeadText:
-        """Of a session."""
-        return HeadText(committed)
-
-
 class HeadLookahead(Lookahead):
     """The sessions of a draft worker with a head."""
 
@@ -76,7 +68,8 @@ class HeadLookahead(Lookahead):
     ) -> None:
         """As of :class:`Lookahead`; ``welcome`` names the head."""
         draft = limits_elsewhere(limits.draft)
-        super().__init__(engine, welcome, replace(limits, draft=draft), recorder, tracing, HeadReader(engine.model))
+        reader = Reader(engine.model, HeadText)
+        super().__init__(engine, welcome, replace(limits, draft=draft), recorder, tracing, reader)
         self._head = engine
 
     def receive(self, link: Hashable, message: ToWorker, at: float = 0.0) -> Outgoing:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.sequence import DraftBatchEntry, DraftSequence
@@ -25,7 +25,7 @@ from speculation.drafting.draft_session import Candidate, DraftLimits
 from speculation.frozen import frozen
 from speculation.messages import SessionId
 from speculation.trie import Node
-from speculation.verifying.payoff import PlainStep
+from speculation.verifying.payoff import DraftTurn
 from transport.worker import Outgoing
 
 MAX_LEVELS = 8
@@ -55,39 +55,24 @@ def limits_in_turn(draft: DraftLimits, sessions: int = 256) -> LookaheadLimits:
     return LookaheadLimits(sessions=sessions, prefill=256, draft=bounded)
 
 
-@dataclass(slots=True)
-class _Turn:
-    """What a step of the target is expected to commit, and it and the drafting before it to take."""
-
-    tokens: float
-    seconds: float
-    row_seconds: float
-    """Of one more draft, without drafting it."""
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second."""
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-
 @frozen
-class _Gain:
-    """What expanding a place is expected to come to."""
-
-    gain: float
-    """Tokens that one more draft there brings."""
-    chance: float
-    """That a draft token of its session is right."""
-    tokens: int
-    """Computed for it."""
-
-
-@frozen
-class _Place(_Gain):
-    """A place that may be expanded."""
+class _Place:
+    """A place that may be expanded, and what that is expected to come to."""
 
     sequence: DraftSequence
     node: Node
+    chance: float
+    """That a draft token of its session is right."""
+
+    @property
+    def gain(self) -> float:
+        """Tokens that one more draft there brings."""
+        return self.node.weight * self.chance
+
+    @property
+    def tokens(self) -> int:
+        """Computed for it."""
+        return max(self.sequence.num_uncomputed_tokens, 1) if self.node is self.sequence.session.trie.root else 1
 
 
 class InTurn(Lookahead):
@@ -103,7 +88,7 @@ class InTurn(Lookahead):
     _growth_seconds = 0.0
     """What the host takes to grow a tree by one draft."""
 
-    def draft(self, running: Collection[Key], wanted: Mapping[Key, float], plain: PlainStep) -> Outgoing:
+    def draft(self, running: Collection[Key], wanted: Mapping[Key, float], plain: DraftTurn) -> Outgoing:
         """Proposals for ``wanted`` sessions, which are about to be verified, and refusals of those that are dropped.
 
         ``wanted[key]``: the chance that a draft token is right. ``running``: all whose text may be read, prompts in
@@ -116,7 +101,7 @@ class InTurn(Lookahead):
         for sequence in map(self._sequences.get, wanted):
             if sequence is not None:
                 sequence.session.price = min(self._rate * (row_seconds + self._growth_seconds), MAX_PRICE)
-        turn = _Turn(plain.tokens, plain.seconds, row_seconds)
+        turn = replace(plain, row_seconds=row_seconds)
         drafted, probe = 0, self._probes
         while drafted < MAX_LEVELS:
             started = time.perf_counter()
@@ -138,15 +123,15 @@ class InTurn(Lookahead):
         """Whether it is not to be asked to draft in this turn, since that has not paid for a while."""
         return self._idle_turns >= IDLE_TURNS and time.perf_counter() < self._rests_until
 
-    def passes(self, wanted: Mapping[Key, float], plain: PlainStep) -> bool:
+    def passes(self, wanted: Mapping[Key, float], plain: DraftTurn) -> bool:
         """Whether no draft would be worth it even if it knew all that was committed; then it has had its turn.
 
         ``wanted``, ``plain``: see :meth:`draft`. Never so where it paid the last time.
         """
         if not self._idle_turns or self._probes or not wanted or self.counters.steps < FIRST_LEVELS:
             return False
-        began, turn = time.perf_counter(), _Turn(plain.tokens, plain.seconds, plain.row_seconds + self._growth_seconds)
-        ends = [_Gain(chance, chance, 1) for chance in sorted(wanted.values(), reverse=True)[: self._limits.batch]]
+        began, turn = time.perf_counter(), replace(plain, row_seconds=plain.row_seconds + self._growth_seconds)
+        ends = [(chance, chance, 1) for chance in sorted(wanted.values(), reverse=True)[: self._limits.batch]]
         if self._worth(ends, len(ends), self._deepest(len(ends)), turn)[0]:
             return False
         self._had_turn(began, idle=True)
@@ -189,7 +174,7 @@ class InTurn(Lookahead):
         readable = len(sequence.text.tokens) <= self._engine.model.context and sequence not in self._compiling
         return readable and sequence.num_uncomputed_tokens >= self._limits.prefill_from
 
-    def _level(self, wanted: Mapping[Key, float], turn: _Turn, *, probe: bool) -> tuple[Sequence[_Place], int]:
+    def _level(self, wanted: Mapping[Key, float], turn: DraftTurn, *, probe: bool) -> tuple[Sequence[_Place], int]:
         """The places that are expanded next, and by how many levels in one launch; none if no number is worth it.
 
         ``turn`` comes to what is expected of it with them.
@@ -201,7 +186,8 @@ class InTurn(Lookahead):
         deepest = self._deepest(sessions)
         if probe or self.counters.steps < FIRST_LEVELS:
             return places, deepest
-        count, levels = self._worth(places, sessions, deepest, turn)
+        gains = [(place.gain, place.chance, place.tokens) for place in places]
+        count, levels = self._worth(gains, sessions, deepest, turn)
         return places[:count], levels
 
     def _deepest(self, sessions: int) -> int:
@@ -223,32 +209,25 @@ class InTurn(Lookahead):
         sequence = self._sequences.get(key)
         if sequence is None or sequence in self._compiling or self._is_behind(sequence):
             return []
-        root = sequence.session.trie.root
-        return [
-            _Place(
-                node.weight * chance,
-                chance,
-                max(sequence.num_uncomputed_tokens, 1) if node is root else 1,
-                sequence,
-                node,
-            )
-            for node in sequence.frontier(self._engine.model.context)
-        ]
+        return [_Place(sequence, node, chance) for node in sequence.frontier(self._engine.model.context)]
 
-    def _worth(self, places: Sequence[_Gain], sessions: int, deepest: int, turn: _Turn) -> tuple[int, int]:
+    def _worth(
+        self, gains: Sequence[tuple[float, float, int]], sessions: int, deepest: int, turn: DraftTurn
+    ) -> tuple[int, int]:
         """How many of these places, best first, and levels make the most of a second; none if nothing more does.
 
-        ``sessions``: of the places. Each further level of a launch is reckoned as wide as the first, and every draft
-        as likely as its session's.
+        ``gains``: tokens that one more draft there brings, the chance of a draft of its session to be right, and tokens
+        computed for it. ``sessions``: of the places. Each further level of a launch is reckoned as wide as the first,
+        and every draft as likely as its session's.
         """
         chosen, best, level = (0, 1), (turn.tokens, turn.seconds), self._levels.time_of(sessions).further
         rate, gained, read = turn.rate, [0.0] * deepest, 0
-        for number, place in enumerate(places, start=1):
-            read += place.tokens
-            gain, tokens, seconds = place.gain, turn.tokens, turn.seconds + self._cost(read)
+        for number, (gain, chance, computed) in enumerate(gains, start=1):
+            read += computed
+            tokens, seconds = turn.tokens, turn.seconds + self._cost(read)
             for further in range(deepest):
                 gained[further] += gain
-                gain *= place.chance
+                gain *= chance
                 seconds += number * turn.row_seconds + (level if further else 0.0)
                 tokens += gained[further]
                 if tokens > rate * seconds:

@@ -16,13 +16,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draft_service.sequence import DraftBatchEntry, DraftSequence
+from draft_service.sequence import DraftBatchEntry, DraftCounters, DraftSequence
 from engine.cache.kv_cache import ROOT, CacheFull
 from engine.cuda.level_memory import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, Expanded, Leaf, LevelExpansion, TreePlace
 from engine.cuda.levels import Levels
-from speculation.drafting.draft_session import Candidate
-from speculation.messages import Rule, Source
+from engine.recorder import Recorder
+from speculation.drafting.draft_session import Candidate, DraftSession
+from speculation.messages import Rule, Source, Verification
 from speculation.trie import Node
+from speculation.verifying.budget import StepCost
 from speculation.verifying.calibration import Calibration
 
 SHARE = 0.5
@@ -152,6 +154,62 @@ class DraftLevels:
                 entry.found = found
 
 
+class DraftAccount:
+    """What the steps of a draft worker took and what became of its drafts: counted, recorded and learned from.
+
+    Only steps that drafted and read nothing else tell what a forward costs: what one of several levels takes is known
+    as a step of one level and the further ones. Times are in seconds.
+    """
+
+    def __init__(
+        self, counters: DraftCounters, cost: StepCost, launches: DraftLevels, recorder: Recorder | None
+    ) -> None:
+        """``cost`` and ``launches`` learn from the steps."""
+        self._counters, self._cost, self._launches, self._recorder = counters, cost, launches, recorder
+        self._outcomes: list[dict[str, object]] = []  # for the record of the next step
+
+    def note(self, session: DraftSession) -> None:
+        """Keep for the record what the session has learned about its candidates."""
+        if session.outcomes:
+            found = [[[round(c, 4) for c in one.confidences], one.right] for one in session.outcomes]
+            self._outcomes.append({"session": session.opened.session, "outcomes": found})
+            session.outcomes.clear()
+
+    def verified(self, verification: Verification, asked: int, reached: int) -> None:
+        """A verification was heard; drafting should have been ``asked`` tokens ahead, and had ``reached`` so many."""
+        self._counters.asked += asked
+        self._counters.delivered += reached
+        self._counters.verified += 1
+        self._counters.accepted += verification.accepted
+
+    def observe(
+        self, entries: Sequence[DraftBatchEntry], started: float, ended: float, forward: float, guessing: float
+    ) -> None:
+        """A step is over. ``forward``, ``guessing``: what the draft model took of it, and what guessed for it."""
+        tokens, levels = sum(entry.size for entry in entries), max(entry.levels for entry in entries)
+        self._counters.steps += 1
+        self._counters.step_microseconds += round((ended - started) * 1e6)
+        self._counters.computed += tokens
+        if all(len(entry.tokens) == len(entry.expands) for entry in entries):
+            took, first = ended - started - guessing, sum(len(entry.tokens) for entry in entries)
+            launch = self._launches.time_of(len(entries))
+            launch.observe(levels, took)
+            # Not less than an even share, however long further levels are thought to take.
+            self._cost.observe(first, max(took - (levels - 1) * launch.further, took / levels))
+        if self._recorder:
+            self._recorder.write(
+                role="draft",
+                start=started,
+                end=ended,
+                forward=forward,
+                tokens=tokens,
+                levels=levels,
+                sessions=[entry.sequence.session.opened.session for entry in entries],
+                learned=self._outcomes,
+            )
+            self._outcomes = []
+
+
 def first_level(entry: DraftBatchEntry) -> list[Sequence[Candidate]]:
     """What may follow each place that a launch began with."""
     return [_candidates(expanded) for expanded in entry.found[0][: len(entry.expands)]]
@@ -193,8 +251,7 @@ def _node(entry: DraftBatchEntry, expanded: Expanded | None, levels: Sequence[Se
         return None
     if expanded.leaf is not None:
         leaf = entry.leaves[expanded.leaf]
-        assert leaf.parent is not None
-        return entry.sequence.session.draft_below(leaf.parent, leaf.token)
+        return entry.sequence.session.draft_below(leaf.above, leaf.token)
     assert expanded.above is not None, "the first level is expanded already"
     level, place = expanded.above
     above = levels[level][place]
@@ -260,8 +317,7 @@ def _leaves(entry: DraftBatchEntry, max_leaves: int) -> list[Node]:
 
 def _above(entry: DraftBatchEntry, node: Node) -> int:
     """The pending node that a draft hangs from, or ROOT."""
-    assert node.parent is not None
-    return ROOT if node.parent is entry.sequence.session.trie.root else entry.sequence.pending[node.parent]
+    return ROOT if node.above is entry.sequence.session.trie.root else entry.sequence.pending[node.above]
 
 
 def _shorter(known: float | None, measured: float) -> float:

@@ -15,9 +15,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
-from draft_service.draft_account import DraftAccount
 from draft_service.head_engine import HeadEngine
-from draft_service.levels import DraftLevels, first_level, grow
+from draft_service.levels import DraftAccount, DraftLevels, first_level, grow
 from draft_service.sequence import (
     DraftBatchEntry,
     DraftCounters,
@@ -36,11 +35,9 @@ from engine.shaping.grammar import GrammarConstraint, Grammars
 from engine.shaping.shaping import Shaping
 from engine.step import Engine
 from speculation.demand import DraftDemand
-from speculation.drafting.draft_session import Candidate, DraftLimits, DraftSession, Sync, best_places
+from speculation.drafting.draft_session import Candidate, DraftLimits, DraftSession, Sync
 from speculation.messages import (
     Close,
-    Features,
-    FromWorker,
     Load,
     Open,
     Proposal,
@@ -53,7 +50,7 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.trie import Node
-from speculation.verifying.budget import StepCost
+from speculation.verifying.budget import StepCost, best_places
 from speculation.verifying.calibration import Calibration
 from transport.tracing import SequenceTimings, SessionLog, Tracing
 from transport.worker import Outgoing
@@ -158,8 +155,8 @@ class Lookahead:
                 return []
             self._drop(sequence, "opened again")
         if why := self._reason_to_refuse(opened.tokens):
-            return [_refused(link, opened, RefusalCode.INVALID, why)]
-        no_room = [_refused(link, opened, RefusalCode.OVERLOADED, "no room for another session")]
+            return _refused(link, opened, RefusalCode.INVALID, why)
+        no_room = _refused(link, opened, RefusalCode.OVERLOADED, "no room for another session")
         if len(self._sequences) >= self._limits.sessions:
             return no_room
         session = DraftSession(
@@ -194,27 +191,23 @@ class Lookahead:
 
     def _verified(self, link: Hashable, verification: Verification, sequence: DraftSequence | None) -> Outgoing:
         if sequence is None:
-            return [_refused(link, verification, RefusalCode.UNKNOWN_SESSION, "not opened here")]
+            return _refused(link, verification, RefusalCode.UNKNOWN_SESSION, "not opened here")
         self._resting = verification.lead == 0
         old_root, lead = sequence.session.trie.root, sequence.session.lead
         sync = sequence.session.verified(verification)
-        if sync is not Sync.IGNORED:
-            sequence.timings.counts(verification)
         self._account.note(sequence.session)
-        match sync:
-            case Sync.IGNORED:
-                return []
-            case Sync.LOST:
-                self.counters.lost += 1
-                self._drop(sequence, "lost its place")
-                return [_refused(link, verification, RefusalCode.UNKNOWN_SESSION, "does not connect to what is known")]
-            case Sync.FINISHED:
-                self._account.verified(verification, lead)
-                self._drop(sequence, "finished")
-                return []
-            case Sync.ADVANCED:
-                self._account.verified(verification, lead)
-                self._levels.verified(sequence, time.perf_counter())
+        if sync is Sync.IGNORED:
+            return []
+        sequence.timings.counts(verification)
+        if sync is Sync.LOST:
+            self.counters.lost += 1
+            self._drop(sequence, "lost its place")
+            return _refused(link, verification, RefusalCode.UNKNOWN_SESSION, "does not connect to what is known")
+        self._account.verified(verification, *lead)
+        if sync is Sync.FINISHED:
+            self._drop(sequence, "finished")
+            return []
+        self._levels.verified(sequence, time.perf_counter())
         if why := self._reason_to_refuse(verification.tokens):
             return self._give_back(sequence, RefusalCode.INVALID, why)
         sequence.follow(old_root, verification)
@@ -278,7 +271,7 @@ class Lookahead:
     def _plan(self) -> list[DraftBatchEntry]:
         """Missing committed tokens are computed first; of the draft places, as many as pay are expanded."""
         entries: list[DraftBatchEntry] = []
-        frontiers: list[tuple[DraftSequence, Sequence[Node]]] = []
+        frontiers: dict[DraftSequence, Sequence[Node]] = {}
         context = self._engine.model.context
         for sequence in self._sequences.values():
             if sequence in self._compiling:
@@ -287,13 +280,11 @@ class Lookahead:
             if frontier and frontier[0] is sequence.session.trie.root:
                 entries.append(self._read_on(sequence, frontier))
             elif frontier:
-                frontiers.append((sequence, frontier))
+                frontiers[sequence] = frontier
             elif sequence.num_uncomputed_tokens >= self._limits.prefill_from and len(sequence.text.tokens) <= context:
                 entries.append(self._read_on(sequence, ()))
         scheduled = sum(len(entry.tokens) for entry in entries)
-        chosen: dict[DraftSequence, list[Node]] = {}
-        for sequence, node in best_places(frontiers, self._limits.batch, scheduled, len(entries), self._cost):
-            chosen.setdefault(sequence, []).append(node)
+        chosen = best_places(frontiers, self._limits.batch, scheduled, len(entries), self._cost)
         return entries + [DraftBatchEntry.below(sequence, nodes) for sequence, nodes in chosen.items()]
 
     def _read_on(self, sequence: DraftSequence, frontier: Sequence[Node]) -> DraftBatchEntry:
@@ -370,7 +361,7 @@ class Lookahead:
     def _give_back(self, sequence: DraftSequence, code: RefusalCode, why: str) -> Outgoing:
         """Draft no more for a session; its router may ask another drafter."""
         self._drop(sequence, why)
-        return [_refused(sequence.link, sequence.session.opened, code, why)]
+        return _refused(sequence.link, sequence.session.opened, code, why)
 
     def _settle(self, entry: DraftBatchEntry, found: Sequence[Sequence[Candidate]], now: float) -> None:
         """Note where in the cache an entry is; expand its places, and what was guessed behind, by ``found``."""
@@ -393,7 +384,5 @@ class Lookahead:
         self.counters.proposed += len(session.trie) - before
 
 
-def _refused(
-    link: Hashable, about: Open | Verification, code: RefusalCode, message: str
-) -> tuple[Hashable, FromWorker | Features]:
-    return link, Refused(about.session, about.epoch, code, message)
+def _refused(link: Hashable, about: Open | Verification, code: RefusalCode, message: str) -> Outgoing:
+    return [(link, Refused(about.session, about.epoch, code, message))]

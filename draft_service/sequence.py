@@ -8,7 +8,7 @@ Tensor legend: R rows of the step, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -59,13 +59,11 @@ class Reader:
     Sessions are in the target's tokens everywhere else. A subclass has them meet the draft model's, here alone.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, text: Callable[[Sequence[Token]], Text] = Text) -> None:
         self.model = model
         """The draft model, with the vocabulary of the sessions."""
-
-    def text(self, committed: Sequence[Token]) -> Text:
-        """The text of a session. ``committed``: its tokens, a list that grows as they are."""
-        return Text(committed)
+        self.text = text
+        """Makes the text of a session from its tokens, a list that grows as they are."""
 
     def read(self, logits_RV: Tensor) -> Tensor:
         """What the draft model's logits say of the sessions' tokens, ``[R, V]`` of their vocabulary; -inf: nothing."""
@@ -105,8 +103,13 @@ class DraftSequence:
 
     def follow(self, old_root: Node, verification: Verification) -> None:
         """Take into text and cache what a verification has committed, which the trie below ``old_root`` followed."""
-        pending, session = self.pending, self.session
-        kept = _computed_path(old_root, verification, session.tokens, pending)
+        pending, session, kept = self.pending, self.session, list[Node]()
+        node: Node | None = old_root
+        for token in session.tokens[old_root.end : verification.end]:
+            node = node.children.get(token) if node else None
+            if node is None or node not in pending:
+                break  # the committed tokens follow no further what was computed
+            kept.append(node)
         self.text.follow(len(kept))
         renumbered = self.cached.advance([pending[node] for node in kept])
         if len(kept) < session.trie.position - old_root.end or not len(session.trie):
@@ -129,20 +132,6 @@ class DraftSequence:
             return []
         took, self.drafting_seconds = round(self.drafting_seconds * 1e6), 0.0
         return [(self.link, replace(proposal, took_us=took)) for proposal in proposals]
-
-
-def _computed_path(
-    root: Node, verification: Verification, tokens: Sequence[int], pending: dict[Node, int]
-) -> list[Node]:
-    """The computed nodes below the old ``root`` that the newly committed tokens follow."""
-    path: list[Node] = []
-    node: Node | None = root
-    for token in tokens[root.end : verification.end]:
-        node = node.children.get(token) if node else None
-        if node is None or node not in pending:
-            break
-        path.append(node)
-    return path
 
 
 @dataclass(slots=True)
@@ -221,9 +210,7 @@ class DraftBatchEntry:
     def below(cls, sequence: DraftSequence, nodes: Sequence[Node]) -> DraftBatchEntry:
         """Go on from draft ``nodes``, whose parents are computed."""
         root = sequence.session.trie.root
-        parents = [
-            ANCHOR if node.parent is root or node.parent is None else sequence.pending[node.parent] for node in nodes
-        ]
+        parents = [ANCHOR if node.above is root else sequence.pending[node.above] for node in nodes]
         return cls(sequence, [sequence.text.own(node.token) for node in nodes], parents, nodes)
 
     @classmethod

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from draft_service.assistant import Assistant
 from draft_service.eagle import HeadLookahead
 from draft_service.head_engine import HeadEngine
 from draft_service.in_turn import InTurn, limits_in_turn
 from draft_service.levels import DraftLevels
 from draft_service.lookahead import Lookahead, LookaheadLimits
-from draft_service.staged_drafting import Guesser, Lookup, StagedDrafting
-from draft_service.translation.translation import read_vocabularies, translator
+from draft_service.staged_drafting import Assistant, Guesser, Lookup, StagedDrafting
+from draft_service.translation import read_vocabularies, translator
 from engine.build import build, welcome
 from engine.cpu.thread_choice import set_threads
 from engine.eagle.cached import CachedHead
@@ -23,7 +22,7 @@ from engine.eagle.loading import check_fit, load_alone
 from engine.leader import Ranks
 from engine.loading.checkpoint import head_revision
 from engine.loading.loader import describe
-from engine.model import Model, ModelError
+from engine.model import ModelError
 from engine.recorder import Recorder
 from engine.settings import EngineSettings
 from engine.step import Engine
@@ -144,13 +143,23 @@ def _load(
             f"{settings.engine.model} has others; leave the assistant out, or choose another draft model"
         )
     # Before the draft model, whose cache takes what memory is left.
-    assistant = _assistant(settings, progress) if settings.assistant else None
-    engine = build(settings.engine, progress, invariant=False, ranks=ranks)
-    introduction, reader = welcome(settings.engine, engine.model, ROLE), None
+    assistant: Engine | None = None
+    chosen = settings.engine
+    if settings.assistant:  # on one rank, whatever the draft model has
+        tokens = chosen.cache_tokens or ASSISTANT_TOKENS
+        small = replace(chosen, model=settings.assistant, name="", cache_tokens=tokens, tensor_parallel_size=1)
+        assistant = build(small, progress, invariant=False)
+    engine = build(chosen, progress, invariant=False, ranks=ranks)
+    introduction, reader = welcome(chosen, engine.model, ROLE), None
     guessers: list[Guesser] = [Lookup()] if settings.lookup and known is None else []
     try:
         if assistant is not None:
-            _check_assistant(assistant.model, engine.model)
+            guesser, draft = assistant.model, engine.model
+            if (guesser.tokenizer_digest, guesser.vocabulary) != (draft.tokenizer_digest, draft.vocabulary):
+                raise ModelError(
+                    f"--assistant {guesser.name}: its tokenizer ({guesser.vocabulary} tokens) is not that of the draft "
+                    f"model {draft.name} ({draft.vocabulary} tokens); choose a model with the draft model's tokenizer"
+                )
             guessers.append(Assistant(assistant))
         if known is not None:
             reader = translator(engine, known, progress)
@@ -165,20 +174,3 @@ def _load(
 
 def _levels(engine: Engine, limits: DraftLimits) -> DraftLevels:
     return DraftLevels(engine.levels(limits.width, limits.children))
-
-
-def _assistant(settings: DraftSettings, progress: Progress | None) -> Engine:
-    """On one rank, whatever the draft model has."""
-    chosen = settings.engine
-    tokens = chosen.cache_tokens or ASSISTANT_TOKENS
-    own = replace(chosen, model=settings.assistant, name="", cache_tokens=tokens, tensor_parallel_size=1)
-    return build(own, progress, invariant=False)
-
-
-def _check_assistant(assistant: Model, draft: Model) -> None:
-    """Guesses are token ids of the draft model. Raises :class:`engine.model.ModelError`."""
-    if assistant.tokenizer_digest != draft.tokenizer_digest or assistant.vocabulary != draft.vocabulary:
-        raise ModelError(
-            f"--assistant {assistant.name}: its tokenizer ({assistant.vocabulary} tokens) is not that of the draft "
-            f"model {draft.name} ({draft.vocabulary} tokens); choose a model with the draft model's tokenizer"
-        )

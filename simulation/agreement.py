@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Protocol
 
 from speculation import digest as digests
 from speculation import noise
@@ -90,11 +89,11 @@ class ReplayedText(ABC):
 
     def drawn(self, end: int, digest: int) -> Token:
         """What the target says after the prefix of length ``end`` that ``digest`` names."""
-        return self.token(end) if self._holds(end, digest) else noise.splitmix64(digest) % self.vocabulary
+        return self.token(end) if self.digest(end) == digest else noise.splitmix64(digest) % self.vocabulary
 
     def candidates(self, end: int, digest: int, age: int = 0) -> list[Candidate]:
         """What the drafter says there; ``age``: that of a head, by which no draft model changes what it says."""
-        if self._holds(end, digest):
+        if self.digest(end) == digest:
             return self._said(end, age)
         wrong = noise.splitmix64(digest)
         confidences = self._anywhere(wrong)
@@ -105,10 +104,6 @@ class ReplayedText(ABC):
         while len(self._digests) <= end:
             self._digests.append(digests.extend(self._digests[-1], self.token(len(self._digests) - 1)))
         return self._digests[end]
-
-    def _holds(self, end: int, digest: int) -> bool:
-        """Whether a prefix is that of the true text."""
-        return self.digest(end) == digest
 
 
 class Replayed(ReplayedText):
@@ -204,14 +199,6 @@ class ReplayedRequest:
     """Requests of one scope may draft from each other's outputs."""
 
 
-class Texts(Protocol):
-    """The requests of a simulated run."""
-
-    def request(self, number: int, seed: int) -> ReplayedRequest:
-        """The one that is opened after ``number`` others; ``seed`` for what in it is left to chance."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Replays:
     """Requests of ``tokens`` tokens, each of which goes on in ``outcomes`` where the one before it ends."""
@@ -226,7 +213,7 @@ class Replays:
         assert self.tokens > 1, "a request of one token has no pace"
 
     def request(self, number: int, seed: int) -> ReplayedRequest:
-        """As :class:`Texts` says."""
+        """The one that is opened after ``number`` others; ``seed`` for what in it is left to chance."""
         text = Replayed(self.outcomes, (self.start + number * self.tokens) % len(self.outcomes), seed, self.retention)
         return ReplayedRequest(text, (text.token(0),), 1 + self.tokens, head=text)
 
@@ -239,10 +226,14 @@ class Passages:
     vocabulary: int
 
     def request(self, number: int, seed: int) -> ReplayedRequest:
-        """As :class:`Texts` says."""
+        """The one that is opened after ``number`` others; ``seed`` for what in it is left to chance."""
         lap, index = divmod(number, len(self.passages))
         passage = self.passages[index]
         end = len(passage.prompt) + len(passage.tokens)
         text = Spoken(passage, self.vocabulary, seed)
         head = Spoken(replace(passage, places=()), self.vocabulary, seed) if passage.by_age else None
         return ReplayedRequest(text, passage.prompt, end, passage.guesses, head, scope=str(lap))
+
+
+Texts = Replays | Passages
+"""The requests of a simulated run."""

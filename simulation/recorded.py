@@ -13,8 +13,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from statistics import fmean, median, quantiles
 from typing import Any
 
@@ -44,25 +44,17 @@ class UselessRecord(ValueError):
     """A record lacks something that cannot be done without. Says what."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """What a run has shown."""
-
-    costs: Costs
-    outcomes: list[Outcome]
-
-
-def read(lines: Iterable[Line]) -> Recorded:
-    """Draw costs and agreement from the lines of all workers, in any order.
+def read(lines: Iterable[Line]) -> tuple[Costs, list[Outcome]]:
+    """What a run has shown of costs and agreement, from the lines of all workers, in any order.
 
     Raises :class:`UselessRecord` when something is missing; KeyError, TypeError or ValueError for any other line.
     """
     lines = list(lines)
     costs = costs_in(lines)
-    outcomes = _outcomes(sorted((line for line in lines if line["role"] == "draft"), key=_start))
+    outcomes = _outcomes(sorted((line for line in lines if line["role"] == "draft"), key=itemgetter("start")))
     if not outcomes:
         raise UselessRecord("it holds no drafts that the target decided on; record requests that use the draft model")
-    return Recorded(costs, outcomes)
+    return costs, outcomes
 
 
 def costs_in(lines: Iterable[Line], *, drafter: bool = True) -> Costs:
@@ -71,16 +63,17 @@ def costs_in(lines: Iterable[Line], *, drafter: bool = True) -> Costs:
     ``drafter``: False where none takes part, so that its steps cost nothing.
     """
     lines = list(lines)
-    target = sorted((line for line in lines if line["role"] == "target" and "start" in line), key=_start)
+    target = sorted((line for line in lines if line["role"] == "target" and "start" in line), key=itemgetter("start"))
     waits = [line["wait"] for line in lines if line["role"] == "target" and "wait" in line]
-    draft = sorted((line for line in lines if line["role"] == "draft"), key=_start)
+    draft = sorted((line for line in lines if line["role"] == "draft"), key=itemgetter("start"))
+    idle = [after["start"] for before, after in pairwise(draft) if after["start"] - before["end"] > BACK_TO_BACK]
     contention, verify = _verify(target, draft)
     return Costs(
         verify=verify,
         contention=contention,
         draft=_draft(draft) if drafter else FREE,
         to_target=_relay([end for _, end in waits], draft),
-        to_draft=_relay([after["start"] for _, after in _idle(draft)], target),
+        to_draft=_relay(idle, target),
         verify_pause=_pause(target),
         draft_pause=_pause(draft),
     )
@@ -95,10 +88,6 @@ def slowdown(steps: Iterable[Line], costs: Costs) -> float:
     if not found:
         raise UselessRecord(NO_STEP)
     return _usual(found)
-
-
-def _start(line: Line) -> float:
-    return float(line["start"])
 
 
 def _seconds(line: Line) -> float:
@@ -160,11 +149,6 @@ def _curve(seconds: Mapping[int, Sequence[float]]) -> Curve:
 def _usual(times: Sequence[float]) -> float:
     longest = OUTLIER * median(times)
     return fmean(min(time, longest) for time in times)
-
-
-def _idle(steps: Sequence[Line]) -> list[tuple[Line, Line]]:
-    """Steps that follow each other with nothing to do in between."""
-    return [(before, after) for before, after in pairwise(steps) if after["start"] - before["end"] > BACK_TO_BACK]
 
 
 def _pause(steps: Sequence[Line]) -> float:

@@ -3,7 +3,7 @@
 One heap, one seeded generator, virtual time. All decisions are taken by the code that serves: the target asks
 :class:`speculation.verifying.planner.Planner`, sessions are :class:`speculation.verifying.target_session.TargetSession`
 and :class:`speculation.drafting.draft_session.DraftSession`, drafters fill their steps by
-:func:`speculation.drafting.draft_session.best_places`.
+:func:`speculation.verifying.budget.best_places`.
 Given from outside are what steps and messages take (:mod:`simulation.costs`) and how the models agree
 (:mod:`simulation.agreement`), either recorded from a real run or made up.
 

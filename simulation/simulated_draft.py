@@ -11,13 +11,13 @@ from functools import partial
 from simulation.agreement import ReplayedText
 from simulation.simulated_world import SimulatedWorld
 from speculation import digest as digests
-from speculation.drafting.draft_session import DraftSession, Sync, best_places
+from speculation.drafting.draft_session import DraftSession, Sync
 from speculation.drafting.guesses import MAX_GUESSES, MAX_SESSIONS, Forward, Guesses, draft_along
 from speculation.drafting.heads import limits_elsewhere
-from speculation.messages import Open, Proposal, SessionId, Source, Verification
+from speculation.messages import Open, Proposal, SessionId, Verification
 from speculation.sources.lookup import PromptLookup
 from speculation.trie import Node
-from speculation.verifying.budget import StepCost
+from speculation.verifying.budget import StepCost, best_places
 from speculation.verifying.calibration import Calibration
 
 Push = Callable[[Proposal], None]
@@ -88,9 +88,7 @@ class SimulatedDraft:
         if levels > 0:
             self._known.extend(self.session.tokens[len(self._known) :])
             path = [node.token for node in place.path_from(self.session.trie.root)]
-            found = self._known.propose_after(path, levels)
-            for token, sure in zip(found.tokens, found.confidence, strict=True):
-                self._guesses.add(token, sure, Source.LOOKUP)
+            self._guesses.copy(self._known.propose_after(path, levels))
         return [place.weight * odds for odds in self._guesses.tree.odds]
 
     def follow(self, place: Node, computed: int) -> None:
@@ -169,9 +167,9 @@ class SimulatedDrafter:
     def _follow(self, verification: Verification) -> None:
         """Take a verification, and answer with what is drafted already."""
         sequence, totals = self._sequences[verification.session], self._world.totals
-        lead = sequence.session.lead
+        asked, reached = sequence.session.lead
         self._resting = verification.lead == 0
-        totals.lead_asked, totals.lead_delivered = totals.lead_asked + lead.asked, totals.lead_delivered + lead.reached
+        totals.lead_asked, totals.lead_delivered = totals.lead_asked + asked, totals.lead_delivered + reached
         sync = sequence.verified(verification)
         assert sync in (Sync.ADVANCED, Sync.FINISHED), f"the drafter lost its place: {sync}"
         if sync is Sync.FINISHED:
@@ -182,19 +180,15 @@ class SimulatedDrafter:
     def _places(self) -> dict[SimulatedDraft, list[Node]]:
         """What to expand, by the rule of :mod:`draft_service.lookahead`: ends of texts first, then what pays."""
         found: dict[SimulatedDraft, list[Node]] = {}
-        further: list[tuple[SimulatedDraft, Sequence[Node]]] = []
+        further: dict[SimulatedDraft, Sequence[Node]] = {}
         for sequence in self._sequences.values():
             frontier = sequence.session.frontier() if sequence.can_draft else []
             if frontier and frontier[0] is sequence.session.trie.root:
                 found[sequence] = [frontier[0]]
             else:
-                further.append((sequence, frontier))
+                further[sequence] = frontier
         num_scheduled_tokens = sum(sequence.num_uncomputed_tokens for sequence in found)
-        for sequence, node in best_places(
-            further, self._world.bounds.places, num_scheduled_tokens, len(found), self._cost
-        ):
-            found.setdefault(sequence, []).append(node)
-        return found
+        return found | best_places(further, self._world.bounds.places, num_scheduled_tokens, len(found), self._cost)
 
     def _guess(self, places: Mapping[SimulatedDraft, Sequence[Node]], tokens: int) -> dict[SimulatedDraft, int]:
         """How many guesses of each session join a forward of ``tokens``, by the rule of staged drafting."""

@@ -149,59 +149,44 @@ class SimulatedWorld:
         return seconds * self._rng.lognormvariate(-(jitter**2) / 2, jitter) if jitter else seconds
 
 
-class RecordedHeads:
+class RecordedHeads(StateDrafts):
     """Heads that say at each place what was recorded there. A :class:`speculation.sources.registry.LocalSource`."""
-
-    source = Source.MEDUSA
 
     def __init__(self, first: int, guesses: Sequence[HeadGuesses]) -> None:
         """``guesses[i]`` are those for position ``first + i``; none for a place where the heads had nothing to read."""
-        self.depth = max(map(len, guesses), default=0)
-        self._drafts = StateDrafts(self.source, self.depth)
+        super().__init__(Source.MEDUSA, max(map(len, guesses), default=0))
         self._first, self._guesses = first, guesses
-        self._end = 0
 
     @property
     def guessing(self) -> bool:
         """Whether they guess at this place: they do not rest, and there is something to read."""
         at = self._end - self._first
-        return 0 <= at < len(self._guesses) and bool(self._guesses[at]) and not self._drafts.rests
-
-    def stepped(self, *, verified: bool) -> None:
-        """A step is over; ``verified``: whether guesses were worth verifying in it."""
-        self._drafts.stepped(verified=verified)
-
-    def extend(self, tokens: Sequence[Token]) -> None:
-        """The next committed tokens."""
-        self._drafts.extend(tokens)
-        self._end += len(tokens)
+        return 0 <= at < len(self._guesses) and bool(self._guesses[at]) and not self.rests
 
     def propose(self, depth: int) -> GuessTree:
         """The likeliest of what was guessed for this very place."""
         if self.guessing:
-            self._drafts.guess(self._end, self._tree(depth))
-        return self._drafts.propose(depth)
+            self.guess(self._end, self._grown(depth))
+        return super().propose(depth)
 
-    def _tree(self, depth: int) -> GuessTree:
+    def _grown(self, depth: int) -> GuessTree:
         return likeliest(self._guesses[self._end - self._first][:depth], NODES)
 
 
 class RecordedEagle(RecordedHeads):
     """An EAGLE head at the target, which grows its tree as the one that serves does, to its full depth every time."""
 
-    source = Source.EAGLE
-
     def __init__(self, first: int, text: ReplayedText) -> None:
         """``text``: what it says; it has something to read behind position ``first``."""
         super().__init__(first, ())
-        self.depth, self._text = MAX_LEVELS, text
+        self.source, self.depth, self._text = Source.EAGLE, MAX_LEVELS, text
 
     @property
     def guessing(self) -> bool:
         """As of other heads."""
-        return self._end > self._first and not self._drafts.rests
+        return self._end > self._first and not self.rests
 
-    def _tree(self, depth: int) -> GuessTree:
+    def _grown(self, depth: int) -> GuessTree:
         tree = GrowingTree()
         while (places := tree.frontier()) and len(places[0].path) < min(depth, self.depth):
             tree.grow([(place, self._said(place.path)) for place in places])

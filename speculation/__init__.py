@@ -15,5 +15,5 @@ Read in this order:
   draft, and whether that pays).
 - The router's side. :mod:`events` and :mod:`.request.session`, with :mod:`.request.placement` (how it comes to
   workers); :mod:`.request.poison_detector` (whose request kills targets).
-- All of it at work, under faults and against the clock: :mod:`simulation`.
+- All of it at work, against the clock: :mod:`simulation`; under faults: :mod:`tests.faults`.
 """

@@ -158,9 +158,14 @@ class Speculation:
         return self.enabled and self.schedule is Schedule.TRIE and source in self.sources
 
     @property
+    def ahead(self) -> bool:
+        """Whether drafters run ahead; those of the baseline schedules take turns with the target."""
+        return self.schedule is Schedule.TRIE
+
+    @property
     def chains(self) -> bool:
         """Whether drafts must be chains: no alternatives at any place."""
-        return self.rule is Rule.REJECTION or self.schedule is not Schedule.TRIE
+        return self.rule is Rule.REJECTION or not self.ahead
 
 
 @dataclass(frozen=True, slots=True)

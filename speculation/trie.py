@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
+from operator import attrgetter
 
 from speculation import digest as digests
 from speculation.frozen import frozen
@@ -71,14 +72,19 @@ class Node:
     parent: Node | None = None
     children: dict[Token, Node] = field(default_factory=dict)
 
+    @property
+    def above(self) -> Node:
+        """The place that a draft token hangs from; the root of a trie hangs from none."""
+        assert self.parent is not None, "this is a root"
+        return self.parent
+
     def path_from(self, root: Node) -> list[Node]:
         """Nodes below ``root`` down to this one; empty if this is the root."""
         path: list[Node] = []
-        node: Node | None = self
+        node = self
         while node is not root:
-            assert node is not None, "the node does not hang from this root"
             path.append(node)
-            node = node.parent
+            node = node.above
         return path[::-1]
 
 
@@ -96,14 +102,6 @@ class InsertResult(StrEnum):
     INVALID_TOKEN = "invalid_token"
     MISSING_Q = "missing_q"
     """It does not say what its tokens were drawn from, in a session under the rejection rule."""
-
-
-@frozen
-class Placement:
-    """The fate of a proposal, and how many of its tokens became new nodes."""
-
-    result: InsertResult
-    added: int = 0
 
 
 @frozen
@@ -162,18 +160,20 @@ class VerificationTree:
 
 Odds = Callable[[Node], float]
 """The probability that a new node is kept if its parent is and the siblings before it are not."""
-
-
-def own_word(node: Node) -> float:
-    """The odds of one who takes the draft source at its word."""
-    return node.claim
+own_word: Odds = attrgetter("claim")
+"""The odds of one who takes the draft source at its word."""
 
 
 class SpeculationTrie:
     """The committed tokens of one session and the draft tree that hangs from their end."""
 
     def __init__(
-        self, tokens: Sequence[Token], *, vocabulary: int, limits: TrieLimits = TrieLimits(), odds: Odds = own_word
+        self,
+        tokens: Sequence[Token],
+        *,
+        vocabulary: int,
+        limits: TrieLimits = TrieLimits(),
+        odds: Odds = own_word,
     ) -> None:
         """Start with ``tokens`` committed and nothing drafted. Draft tokens must be below ``vocabulary``."""
         self.limits = limits
@@ -239,7 +239,7 @@ class SpeculationTrie:
 
     # -- insertion -----------------------------------------------------------------------------------------------
 
-    def insert(self, proposal: Proposal) -> Placement:
+    def insert(self, proposal: Proposal) -> InsertResult:
         """Add the tokens of a proposal. Never raises, whatever a drafter sends.
 
         A q that reaches beyond the vocabulary is as bad as such a token: to refuse it only where one was drawn would be
@@ -247,11 +247,11 @@ class SpeculationTrie:
         """
         named = chain(proposal.tokens, *(support.tokens for support in proposal.q))
         if not all(0 <= token < self._vocabulary for token in named):
-            return Placement(InsertResult.INVALID_TOKEN)
+            return InsertResult.INVALID_TOKEN
         anchor = self._locate(proposal.anchor_position, proposal.anchor_digest)
         if isinstance(anchor, InsertResult):
-            return Placement(anchor)
-        added, cut = 0, False
+            return anchor
+        added = cut = False
         # Of each token: the draft it is, its place inside the committed text (where it ends), or nowhere.
         places: list[Node | int | None] = []
         for i, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True)):
@@ -261,12 +261,14 @@ class SpeculationTrie:
                 if place is None:
                     q, confidence = _drawn_from(proposal, i)
                     place = self.add(above, token, confidence, proposal.source, q)
-                    added += place is not None
+                    added |= place is not None
                     cut |= place is None
                 places.append(place)
-            else:
-                places.append(None if above is None else self._along_committed(above, token))
-        return Placement(InsertResult.PLACED if added else InsertResult.CUT if cut else InsertResult.STALE, added)
+            elif above is None or self._tokens[above] != token:
+                places.append(None)
+            else:  # follow a late proposal through tokens decided meanwhile
+                places.append(self._root if above + 1 == self.position else above + 1)
+        return InsertResult.PLACED if added else InsertResult.CUT if cut else InsertResult.STALE
 
     def add(
         self, parent: Node, token: Token, confidence: float, source: SourceName = Source.DRAFT,
@@ -303,8 +305,8 @@ class SpeculationTrie:
 
     def remove(self, leaf: Node) -> None:
         """Take a draft token without children back."""
-        assert leaf.parent is not None and not leaf.children
-        del leaf.parent.children[leaf.token], self._by_digest[leaf.digest]
+        assert not leaf.children
+        del leaf.above.children[leaf.token], self._by_digest[leaf.digest]
 
     def clear(self) -> None:
         """Forget all drafts."""
@@ -318,12 +320,6 @@ class SpeculationTrie:
         if node is not None and node.end == position:
             return node
         return InsertResult.CONFLICT if position == self.position else InsertResult.UNKNOWN_ANCHOR
-
-    def _along_committed(self, position: int, token: Token) -> Node | int | None:
-        """Follow a late proposal through tokens decided meanwhile; None where it disagrees with them."""
-        if self._tokens[position] != token:
-            return None
-        return self._root if position + 1 == self.position else position + 1
 
     # -- selection and re-rooting --------------------------------------------------------------------------------
 

@@ -103,16 +103,8 @@ class Share:
     drafts: int = 0
 
 
-@frozen
-class Division:
-    """A step divided up: a share for each demand, and the most drafts of all sessions together."""
-
-    shares: list[Share]
-    drafts: int = 0
-
-
-def share(demands: Sequence[Demand], budget: Budget, prefill_budget: Callable[[int], int]) -> Division:
-    """Divide one step among ``demands``, best rank first.
+def share(demands: Sequence[Demand], budget: Budget, prefill_budget: Callable[[int], int]) -> tuple[list[Share], int]:
+    """Divide one step among ``demands``, best rank first: a share for each, and the most drafts of all together.
 
     ``prefill_budget(n)``: how many prompt tokens a step may compute beside ``n`` sessions that decode.
     """
@@ -131,7 +123,7 @@ def share(demands: Sequence[Demand], budget: Budget, prefill_budget: Callable[[i
         left = max(budget.tokens, budget.alone)
     for i, count in zip(prompts, prefill([demands[i] for i in prompts], left), strict=True):
         shares[i] = Share(count)
-    return Division(shares, drafts)
+    return shares, drafts
 
 
 def prefill(prompts: Sequence[Demand], tokens: int) -> list[int]:
@@ -206,14 +198,6 @@ J = TypeVar("J", bound=Job)
 BY_RANK = attrgetter("rank")
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledStep(Generic[J]):
-    """Who takes part in a step and with what, and the most drafts of all together."""
-
-    parts: list[tuple[J, Share]]
-    drafts: int = 0
-
-
 class Scheduler(Generic[J]):
     """The sessions of a worker: those that run and those that wait, both by rank."""
 
@@ -240,22 +224,34 @@ class Scheduler(Generic[J]):
         else:
             self.running.remove(job)
 
-    def step(self, prefill_budget: Callable[[int], int]) -> ScheduledStep[J]:
-        """Start whoever there is room for, and divide the next step; ``prefill_budget`` as in :func:`share`."""
+    def step(self, prefill_budget: Callable[[int], int]) -> tuple[list[tuple[J, Share]], int]:
+        """Start whoever there is room for, and divide the next step; ``prefill_budget`` as in :func:`share`.
+
+        What comes is who takes part and with what, and the most drafts of all together.
+        """
         self._admit()
         for job in self.running:
             self.reused += job.reuse()
         while self.running:
             demands = [Demand(job.num_uncomputed_tokens, job.priority, self._turns[job]) for job in self.running]
-            division = share(demands, self._budget, prefill_budget)
-            shares = fit(division.shares, [job.blocks_needed for job in self.running], self._free())
+            wanted, drafts = share(demands, self._budget, prefill_budget)
+            shares = fit(wanted, [job.blocks_needed for job in self.running], self._free())
             if shares is None and len(self.running) == 1:
                 # Cannot be, since no session is taken that is larger than the cache. Computing it will say so.
                 shares = [Share(1)]
             if shares is not None:
-                return self._take_part(shares, division.drafts)
-            self._preempt()
-        return ScheduledStep([])
+                parts = [(job, one) for job, one in zip(self.running, shares, strict=True) if one.num_scheduled_tokens]
+                # One after the other, in the order in which they queued: equal turns would be unfair to whom ranks
+                # behind.
+                for job in sorted((job for job, _ in parts), key=self._turns.__getitem__):
+                    self._turns[job] = next(self._turn)
+                return parts, drafts
+            job = self.running.pop()
+            del self._turns[job]
+            job.preempt()
+            insort(self.waiting, job, key=BY_RANK)
+            self.preempted += 1
+        return [], 0
 
     def validate(self) -> None:
         """Raise AssertionError where the books contradict each other."""
@@ -270,13 +266,6 @@ class Scheduler(Generic[J]):
             assert job.num_uncomputed_tokens > 0, f"the session of rank {job.rank} runs and has nothing to compute"
         assert self._free() >= 0, f"{self._free()} blocks are free"
 
-    def _take_part(self, shares: Sequence[Share], drafts: int) -> ScheduledStep[J]:
-        parts = [(job, one) for job, one in zip(self.running, shares, strict=True) if one.num_scheduled_tokens]
-        # One after the other, in the order in which they queued: equal turns would be unfair to whom ranks behind.
-        for job in sorted((job for job, _ in parts), key=self._turns.__getitem__):
-            self._turns[job] = next(self._turn)
-        return ScheduledStep(parts, drafts)
-
     def _admit(self) -> None:
         """Start waiting sessions while there is room for all they have, and for everyone to grow."""
         while self.waiting and len(self.running) < self._max_running:
@@ -289,10 +278,3 @@ class Scheduler(Generic[J]):
             job = self.waiting.pop(0)
             insort(self.running, job, key=BY_RANK)
             self._turns[job] = next(self._turn)
-
-    def _preempt(self) -> None:
-        job = self.running.pop()
-        del self._turns[job]
-        job.preempt()
-        insort(self.waiting, job, key=BY_RANK)
-        self.preempted += 1

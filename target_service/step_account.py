@@ -23,6 +23,7 @@ from speculation.sources.suffix import SuffixStore
 from speculation.trie import InsertResult, VerificationTree
 from speculation.verifying.planner import Planner
 from speculation.verifying.target_session import Commit
+from target_service.scheduler import Budget, Scheduler
 from target_service.sequence import BatchEntry, TargetSequence
 
 SMOOTHING = 0.3
@@ -166,15 +167,11 @@ class StepTime:
         """A step computed so many tokens, drafts included, for so many sessions that decode."""
         self._rows_each += ROWS_SMOOTHING * (tokens / sessions - self._rows_each)
 
-    def prefill_budget(self, decoding: int, max_tokens: int, *, slowdown: float, seconds: float) -> int:
-        """How many prompt tokens, up to ``max_tokens``, a step can take beside ``decoding`` sessions and their drafts.
-
-        With them it shall take at most ``slowdown`` (at least 1) times as long as without, or ``seconds`` if that is
-        more. The sessions are expected to verify as many drafts as lately.
-        """
+    def prefill_budget(self, decoding: int, budget: Budget) -> int:
+        """How many prompt tokens a step can take beside ``decoding`` sessions and as many drafts as lately."""
         alone = self(round(decoding * self._rows_each))
-        spare = max(slowdown * alone, seconds) - alone
-        return max_tokens if spare >= self._each * max_tokens else int(spare / self._each)
+        spare = max(budget.slowdown * alone, budget.seconds) - alone
+        return budget.tokens if spare >= self._each * budget.tokens else int(spare / self._each)
 
 
 class LongestStep:
@@ -224,19 +221,9 @@ class StepAccount:
         """What the forward under way may take before it must be stuck; None: unknown. May be asked from any thread."""
         return self._longest.max_seconds(tokens) if (tokens := self._computing) else None
 
-    def demand(
-        self,
-        running: Sequence[TargetSequence],
-        waiting: Sequence[TargetSequence],
-        cache: KVCache,
-        places: int,
-        max_tokens: int,
-    ) -> TargetDemand:
-        """What waits and runs, against what a worker can compute that has places for so many sessions.
-
-        ``max_tokens``: of one step.
-        """
-        seconds = self.time(max_tokens)
+    def demand(self, scheduler: Scheduler[TargetSequence], cache: KVCache, places: int, budget: Budget) -> TargetDemand:
+        """What waits and runs, against what a worker can compute that has places for so many sessions."""
+        seconds, running, waiting = self.time(budget.tokens), list(scheduler.running), list(scheduler.waiting)
         return TargetDemand(
             queued_tokens=sum(sequence.num_uncomputed_tokens - 1 for sequence in running)
             + sum(len(sequence.session.tokens) for sequence in waiting),
@@ -244,7 +231,7 @@ class StepAccount:
             capacity_tokens=cache.capacity,
             sessions=len(running) + len(waiting),
             places=places,
-            speed=max_tokens / seconds if seconds else 0.0,
+            speed=budget.tokens / seconds if seconds else 0.0,
             computed=self._counters.prefilled + self._counters.committed,
         )
 

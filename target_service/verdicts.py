@@ -13,7 +13,6 @@ Tensor legend: R rows asked for in the step, V vocabulary.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
@@ -93,8 +92,8 @@ def _drawn_here(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> list[Verdic
     for i in coupled:
         tree = entries[i].tree
         assert tree is not None
-        answer[i] = walk(tree.tokens, tree.parents, list(itertools.islice(tokens, entries[i].rows)))
-    for i, result in _by_rejection(parts, shaped_RV, entries, sound).items():
+        answer[i] = walk(tree.tokens, tree.parents, list(islice(tokens, entries[i].rows)))
+    for i, result in _by_rejection(parts, shaped_RV, entries, sound):
         answer[i] = result
     return [
         _bounded(outcome, opened, entry) if is_sound else _broken(entry)
@@ -113,8 +112,8 @@ def _fetched(
     sound_R = logits_RV.amax(-1).isfinite()
     open_R = sound_R if shaped_RV is logits_RV else shaped_RV.amax(-1).isfinite()
     fetched = iter(torch.cat((sound_R.long(), open_R.long(), drawn_C)).tolist())
-    sound = [all(list(itertools.islice(fetched, count))) for count in rows]
-    return sound, [list(itertools.islice(fetched, count)) for count in rows], fetched
+    sound = [all(list(islice(fetched, count))) for count in rows]
+    return sound, [list(islice(fetched, count)) for count in rows], fetched
 
 
 def _bounded(outcome: Verdict, opens: Sequence[int], entry: BatchEntry) -> Verdict:
@@ -146,17 +145,16 @@ def _joined(parts: Sequence[Tensor], chosen: Sequence[int], logits_RV: Tensor) -
 
 def _by_rejection(
     parts: Sequence[Tensor], logits_RV: Tensor, entries: Sequence[BatchEntry], sound: Sequence[bool]
-) -> dict[int, AcceptanceResult]:
-    """What p and q make of the trees that are verified by rejection, by the numbers of their entries.
+) -> Iterator[tuple[int, AcceptanceResult]]:
+    """What p and q make of the ``sound`` trees that are verified by rejection, by the numbers of their entries.
 
-    ``parts``: each entry's rows of ``logits_RV``. Left out are those that are not ``sound``.
+    ``parts``: each entry's rows of ``logits_RV``.
     """
     rejecting = [i for i, entry in enumerate(entries) if entry.by_rejection and entry.tree is not None and sound[i]]
-    if not rejecting:
-        return {}
     draws = [draw for i in rejecting for draw in entries[i].draws()]
     drafts = [entries[i].drafts_with_q() for i in rejecting]
-    return dict(zip(rejecting, verify_chains(_joined(parts, rejecting, logits_RV), draws, drafts), strict=True))
+    results = verify_chains(_joined(parts, rejecting, logits_RV), draws, drafts) if rejecting else ()
+    return zip(rejecting, results, strict=True)
 
 
 def apart(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> tuple[Sequence[Tensor], Tensor]:

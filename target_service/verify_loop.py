@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from engine.interface import FATAL, StepEngine
 from engine.recorder import Recorder
@@ -34,11 +35,10 @@ from speculation.messages import (
     ToWorker,
     Welcome,
 )
-from speculation.sources.registry import LookupBounds, registered
+from speculation.sources.registry import LOOKUP, registered
 from speculation.sources.suffix import IN_PAUSE, IN_STEP, SuffixSettings, SuffixStore
 from speculation.verifying.planner import Asked, Planner
-from target_service.drafting.draft_model import Drafter
-from target_service.drafting.own_drafters import OwnDrafters
+from target_service.drafting.draft_model import Drafter, own_drafters
 from target_service.scheduler import Budget, Scheduler
 from target_service.sequence import BatchEntry, TargetSequence, reason_to_refuse
 from target_service.step_account import StepAccount, TargetCounters
@@ -60,7 +60,8 @@ class TargetLimits:
     budget: Budget = Budget()
     adaptive: bool = True
     """Verify as many drafts as pay, by measured cost and acceptance; else as many as the budget allows."""
-    lookup: LookupBounds = LookupBounds()
+    lookup: tuple[int, int] = LOOKUP
+    """See :data:`speculation.sources.registry.LOOKUP`."""
     suffix: SuffixSettings = SuffixSettings()
 
 
@@ -86,9 +87,7 @@ class VerifyLoop:
         self._sequences: dict[tuple[Hashable, SessionId], TargetSequence] = {}
         verify = max((limits.budget.verify, *engine.row_classes))
         budget = replace(limits.budget, row_classes=engine.row_classes, verify=verify)
-        self._scheduler: Scheduler[TargetSequence] = Scheduler(
-            limits.running, budget, free=lambda: engine.cache.ledger.free
-        )
+        self._scheduler = Scheduler[TargetSequence](limits.running, budget, lambda: engine.cache.ledger.free)
         self._compiling: Compiling[TargetSequence] = Compiling(lambda: Grammars(engine.model))
         self._mask_budget = MaskBudget()
         self._numbers = itertools.count()
@@ -98,7 +97,7 @@ class VerifyLoop:
             believed=step_seconds,
         )  # fmt: skip
         self._suffix_store = SuffixStore(limits.suffix.tokens, limits.suffix.scope)
-        self._drafters = OwnDrafters(engine, drafter, self._planner, self.counters, adaptive=limits.adaptive)
+        self._drafters = own_drafters(engine, drafter, self._planner, self.counters, adaptive=limits.adaptive)
         self._account = StepAccount(self.counters, self._planner, recorder, step_seconds)
         self._recorder, self._tracing = recorder, tracing
         self._due: float | None = None
@@ -114,6 +113,7 @@ class VerifyLoop:
 
     def load(self) -> Load:
         """How busy it is."""
+        self.counters.take(self._suffix_store)
         return Load(
             sessions=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting) + len(self._compiling),
@@ -124,9 +124,7 @@ class VerifyLoop:
 
     def demand(self) -> TargetDemand:
         """What waits and runs, against what it can compute."""
-        running, waiting = list(self._scheduler.running), list(self._scheduler.waiting)
-        places, max_tokens = self._limits.running, self._limits.budget.tokens
-        return self._account.demand(running, waiting, self._engine.cache, places, max_tokens)
+        return self._account.demand(self._scheduler, self._engine.cache, self._limits.running, self._limits.budget)
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -143,13 +141,13 @@ class VerifyLoop:
                 return self._open(link, message, sequence, at)
             case Proposal():
                 if sequence is not None:
-                    self.counters.proposals[sequence.session.propose(message, at).result] += 1
+                    self.counters.proposals[sequence.session.propose(message, at)] += 1
             case Close():
                 if sequence is not None and sequence.session.opened.epoch <= message.epoch:
                     self._suffix_store.keep(sequence.session.opened, sequence.session.tokens)
                     self._drop(sequence, "closed")
             case Subscribe():
-                return self._drafters.subscribe(sequence, message)
+                return [sent for drafter in self._drafters for sent in drafter.subscribe(sequence, message)]
             case _:
                 log.warning("a router sent a %s to a target; ignored", type(message).__name__)
         return []
@@ -165,16 +163,15 @@ class VerifyLoop:
             return [(link, refusal)]
         if not self._engine.speculates:
             opened = replace(opened, speculation=replace(opened.speculation, enabled=False))
-        own = self._drafters.drafts_for(opened)
-        sources = [*self._suffix_store.sources(opened), *filter(None, own)]
-        session = self._planner.session(opened, self._welcome.vocabulary, sources)
+        session = self._planner.session(opened, self._welcome.vocabulary, self._suffix_store.sources(opened))
         # A session that is opened again keeps its place.
         arrived = (at - opened.age_ms / 1000, next(self._numbers)) if sequence is None else sequence.arrived
         session_log = SessionLog(log, opened.session, opened.request_options.request)
         session_log.info("opened with %d tokens, epoch %d", len(opened.tokens), opened.epoch)
         shaping = Shaping.of(opened, session.tokens, self._welcome.vocabulary)
         taken = TargetSequence(link, session, self._engine.cache, arrived, session_log, SequenceTimings(at), shaping)
-        self._drafters.open(taken, own)
+        for drafter in self._drafters:
+            drafter.open(taken)
         self._sequences[link, opened.session] = taken
         if opened.request_options.grammar:
             self._compiling.add(taken, opened, time.perf_counter())
@@ -221,7 +218,8 @@ class VerifyLoop:
             self._tracing.session("target", sequence.session.opened, timings, why)
         sequence.charge(self._mask_budget, time.perf_counter())
         sequence.cached.free()
-        self._drafters.drop(sequence)
+        for drafter in self._drafters:
+            drafter.drop(sequence)
         del self._sequences[sequence.link, sequence.session.opened.session]
         if not self._compiling.remove(sequence):
             self._scheduler.remove(sequence)
@@ -237,7 +235,8 @@ class VerifyLoop:
             assert waits is not (sequence in scheduled), f"session {sequence.session.opened.session} is lost or doubled"
         assert scheduled <= set(self._sequences.values()), "a session is scheduled that is not open"
         self._suffix_store.validate()
-        self._drafters.validate()
+        for drafter in self._drafters:
+            drafter.validate()
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -249,32 +248,42 @@ class VerifyLoop:
         entries = self._plan(started)
         self.counters.preempted, self.counters.reused = self._scheduler.preempted, self._scheduler.reused
         if not entries:
-            self._tidy(IN_PAUSE)
+            self._suffix_store.work(IN_PAUSE)
             self._account.pause(started, waits=self._due is not None)
             return outgoing or None
         self._account.resume(started, entries)
         committed = self.counters.committed
-        outgoing += self._compute(entries, started) + self._drafters.features()
+        outgoing += self._compute(entries, started)
+        outgoing += (sent for drafter in self._drafters for sent in drafter.features())
         committed = self._last_committed = self.counters.committed - committed
-        ended, forward, drafting = time.perf_counter(), self._engine.forward_seconds, self._drafters.seconds
-        self._account.observe(entries, started, ended, committed, forward, drafting)
+        ended, drafting = time.perf_counter(), sum(drafter.seconds for drafter in self._drafters)
+        self._account.observe(entries, started, ended, committed, self._engine.forward_seconds, drafting)
         if all(entry.decodes for entry in entries):
-            self._drafters.observe(len(entries), committed, ended - started)
+            for drafter in self._drafters:
+                drafter.observe(len(entries), committed, ended - started)
         return outgoing
 
     def _plan(self, now: float) -> list[BatchEntry]:
         """Divide the step and settle what each session verifies; those that wait for drafts sit it out."""
-        step = self._scheduler.step(self._prefill_budget)
-        entries = self._within_budget([BatchEntry.of(sequence, share) for sequence, share in step.parts], now)
+        parts, room = self._scheduler.step(partial(self._account.time.prefill_budget, budget=self._limits.budget))
+        entries = self._within_budget([BatchEntry.of(sequence, share) for sequence, share in parts], now)
         drawing = [entry for entry in entries if entry.drafts is not None]
-        self._drafters.draft(self._scheduler.running, entries, drawing)
+        self._draft(entries, drawing)
         asked = [Asked(entry.sequence.session, entry.drafts or 0) for entry in drawing]
         prefilled = sum(entry.num_scheduled_tokens for entry in entries) - len(drawing)
-        plan = self._planner.plan(asked, now, prefilled, step.drafts)
+        plan = self._planner.plan(asked, now, prefilled, room)
         for entry, tree in zip(drawing, plan.trees, strict=True):
             entry.verifies(tree, now)
         self._due = plan.wake
         return [entry for entry in entries if entry.drafts is None or entry.tree is not None]
+
+    def _draft(self, entries: Sequence[BatchEntry], drawing: Sequence[BatchEntry]) -> None:
+        """Have those that draft here propose for those of ``drawing`` that have room for drafts."""
+        part, wanting = [entry.sequence for entry in entries], [entry.sequence for entry in drawing if entry.drafts]
+        for drafter in self._drafters:
+            if not drafter.draft(self._scheduler.running, part, wanting):
+                for entry in drawing:
+                    entry.drafts = 0
 
     def _within_budget(self, entries: list[BatchEntry], now: float) -> list[BatchEntry]:
         """Without the sessions whose grammars have taken too long lately, unless there are no others.
@@ -286,18 +295,6 @@ class VerifyLoop:
         within = [entry for entry in entries if entry.sequence.constraint is None or entry.sequence.caller not in spent]
         self.counters.grammar_waits += len(entries) - len(within) if within else 0
         return within or entries
-
-    def _prefill_budget(self, decoding: int) -> int:
-        """How many prompt tokens a step may compute beside so many sessions that decode."""
-        budget = self._limits.budget
-        return self._account.time.prefill_budget(
-            decoding, budget.tokens, slowdown=budget.slowdown, seconds=budget.seconds
-        )
-
-    def _tidy(self, max_tokens: int) -> None:
-        """Get on with earlier outputs, by at most so many tokens."""
-        self._suffix_store.work(max_tokens)
-        self.counters.take(self._suffix_store)
 
     def _compute(self, entries: Sequence[BatchEntry], started: float) -> Outgoing:
         """Run the entries in one forward and commit. If that fails, each alone, so that a fault hits only its session.
@@ -338,12 +335,13 @@ class VerifyLoop:
         plain = all(entry.is_plain for entry in entries)
         chunks = [entry.chunk(draws=plain) for entry in entries]
         prompts, logits_RV = apart(self._engine.run(chunks), entries)
-        self._tidy(IN_STEP + 2 * self._last_committed)
+        self._suffix_store.work(IN_STEP + 2 * self._last_committed)
         decided = verdicts(logits_RV, entries, self._engine.drawn if plain else None)
         for entry, prompt_PV, verdict in zip(entries, prompts, decided, strict=True):
             if not not_finite(verdict):
                 entry.sequence.note_prompt(prompt_PV)
-        self._drafters.note(self._engine, chunks, entries, decided)
+        for drafter in self._drafters:
+            drafter.note(self._engine, chunks, entries, decided)
         return decided, of_committed(logits_RV, entries, decided)
 
     def _give_up(self, sequence: TargetSequence, why: str, code: RefusalCode = RefusalCode.INTERNAL) -> Outgoing:
@@ -385,7 +383,8 @@ class VerifyLoop:
         sequence.cached.commit([*range(scheduled), *(scheduled + i for i in commit.kept)])
         self.counters.count(entry.tree, commit)
         self.counters.prefilled += scheduled - 1
-        self._drafters.verified(sequence, entry.tree, verification)
+        for drafter in self._drafters:
+            drafter.settled(sequence, entry.tree, verification)
         sequence.timings.draws(ended)
         sequence.timings.counts(verification)
         if self._recorder:

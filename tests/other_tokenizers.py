@@ -8,7 +8,7 @@ from functools import cache
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from draft_service.translation.tokenizer import DraftTokenizer, SharedVocabulary
+from draft_service.tokenizer import DraftTokenizer, SharedVocabulary
 
 TEXTS = [
     "the quick brown fox says hello to the world, and the world says: hello, fox!",

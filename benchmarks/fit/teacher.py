@@ -5,7 +5,7 @@ would say there while serving, whatever was drafted before.
 
 One with another tokenizer is asked place by place, since how it reads the text depends on its drafts: a token that it
 drafted stays as it is, and where the text leaves its drafts the end is cut anew
-(:mod:`draft_service.translation.own_text`). Its first choice is taken to have been read ahead, as by a worker that is
+(:mod:`draft_service.translation`). Its first choice is taken to have been read ahead, as by a worker that is
 not late.
 
 Heads are those of a target worker (:mod:`target_service.drafting.medusa`), in model, guesses and noise. What an EAGLE
@@ -29,7 +29,7 @@ from alignment.heads.eagle import unroll
 from benchmarks.fit.command import FitError, FitOptions
 from benchmarks.fit.serving import TargetText
 from draft_service.sequence import Reader
-from draft_service.translation.translation import TEXTS, Vocabularies, read_vocabularies, translator
+from draft_service.translation import TEXTS, Vocabularies, read_vocabularies, translator
 from engine.build import build
 from engine.cache.kv_cache import CachedSequence
 from engine.cache.kv_store import PAGE

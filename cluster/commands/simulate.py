@@ -303,12 +303,11 @@ def _recorded(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
         if getattr(args, name) is not None:
             raise CommandError(f"{_flag(name)} belongs to a made-up set-up; --record says it already", BAD_INPUT)
     try:
-        found = read([line for file in args.record for line in _lines(file)])
+        return read([line for file in args.record for line in _lines(file)])
     except (UselessRecord, KeyError, TypeError, ValueError) as error:
         unknown = f"not what a worker of this version writes: {type(error).__name__}: {error}"
         why = error if isinstance(error, UselessRecord) else unknown
         raise CommandError(f"--record {' and '.join(map(str, args.record))}: {why}", BAD_INPUT) from error
-    return found.costs, found.outcomes
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:

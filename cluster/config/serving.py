@@ -19,7 +19,6 @@ from cluster.config.settings import AUTO, CheckError
 from speculation.events import Role
 from speculation.messages import AllBut, Progress, Schedule, Source, SourceName, Sources, Speculation
 from speculation.messages import Rule as AcceptanceRule
-from speculation.sources.registry import LookupBounds
 
 if TYPE_CHECKING:  # they bring torch
     from draft_service.service import DraftSettings
@@ -57,7 +56,7 @@ def target_settings(config: Config) -> TargetSettings:
         running=target.max_running,
         waiting=target.max_waiting,
         budget=budget,
-        lookup=LookupBounds(drafting.lookup_min, drafting.lookup_max),
+        lookup=(drafting.lookup_min, drafting.lookup_max),
         suffix=SuffixSettings(target.suffix_tokens, SuffixScope(target.suffix_scope)),
     )
     settings = _engine(target), limits, target.record, target.step_timeout, trace_settings(config)

@@ -226,8 +226,8 @@ class RunningSession:
     def over(self) -> None:
         """Nothing more happens to it."""
         self.trace.ended(self.ended)
-        for peer in self.session.quarantined:
-            reason = self.session.strikes[peer][-1]
+        for peer in self.session.drafting.quarantined:
+            reason = self.session.drafting.strikes[peer][-1]
             self.log.warning("done with drafter %s: %s", peer, reason)
             self.note(EventKind.DRAFTER_QUARANTINED, f"is done with {peer}: {reason}", peer)
 
@@ -242,16 +242,17 @@ def session_of(number: SessionId, generation: Generation, limits: SessionLimits,
     prompt = len(generation.prompt)
     if generation.timeout is not None:
         limits = replace(limits, unavailable_timeout=generation.timeout)
-    return Session(
+    request = Open(
         number,
-        generation.prompt,
-        generation.sampling,
-        Limits(prompt + generation.max_tokens, generation.stop_tokens, prompt + generation.min_tokens),
-        generation.speculation,
-        limits,
-        generation.priority,
-        replace(generation.request_options, request=generation.request_id, trace=traceparent),
+        epoch=0,
+        tokens=generation.prompt,
+        sampling=generation.sampling,
+        limits=Limits(prompt + generation.max_tokens, generation.stop_tokens, prompt + generation.min_tokens),
+        speculation=generation.speculation,
+        priority=generation.priority,
+        request_options=replace(generation.request_options, request=generation.request_id, trace=traceparent),
     )
+    return Session(request, limits)
 
 
 def outside_vocabulary(message: FromWorker, vocabulary: int) -> MalformedMessage | None:

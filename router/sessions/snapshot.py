@@ -104,8 +104,8 @@ class Totals:
         self.reopened += session.reopened
         self.moved += session.moved
         self.stale += session.stale
-        self.strikes += sum(map(len, session.strikes.values()))
-        self.quarantined += len(session.quarantined)
+        self.strikes += sum(map(len, session.drafting.strikes.values()))
+        self.quarantined += len(session.drafting.quarantined)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
-from typing import TypeVar
 
-from speculation.drafting.proposals import PROPOSAL_BYTES, parent_of, proposal_bytes, proposals_of, token_bytes
 from speculation.frozen import frozen
-from speculation.messages import Open, Proposal, Rule, Schedule, Support, Token, Verification
+from speculation.messages import ANCHOR, Open, Proposal, Rule, Schedule, Support, Token, Verification
 from speculation.trie import Node, SpeculationTrie, TrieLimits
-from speculation.verifying.budget import StepCost, worth_drafting
 from speculation.verifying.calibration import Calibration
 
 
@@ -45,6 +42,8 @@ class DraftLimits:
     """What may be pushed for every token committed, in bytes. Chains may exceed it: they are drafted to be sent."""
 
 
+PROPOSAL_BYTES = 26
+"""What a proposal costs on the wire, besides its nodes."""
 IGNORED_BEFORE_REPUSH = 3
 """Verifications in a row that ignore what was pushed, before it is pushed again; doubles each time."""
 
@@ -89,14 +88,6 @@ class Outcome:
     """Index of the one that the target took, or :data:`NONE_RIGHT`."""
 
 
-@frozen
-class LookaheadDemand:
-    """How far ahead of the text drafting should be, in tokens, and is: no further than it should."""
-
-    asked: int
-    reached: int
-
-
 class DraftSession:
     """The committed tokens of a session as far as known here, and the drafts beyond them."""
 
@@ -117,7 +108,8 @@ class DraftSession:
         self.opened = opened
         self.limits = limits
         self.calibration = Calibration(calibration or Calibration())
-        self.children = 1 if opened.speculation.chains else limits.children
+        self.children, self.width = (1, 1) if opened.speculation.chains else (limits.children, limits.width)
+        """How many alternatives are drafted at a place, and how many places are expanded in one step."""
         self.price = 0.0
         """Tokens that one more draft costs where that is known: what is less likely to be kept is not worth drafting.
 
@@ -127,7 +119,7 @@ class DraftSession:
         most = 1 if opened.speculation.chains else 2 * self.children
         trie_limits = TrieLimits(limits.nodes, limits.lead, most)
         self.trie = SpeculationTrie(opened.tokens, vocabulary=vocabulary, limits=trie_limits, odds=self.calibration)
-        self._lead = 0 if resting and opened.speculation.schedule is Schedule.TRIE else limits.lead
+        self._lead = 0 if resting and opened.speculation.ahead else limits.lead
         self._leaves: dict[Node, None] = {self.trie.root: None}  # an ordered set: what may be expanded
         self._unsent: dict[Node, None] = {}
         self._held = 0  # steps that have added to what is unsent
@@ -146,10 +138,10 @@ class DraftSession:
         return self.trie.tokens
 
     @property
-    def lead(self) -> LookaheadDemand:
-        """Drafts that a verification coming now would find; none are asked for while it rests."""
-        asked = self._depth if self._lead else 0
-        return LookaheadDemand(max(asked, 0), min(self.trie.lead, max(asked, 0)))
+    def lead(self) -> tuple[int, int]:
+        """How far ahead drafting should be for a verification that comes now, in tokens, and how far of that it is."""
+        asked = max(self._depth, 0) if self._lead else 0
+        return asked, min(self.trie.lead, asked)
 
     # -- drafting ------------------------------------------------------------------------------------------------------
 
@@ -161,19 +153,12 @@ class DraftSession:
         """All places worth expanding, best first."""
         if len(self.trie) >= self.limits.nodes or not self._lead:
             return []
-        worth = self._worth_expanding(self._leaves)
-        worth.sort(key=lambda node: -node.weight)
-        return worth
-
-    @property
-    def width(self) -> int:
-        """How many places are expanded in one step."""
-        return 1 if self.opened.speculation.chains else self.limits.width
+        return sorted(self._worth_expanding(self._leaves), key=lambda node: -node.weight)
 
     @property
     def min_weight(self) -> float:
         """Chance of being kept below which no place is expanded."""
-        return self._min_draft_weight if self.opened.speculation.schedule is Schedule.TRIE else 0.0
+        return self._min_draft_weight if self.opened.speculation.ahead else 0.0
 
     @property
     def _min_draft_weight(self) -> float:
@@ -282,10 +267,8 @@ class DraftSession:
             return 1
         if self.opened.speculation.schedule is Schedule.SEQUENTIAL:
             return inf  # until all is drafted
-        if lead == 0:
-            return 1
         if lead < limits.hold:
-            return 2
+            return 2 if lead else 1
         return limits.hold if lead < limits.enough else 2 * limits.hold
 
     @property
@@ -301,7 +284,7 @@ class DraftSession:
         chosen: dict[Node, None] = {}
         anchors: set[Node] = set()
         for node in sorted(self._unsent, key=lambda node: (-node.weight, node.end)):
-            above = parent_of(node)
+            above = node.above
             if above not in chosen and above not in anchors:
                 left -= PROPOSAL_BYTES  # at most: one proposal may span several places
                 anchors.add(above)
@@ -353,7 +336,7 @@ class DraftSession:
             self._branch(node)
 
     def _is_leaf(self, node: Node) -> bool:
-        """Whether a node is the end of what was drafted, and not left over from before :meth:`redraft`."""
+        """Whether it is the end of what was drafted, and not left over from before :meth:`redraft`."""
         return not node.children and (node is self.trie.root or node.parent in self._said)
 
     def _learn(self, tokens: Sequence[Token]) -> None:
@@ -361,34 +344,57 @@ class DraftSession:
         for token in tokens:
             self.calibration.observe(node, token)
             if self.outcomes is not None and node in self._said:
-                self.outcomes.append(_outcome(self._said[node], token))
+                said = self._said[node]
+                right = next((rank for rank, candidate in enumerate(said) if candidate.token == token), NONE_RIGHT)
+                self.outcomes.append(Outcome(tuple(candidate.confidence for candidate in said), right))
             if token not in node.children:
                 return
             node = node.children[token]
 
 
-def _outcome(candidates: Sequence[Candidate], token: Token) -> Outcome:
-    right = next((rank for rank, candidate in enumerate(candidates) if candidate.token == token), NONE_RIGHT)
-    return Outcome(tuple(candidate.confidence for candidate in candidates), right)
+def proposals_of(opened: Open, root: Node, nodes: Sequence[Node]) -> list[Proposal]:
+    """New ``nodes``, parents first: one proposal for each place they hang from, or one that spans them all.
 
-
-Owner = TypeVar("Owner")
-
-
-def best_places(
-    frontiers: Iterable[tuple[Owner, Sequence[Node]]],
-    max_places: int,
-    num_scheduled_tokens: int,
-    certain: int,
-    cost: StepCost,
-) -> list[tuple[Owner, Node]]:
-    """What a draft step expands of all sessions' frontiers.
-
-    The likeliest places, as many as pay, ``max_places`` at most.
-
-    The step feeds ``num_scheduled_tokens`` tokens of ``certain`` other sessions besides.
+    The latter repeats the known nodes between, which does no harm, and is cheaper unless there are many. ``root``: of
+    the session's trie.
     """
-    places = sorted(
-        ((owner, node) for owner, frontier in frontiers for node in frontier), key=lambda place: -place[1].weight
-    )[:max_places]
-    return places[: worth_drafting([node.weight for _, node in places], num_scheduled_tokens, certain, cost)]
+    parts: dict[Node, list[Node]] = {}
+    anchors: dict[Node, Node] = {}
+    for node in nodes:
+        anchors[node] = anchors.get(node.above, node.above)
+        parts.setdefault(anchors[node], []).append(node)
+    # The deepest place above all of them, and everything between it and the nodes.
+    paths = [anchor.path_from(root) for anchor in parts]
+    shared = 0
+    while all(len(path) > shared and path[shared] is paths[0][shared] for path in paths):
+        shared += 1
+    common = paths[0][shared - 1] if shared else root
+    between = {node: None for path in paths for node in path[shared:]} | dict.fromkeys(nodes)
+    spanning = sorted(between, key=lambda node: node.end)
+    if sum(token_bytes(node.token) for node in spanning if node not in anchors) <= PROPOSAL_BYTES * (len(parts) - 1):
+        return [_proposal(opened, common, spanning)]
+    return [_proposal(opened, anchor, part) for anchor, part in parts.items()]
+
+
+def proposal_bytes(proposal: Proposal) -> int:
+    """What a proposal costs on the wire."""
+    return PROPOSAL_BYTES + sum(map(token_bytes, proposal.tokens))
+
+
+def token_bytes(token: Token) -> int:
+    """What a draft token costs on the wire: itself as a varint, its parent, its confidence."""
+    return (token.bit_length() + 6) // 7 + 2
+
+
+def _proposal(opened: Open, anchor: Node, nodes: Sequence[Node]) -> Proposal:
+    index = {node: i for i, node in enumerate(nodes)}
+    return Proposal(
+        session=opened.session,
+        epoch=opened.epoch,
+        anchor_position=anchor.end,
+        anchor_digest=anchor.digest,
+        tokens=tuple(node.token for node in nodes),
+        parents=tuple(ANCHOR if node.parent is anchor else index[node.above] for node in nodes),
+        confidence=tuple(node.confidence for node in nodes),
+        q=tuple(node.q for node in nodes if node.q is not None),
+    )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from speculation.acceptance import walk
 from speculation.drafting.draft_session import Candidate, DraftSession
 from speculation.messages import Source, Token
+from speculation.sources.lookup import Continuation
 from speculation.trie import Node, SpeculationTrie, TrieLimits, VerificationTree
 from speculation.verifying.budget import best_prefix, choose
 from speculation.verifying.calibration import Calibration
@@ -64,6 +65,11 @@ class Guesses:
         child = self._trie.add(self._last, token, confidence, source)
         self._last = child or self._last
         return child is not None
+
+    def copy(self, found: Continuation) -> None:
+        """Lengthen the chain by what stood there before, as far as there is room."""
+        for token, sure in zip(found.tokens, found.confidence, strict=True):
+            self.add(token, sure, Source.LOOKUP)
 
     def settle(self, computed: int, drawn: Sequence[Token]) -> int:
         """How many of the ``computed`` first guesses the draft model follows; learns what guesses are worth.

@@ -169,9 +169,10 @@ class Opening:
     peer: PeerId
     epoch: int
 
-    def close(self, session: SessionId) -> Send:
-        """Have the worker forget it."""
-        return Send(self.peer, Close(session, self.epoch))
+
+def closed(session: SessionId, opening: Opening | None) -> list[Effect]:
+    """Have the worker forget it, if it is open at one."""
+    return [] if opening is None else [Send(opening.peer, Close(session, opening.epoch))]
 
 
 class Drafting:
@@ -231,7 +232,7 @@ class Drafting:
     def close(self) -> list[Effect]:
         """It is open at none any more."""
         opening, self.opening = self.opening, None
-        return [] if opening is None else [opening.close(self._session)]
+        return closed(self._session, opening)
 
     def relay(self, verification: Verification) -> list[Effect]:
         """Tell the drafter, if there is one, what the target decided.

@@ -226,9 +226,11 @@ class PoisonDetector:
     def _blocked(self, session: SessionId) -> frozenset[PeerId]:
         """Targets where a session must not be opened at the moment."""
         reserved = {peer for peer, owner in self._reserved.items() if owner != session}
-        if session in self._suspicions:
-            return frozenset(reserved | {peer for peer in self._unproven if not self._may_be_tried(peer)})
         suspects = self._suspicions.keys()
+        if session in suspects:
+            most = len(suspects) // self._limits.share  # tried at once on one target, and nobody else is there
+            trying = {peer for peer, there in self._unproven.items() if len(there) < most and there <= suspects}
+            return frozenset(reserved | (self._unproven.keys() - trying))
         trials = {peer for peer, there in self._unproven.items() if suspects and not there.isdisjoint(suspects)}
         again, max_there = session in self._opened, self._limits.per_target
         full = {peer for peer, there in self._unproven.items() if again and len(there) >= max_there}
@@ -248,11 +250,6 @@ class PoisonDetector:
         blameless = sum(not implicated for implicated in unexplained)
         others = sum(session not in implicated for implicated in unexplained) - blameless
         return min(self._limits.tries + blameless + others // self._limits.others, self._limits.max_tries)
-
-    def _may_be_tried(self, peer: PeerId) -> bool:
-        """Whether one more session on probation may be opened where some are unproven."""
-        max_there = len(self._suspicions) // self._limits.share
-        return len(self._unproven[peer]) < max_there and self._unproven[peer] <= self._suspicions.keys()
 
     def _exonerate(self, session: SessionId) -> None:
         implication = self._implicated.pop(session, None)

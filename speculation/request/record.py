@@ -10,7 +10,8 @@ Others read it here; only :class:`speculation.request.session.Session` changes i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -19,15 +20,11 @@ from speculation import events
 from speculation.events import Emit, Event, PeerId, StepMetadata
 from speculation.messages import (
     FromWorker,
-    Limits,
     Load,
     Open,
     Proposal,
     Refused,
-    RequestOptions,
-    Sampling,
     SessionId,
-    Speculation,
     Token,
     Verification,
     Welcome,
@@ -190,30 +187,18 @@ class Workers(NamedTuple):
 class SessionRecord:
     """What is known of one choice of one request, and nothing of what becomes of it."""
 
-    def __init__(
-        self,
-        session: SessionId,
-        prompt: tuple[Token, ...],
-        sampling: Sampling,
-        limits: Limits,
-        speculation: Speculation = Speculation(),
-        session_limits: SessionLimits = SessionLimits(),
-        priority: int = 0,
-        request_options: RequestOptions = RequestOptions(),
-    ) -> None:
-        self.session = session
-        self.prompt_length = len(prompt)
+    def __init__(self, request: Open, session_limits: SessionLimits = SessionLimits()) -> None:
+        """``request``: as it would be opened first; each opening has its own epoch and age, and the text so far."""
+        self.session, self.prompt_length = request.session, len(request.tokens)
         self.reopened = 0
         """How often the target side was opened again after a fault: the number of failovers."""
         self.moved = 0
         """How often it was opened elsewhere without one: a target went, or had no room."""
         self.stale = 0
         """Messages dropped because they came too late to matter."""
-        self._text = CommittedText(prompt)
+        self._text = CommittedText(request.tokens)
         self._tokens = self._text.tokens
-        self._sampling, self._limits, self._speculation = sampling, limits, speculation
-        self._priority, self._request_options = priority, request_options
-        self._bounds = session_limits
+        self._request, self._bounds = request, session_limits
         self._state = SessionState.NEW
         self._history: deque[tuple[Kind, SessionState]] = deque(maxlen=HISTORY)
         self._epoch = 0
@@ -221,10 +206,10 @@ class SessionRecord:
         self._migration_target: Opening | None = None
         """Opened where the session will move, and not yet prefilled. What it says is not used."""
         self._prefills = 0
-        self._drafting = Drafting(session, speculation, session_limits)
+        self.drafting = Drafting(request.session, request.speculation, session_limits)
         self._lead: int | None = None
         self._draining: frozenset[PeerId] = frozenset()
-        self._retries = RetryState(session_limits, session)
+        self._retries = RetryState(session_limits, request.session)
         self._wake_at: float | None = None
         self._began = self._now = 0.0
 
@@ -246,12 +231,12 @@ class SessionRecord:
     @property
     def end(self) -> int:
         """How many tokens it may have at last, the prompt included."""
-        return self._limits.end
+        return self._request.limits.end
 
     @property
     def openings(self) -> tuple[Opening | None, Opening | None]:
         """As what it is open at its target and its drafter."""
-        return self._target, self._drafting.opening
+        return self._target, self.drafting.opening
 
     @property
     def workers(self) -> Workers:
@@ -260,28 +245,18 @@ class SessionRecord:
         return Workers(target.peer if target else None, draft.peer if draft else None)
 
     @property
-    def strikes(self) -> Mapping[PeerId, Sequence[str]]:
-        """What drafters did against the protocol."""
-        return self._drafting.strikes
-
-    @property
-    def quarantined(self) -> frozenset[PeerId]:
-        """Drafters this session is done with."""
-        return self._drafting.quarantined
-
-    @property
     def undrafted(self) -> bool:
         """Whether it is decoded without a drafter although it allows one."""
-        return self.phase is Phase.RUNNING and self._drafting.opening is None and self._drafting.wanted
+        return self.phase is Phase.RUNNING and self.drafting.opening is None and self.drafting.wanted
 
     @property
     def resting(self) -> bool:
         """Whether its target has no use for its drafter at present."""
-        return self._drafting.opening is not None and self._lead == 0
+        return self.drafting.opening is not None and self._lead == 0
 
     def validate(self) -> None:
         """Raise AssertionError where this contradicts itself."""
-        state, target, draft = self._state, self._target, self._drafting.opening
+        state, target, draft = self._state, self._target, self.drafting.opening
         running = self.phase is Phase.RUNNING
         assert running is (target is not None), f"{state.label}, with the target {target}"
         leaving = target is not None and target.peer in self._draining
@@ -293,7 +268,7 @@ class SessionRecord:
         )
         assert migrating is None or migrating.peer not in self._draining, f"it is to move to {migrating}, which drains"
         assert running or draft is None, f"{state.label}, with the drafter {draft}"
-        assert draft is None or draft.peer not in self.quarantined, f"it is done with its drafter {draft}"
+        assert draft is None or draft.peer not in self.drafting.quarantined, f"it is done with its drafter {draft}"
         epochs = [opening.epoch for opening in (target, migrating, draft) if opening is not None]
         assert len(set(epochs)) == len(epochs), f"two openings have one epoch: {epochs}"
         assert max(epochs, default=0) <= self._epoch, f"epochs {epochs}, of {self._epoch} that were given out"
@@ -303,18 +278,9 @@ class SessionRecord:
         return self._target is not None and self._target.peer == peer
 
     def _opening(self, epoch: int) -> Open:
-        return Open(
-            session=self.session,
-            epoch=epoch,
-            tokens=tuple(self._tokens),
-            sampling=self._sampling,
-            limits=self._limits,
-            speculation=self._speculation,
-            priority=self._priority,
-            age_ms=min(int(1000 * (self._now - self._began)), MAX_AGE_MS),
-            prompt=self.prompt_length,
-            request_options=self._request_options,
-        )
+        age_ms = min(int(1000 * (self._now - self._began)), MAX_AGE_MS)
+        tokens, prompt = tuple(self._tokens), self.prompt_length
+        return replace(self._request, epoch=epoch, tokens=tokens, age_ms=age_ms, prompt=prompt)
 
     def _next_epoch(self) -> int:
         self._epoch += 1

@@ -24,7 +24,7 @@ from typing import assert_never
 from speculation import events
 from speculation.events import Effect, Event, Fail, FailureCode, Finish, PeerId, Place, Relay, Role, Send, Wake
 from speculation.messages import MAX_PRIORITY, FromWorker, Load, Proposal, RefusalCode, Refused, Verification, Welcome
-from speculation.request.placement import Opening
+from speculation.request.placement import Opening, closed
 from speculation.request.placement import SessionLimits as SessionLimits
 from speculation.request.record import TRANSITIONS, IllegalTransition, Kind, SessionRecord, SessionState
 from speculation.request.record import Phase as Phase
@@ -75,8 +75,11 @@ class Session(SessionRecord):
                 return self._prepare_to_leave(peer)
             case events.Stays(peer=peer):
                 return self._stay(peer)
-            case events.Available(role=role):
-                return self._available(role)
+            case events.Available(role=Role.TARGET):
+                return self._seek_target()
+            case events.Available():
+                self.drafting.came()
+                return self._place_draft()
             case events.Stop():
                 return self._end(Finish(None))
             case events.Tick():
@@ -152,7 +155,7 @@ class Session(SessionRecord):
         self._retries.progress(now)
         if verification.finish:
             return [committed, *self._end(Finish(verification.finish))]
-        effects: list[Effect] = [committed, *self._drafting.relay(verification)]
+        effects: list[Effect] = [committed, *self.drafting.relay(verification)]
         # chosen for a text that had not begun: perhaps of another revision
         if first and self._migration_target is not None:
             effects += self._drop_migration_target() + self._seek_migration_target()
@@ -167,7 +170,7 @@ class Session(SessionRecord):
             effects = self._drop_migration_target()
         elif self._state is SessionState.DECODING and self._at_target(peer):
             self._state = SessionState.LEAVING
-        if self._drafting.at(peer):
+        if self.drafting.at(peer):
             effects += self._place_draft()
         return effects + self._seek_migration_target()
 
@@ -189,7 +192,7 @@ class Session(SessionRecord):
         self._state = SessionState.MIGRATING
         self._migration_target = Opening(peer, self._next_epoch())
         # Nobody waits for this: it comes behind those that have moved already, whose clients hear nothing meanwhile.
-        behind = min(self._priority + 1, MAX_PRIORITY)
+        behind = min(self._request.priority + 1, MAX_PRIORITY)
         return [Send(peer, replace(self._opening(self._migration_target.epoch), priority=behind))]
 
     def _prefilled(self, now: float, verification: Verification) -> list[Effect]:
@@ -204,7 +207,7 @@ class Session(SessionRecord):
         return self._migrate(now)
 
     def _drop_migration_target(self) -> list[Effect]:
-        effects = self._close(self._migration_target)
+        effects = closed(self.session, self._migration_target)
         if self._migration_target is not None:
             self._migration_target, self._state = None, SessionState.LEAVING
         return effects
@@ -219,7 +222,7 @@ class Session(SessionRecord):
         """Go on at the migration target, from what is committed by now: nearly all of that is in its cache."""
         assert self._migration_target is not None
         peer = self._migration_target.peer
-        effects = self._close(self._target) + self._drafting.close()
+        effects = closed(self.session, self._target) + self.drafting.close()
         self._target = self._migration_target = None
         self.moved += 1
         return effects + self._open_target(now, peer)
@@ -227,34 +230,34 @@ class Session(SessionRecord):
     # -- the draft side ------------------------------------------------------------------------------------------------
 
     def _place_draft(self) -> list[Effect]:
-        return [] if self._target is None else self._drafting.place(self._draining)
+        return [] if self._target is None else self.drafting.place(self._draining)
 
     def _open_draft(self, peer: PeerId | None) -> list[Effect]:
-        if peer is None or self._target is None or not self._drafting.takes(peer, self._draining):
+        if peer is None or self._target is None or not self.drafting.takes(peer, self._draining):
             return []
-        effects = self._drafting.close()
+        effects = self.drafting.close()
         epoch = self._next_epoch()
-        self._drafting.opened(Opening(peer, epoch))
+        self.drafting.opened(Opening(peer, epoch))
         # Drafters go by what is said, not by what the caller expects.
-        opening = replace(self._opening(epoch), request_options=replace(self._request_options, prediction=()))
+        opening = replace(self._opening(epoch), request_options=replace(self._request.request_options, prediction=()))
         return [*effects, Send(peer, opening)]
 
     def _proposed(self, proposal: Proposal) -> list[Effect]:
-        drafter = self._drafting.opening
+        drafter = self.drafting.opening
         if drafter is None or proposal.epoch != drafter.epoch or self._target is None or not proposal.tokens:
             return self._too_late()  # one of nothing does no harm, and is no sign that the drafter follows the text
-        if why := self._drafting.objection(proposal):
+        if why := self.drafting.objection(proposal):
             return self._strike(why)
-        self._drafting.proposed()
+        self.drafting.proposed()
         return [Relay(self._target.peer, proposal, self._target.epoch)]
 
     def _strike(self, why: str) -> list[Effect]:
-        return self._drafting.close() + self._place_draft() if self._drafting.struck(why) else []
+        return self.drafting.close() + self._place_draft() if self.drafting.struck(why) else []
 
     # -- both ----------------------------------------------------------------------------------------------------------
 
     def _receive(self, now: float, peer: PeerId, message: FromWorker) -> list[Effect]:
-        from_draft = self._drafting.at(peer)
+        from_draft = self.drafting.at(peer)
         match message:
             case Verification() if self._migration_target == Opening(peer, message.epoch):
                 return self._prefilled(now, message)
@@ -274,12 +277,12 @@ class Session(SessionRecord):
                 assert_never(message)
 
     def _fault(self, now: float, opening: Opening, why: str) -> list[Effect]:
-        if opening == self._drafting.opening:
+        if opening == self.drafting.opening:
             return self._strike(why)
         if opening == self._target:
             return self._retry_target(now, opening.peer, why)
         if opening == self._migration_target:
-            return self._close(opening) + self._lose_migration_target(now, opening.peer)
+            return closed(self.session, opening) + self._lose_migration_target(now, opening.peer)
         return self._too_late()
 
     def _too_late(self) -> list[Effect]:
@@ -288,12 +291,12 @@ class Session(SessionRecord):
 
     def _refused(self, now: float, peer: PeerId, refused: Refused) -> list[Effect]:
         opening = Opening(peer, refused.epoch)
-        if opening == self._drafting.opening:
-            self._drafting.refused(now, refused.code)
-            again = self._drafting.again_at
+        if opening == self.drafting.opening:
+            self.drafting.refused(now, refused.code)
+            again = self.drafting.again_at
             return self._place_draft() + (self._wake(again) if again is not None else [])
         if opening == self._migration_target:
-            return self._close(opening) + self._lose_migration_target(now, peer)
+            return closed(self.session, opening) + self._lose_migration_target(now, peer)
         if opening != self._target:
             return self._too_late()
         match refused.code:
@@ -313,8 +316,8 @@ class Session(SessionRecord):
         self._draining -= {peer}
         if self._migration_target is not None and self._migration_target.peer == peer:
             return self._lose_migration_target(now, peer)
-        if self._drafting.at(peer):
-            self._drafting.opening = None
+        if self.drafting.at(peer):
+            self.drafting.opening = None
             return self._place_draft()
         if not self._at_target(peer):
             return []
@@ -326,16 +329,6 @@ class Session(SessionRecord):
         self.reopened += not expected
         return self._move_target(now, peer)
 
-    def _available(self, role: Role) -> list[Effect]:
-        match role:
-            case Role.TARGET:
-                return self._seek_target()
-            case Role.DRAFT:
-                self._drafting.came()
-                return self._place_draft()
-            case _:
-                assert_never(role)
-
     def _tick(self, now: float) -> list[Effect]:
         if self._wake_at is not None and now >= self._wake_at:
             self._wake_at = None
@@ -343,8 +336,8 @@ class Session(SessionRecord):
             return self._seek_target()
         due = self._retries.stalled_at
         if now < due:
-            effects = self._place_draft() if self._drafting.due(now) else []
-            return self._wake(min(due, self._drafting.again_at or due)) + effects + self._seek_migration_target()
+            effects = self._place_draft() if self.drafting.due(now) else []
+            return self._wake(min(due, self.drafting.again_at or due)) + effects + self._seek_migration_target()
         return self._stall(now)
 
     def _stall(self, now: float) -> list[Effect]:
@@ -369,9 +362,8 @@ class Session(SessionRecord):
         return [*effects, ending]
 
     def _close_all(self) -> list[Effect]:
-        effects = self._close(self._target) + self._close(self._migration_target) + self._drafting.close()
+        effects = (
+            closed(self.session, self._target) + closed(self.session, self._migration_target) + self.drafting.close()
+        )
         self._target = self._migration_target = None
         return effects
-
-    def _close(self, opening: Opening | None) -> list[Effect]:
-        return [] if opening is None else [opening.close(self.session)]

@@ -38,7 +38,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from speculation.events import Own
@@ -186,18 +185,13 @@ def _checked(suggestion: Suggestion, depth: int) -> Suggestion:
     return suggestion
 
 
-@dataclass(frozen=True, slots=True)
-class LookupBounds:
-    """How many equal tokens make prompt lookup follow an earlier place."""
-
-    shortest: int = SHORTEST
-    longest: int = LONGEST
-    """Beyond so many the latest place is taken."""
+LOOKUP = SHORTEST, LONGEST
+"""Equal tokens that make prompt lookup follow an earlier place, and beyond which it takes the latest."""
 
 
-def local_sources(opened: Open, bounds: LookupBounds = LookupBounds()) -> list[LocalSource]:
+def local_sources(opened: Open, lookup: tuple[int, int] = LOOKUP) -> list[LocalSource]:
     """Those that a session can have by its text and its request alone."""
-    sources: list[LocalSource] = [PromptLookup(shortest=bounds.shortest, longest=bounds.longest)]
+    sources: list[LocalSource] = [PromptLookup(shortest=lookup[0], longest=lookup[1])]
     if opened.request_options.prediction:
         sources.append(PredictionSource(opened.request_options.prediction, opened.prompt or len(opened.tokens)))
     registered_ones = (Guarded(name, maker, opened) for name, maker in _makers.items())

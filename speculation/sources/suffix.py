@@ -23,7 +23,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from speculation.frozen import frozen
@@ -79,31 +79,23 @@ class _Text:
     number: int = 0
     """Its own, from when it is in the index."""
 
+    @property
+    def key(self) -> int:
+        """The same for all texts that say the same in one scope."""
+        return hash((self.scope, tuple(self.tokens)))
 
-@dataclass(eq=False, slots=True)
-class _Scope:
-    """What sessions of one scope can find."""
-
-    places: dict[int, list[int]] = field(default_factory=dict)
-    """By hash of the tokens before: what is found is compared."""
-    known: dict[int, int] = field(default_factory=dict)
-    texts: int = 0
-
-    def validate(self, own: set[int], indexed: int) -> None:
-        """Assert that it leads to its ``own`` texts alone, of which so many tokens are indexed."""
-        assert {place >> _END_BITS for places in self.places.values() for place in places} <= own
-        assert set(self.known.values()) <= own
-        assert sum(map(len, self.places.values())) <= len(CONTEXTS) * indexed
-        assert all(0 < len(places) <= PLACES for places in self.places.values())
+    def contexts(self, first: int, until: int) -> Iterator[tuple[int, int]]:
+        """The keys of its places ``first`` to ``until``, each with the place as it is in the index."""
+        start = max(first - CONTEXTS[0], 0)
+        window = tuple(self.tokens[start:until])
+        for end in range(first - start, until - start):
+            for length in CONTEXTS:
+                if start + end >= length:
+                    yield hash((self.scope, window[end - length : end])), self.number << _END_BITS | start + end
 
 
-@dataclass(frozen=True, slots=True)
-class _Voice:
-    """What an earlier text said at a place, how often, and its number."""
-
-    words: Sequence[Token]
-    times: int
-    text: int
+_Voice = tuple[Sequence[Token], int, int]
+"""What an earlier text said at a place, how often, and its number."""
 
 
 @frozen
@@ -135,7 +127,10 @@ class SuffixStore:
         self._waiting: deque[_Text] = deque()
         self._leaving: _Text | None = None  # the text that is being taken out of the index; it is not found any more
         self._indexing: _Text | None = None  # the text that is being indexed
-        self._scopes: dict[str, _Scope] = {}
+        self._places: dict[int, list[int]] = {}
+        """By hash of the scope and the tokens before: what is found is compared."""
+        self._known: dict[int, int] = {}
+        """Numbers of texts by their keys."""
         self._count = 0
         self._held = self._queued = 0
         self.taken = self.forgotten = 0
@@ -195,8 +190,8 @@ class SuffixStore:
         self.asked += 1
         places, matched = self._alike(scope, recent)
         texts = ((number, self._texts[number], end) for number, end in places)
-        voices = [_Voice(text.tokens[end : end + depth], text.times, number) for number, text, end in texts]
-        followed = _majority([voice for voice in voices if voice.words], matched)
+        voices = [(text.tokens[end : end + depth], text.times, number) for number, text, end in texts]
+        followed = _majority([voice for voice in voices if voice[0]], matched)
         self.found += bool(followed.tokens)
         return followed
 
@@ -211,85 +206,76 @@ class SuffixStore:
         texts = [*self._texts.values(), *([self._leaving] if self._leaving else [])]
         assert self._held == sum(len(text.tokens) for text in texts) <= self._room
         assert self._queued == sum(len(text.tokens) for text in self._waiting) <= self._longest
-        assert self._scopes.keys() == {text.scope for text in texts}
         assert self.taken - self.forgotten == sum(text.indexed for text in texts)
-        for name, scope in self._scopes.items():
-            own = {number for number, text in self._texts.items() if text.scope == name}
-            own |= {self._leaving.number} if self._leaving and self._leaving.scope == name else set()
-            scope.validate(own, sum(text.indexed for text in texts if text.scope == name))
+        own = {text.number for text in texts}
+        assert {place >> _END_BITS for places in self._places.values() for place in places} <= own
+        assert set(self._known.values()) <= own
+        assert sum(map(len, self._places.values())) <= len(CONTEXTS) * sum(text.indexed for text in texts)
+        assert all(0 < len(places) <= PLACES for places in self._places.values())
 
     # -- the index -----------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Begin with the next text that waits, or make room for it."""
         text = self._waiting[0]
-        scope = self._scopes.get(text.scope)
-        twin = scope.known.get(_hash(text.tokens)) if scope is not None else None
-        if twin is not None and twin in self._texts and self._texts[twin].tokens == text.tokens:
-            self._texts[twin].times += 1
-            self._texts.move_to_end(twin)
+        twin = self._texts.get(self._known.get(text.key, 0))
+        if twin is not None and (twin.scope, twin.tokens) == (text.scope, text.tokens):
+            twin.times += 1
+            self._texts.move_to_end(twin.number)
         elif self._held + len(text.tokens) > self._room:
             _, self._leaving = self._texts.popitem(last=False)
             return
         else:
             self._count = text.number = self._count + 1
             self._texts[text.number] = self._indexing = text
-            scope = self._scopes.setdefault(text.scope, _Scope())
-            scope.known[_hash(text.tokens)] = text.number
-            scope.texts += 1
+            self._known[text.key] = text.number
             self._held += len(text.tokens)
         self._waiting.popleft()
         self._queued -= len(text.tokens)
 
     def _index(self, text: _Text, max_tokens: int) -> int:
         """Add up to ``max_tokens`` places of a text to the index; returns how many."""
-        places, tokens = self._scopes[text.scope].places, text.tokens
-        first = text.indexed
-        text.indexed = until = min(first + max_tokens, len(tokens))
-        for key, end in _contexts(tokens, first, until):
-            known = places.setdefault(key, [])
-            known.append(text.number << _END_BITS | end)
+        first, size = text.indexed, len(text.tokens)
+        text.indexed = until = min(first + max_tokens, size)
+        for key, place in text.contexts(first, until):
+            known = self._places.setdefault(key, [])
+            known.append(place)
             if len(known) > PLACES:
                 del known[0]
-        if until == len(tokens):
+        if until == size:
             self._indexing = None
         self.taken += until - first
         return until - first
 
     def _forget(self, text: _Text, max_tokens: int) -> int:
         """Take up to ``max_tokens`` places of a text out of the index, the last first; returns how many."""
-        scope, tokens = self._scopes[text.scope], text.tokens
         until = text.indexed
         text.indexed = first = max(until - max_tokens, 0)
-        for key, end in _contexts(tokens, first, until):
-            place, known = text.number << _END_BITS | end, scope.places.get(key, [])
+        for key, place in text.contexts(first, until):
+            known = self._places.get(key, [])
             if place in known:
                 known.remove(place)
                 if not known:
-                    del scope.places[key]
+                    del self._places[key]
         self.forgotten += until - first
         if first == 0:
-            self._held -= len(tokens)
-            if scope.known.get(_hash(tokens)) == text.number:
-                del scope.known[_hash(tokens)]
-            scope.texts -= 1
-            if not scope.texts:
-                del self._scopes[text.scope]
+            self._held -= len(text.tokens)
+            if self._known.get(text.key) == text.number:
+                del self._known[text.key]
             self._leaving = None
         return until - first
 
-    def _alike(self, name: str, recent: Sequence[Token]) -> tuple[list[tuple[int, int]], int]:
+    def _alike(self, scope: str, recent: Sequence[Token]) -> tuple[list[tuple[int, int]], int]:
         """Places, as text and position, before which a text reads like ``recent`` the longest; and for how long."""
-        scope = self._scopes.get(name, _Scope())
         for length in CONTEXTS:
             if len(recent) < length:
                 continue
             found = []
-            for place in reversed(scope.places.get(_hash(recent[-length:]), [])):
+            for place in reversed(self._places.get(hash((scope, tuple(recent[-length:]))), [])):
                 number, end = place >> _END_BITS, place & (1 << _END_BITS) - 1
-                if number in self._texts:
-                    before = self._texts[number].tokens[max(end - COUNTED, 0) : end]
-                    found.append((common_end(before, recent), number, end))
+                text = self._texts.get(number)
+                if text is not None and text.scope == scope:
+                    found.append((common_end(text.tokens[max(end - COUNTED, 0) : end], recent), number, end))
             longest = max((equal for equal, _, _ in found), default=0)
             if longest >= length:
                 return [(number, end) for equal, number, end in found if equal == longest], longest
@@ -329,27 +315,13 @@ def _majority(voices: Sequence[_Voice], matched: int) -> Followed:
     tokens: list[Token] = []
     sure: list[float] = []
     agreeing: Sequence[_Voice] = ()
-    while going := [voice for voice in voices if len(voice.words) > len(tokens)]:
+    while going := [voice for voice in voices if len(voice[0]) > len(tokens)]:
         place, votes = len(tokens), dict[Token, int]()
-        for voice in going:
-            votes[voice.words[place]] = votes.get(voice.words[place], 0) + voice.times
+        for words, times, _ in going:
+            votes[words[place]] = votes.get(words[place], 0) + times
         token = max(votes, key=votes.__getitem__)
         sure.append(confidence(matched + place + votes[token] - 1) * votes[token] / sum(votes.values()))
         tokens.append(token)
-        voices = [voice for voice in going if voice.words[place] == token]
+        voices = [voice for voice in going if voice[0][place] == token]
         agreeing = agreeing or voices
-    return Followed(tuple(tokens), tuple(sure), tuple(voice.text for voice in agreeing))
-
-
-def _hash(tokens: Sequence[Token]) -> int:
-    return hash(tuple(tokens))
-
-
-def _contexts(tokens: Sequence[Token], first: int, until: int) -> Iterator[tuple[int, int]]:
-    """The keys of the places ``first`` to ``until``, each with its place."""
-    start = max(first - CONTEXTS[0], 0)
-    window = tuple(tokens[start:until])
-    for end in range(first - start, until - start):
-        for length in CONTEXTS:
-            if start + end >= length:
-                yield hash(window[end - length : end]), start + end
+    return Followed(tuple(tokens), tuple(sure), tuple(text for _, _, text in agreeing))

@@ -9,7 +9,7 @@ with ``p_i`` the probability that the i-th draft token is kept together with eve
 measured while serving: :class:`StepCost` learns ``T``, :mod:`speculation.verifying.calibration` what a drafter's word
 is worth. Zero is a candidate like any other, so verification switches itself off where it does not pay. What is known
 fades, so it is tried again later. A draft worker divides its own steps by the same rule, but for a few places that it
-always expands (:func:`worth_drafting`).
+always expands (:func:`best_places`).
 
 A session that ran out of drafts may do better to wait than to compute a single token. Time has a price, the ``rate`` of
 tokens a second that the session makes while it has drafts; so of all there is to do, take what maximises
@@ -24,7 +24,12 @@ may one whose drafts were made before its drafter knew the last outcome, if the 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
+
+from speculation.trie import Node
+
+Owner = TypeVar("Owner", bound=Hashable)
 
 
 def rows_for(tokens: int, row_classes: Sequence[int]) -> int:
@@ -229,15 +234,26 @@ CHEAP_PLACES = 8
 """A draft step of so few tokens takes about as long as one of a single token: it is bound by reading the weights."""
 
 
-def worth_drafting(
-    weights: Sequence[float], num_scheduled_tokens: int, certain: int, cost: Callable[[int], float]
-) -> int:
-    """How many places, likeliest first, a draft step expands besides ``num_scheduled_tokens`` of ``certain`` sessions.
+def best_places(
+    frontiers: Mapping[Owner, Sequence[Node]],
+    max_places: int,
+    num_scheduled_tokens: int,
+    certain: int,
+    cost: Callable[[int], float],
+) -> dict[Owner, list[Node]]:
+    """The places that a draft step expands: of all frontiers the likeliest, as many as pay, ``max_places`` at most.
 
     A few always: deepening the likeliest branch alone would make more of this step, but at the next refusal its
-    alternatives must have a continuation, and there is time for them only now.
+    alternatives must have a continuation, and there is time for them only now. The step feeds ``num_scheduled_tokens``
+    tokens of ``certain`` other sessions besides.
     """
-    return max(best_prefix(weights, certain, num_scheduled_tokens, cost), min(len(weights), CHEAP_PLACES))
+    places = [(owner, node) for owner, frontier in frontiers.items() for node in frontier]
+    places = sorted(places, key=lambda place: -place[1].weight)[:max_places]
+    pay = best_prefix([node.weight for _, node in places], certain, num_scheduled_tokens, cost)
+    chosen: dict[Owner, list[Node]] = {}
+    for owner, node in places[: max(pay, CHEAP_PLACES)]:
+        chosen.setdefault(owner, []).append(node)
+    return chosen
 
 
 def kept_after_miss(shares: Sequence[float], agreement: float, behind: int) -> tuple[float, float]:

@@ -65,14 +65,8 @@ class Miss:
         self.reached += [at - self.at] * (min(depth, DEEPEST) - len(self.reached))
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """What may be expected of a wait until then."""
-
-    seconds: float
-    """From now."""
-    shares: Sequence[float]
-    """Chance of a path of 1, 2, ... tokens."""
+Moment = tuple[float, Sequence[float]]
+"""A later moment, in seconds from now, and the chance of a path of 1, 2, ... tokens by then."""
 
 
 class DraftLatencyEstimator:
@@ -106,7 +100,7 @@ class DraftLatencyEstimator:
             more = (max(share - gone, 0.0) for share, gone in zip(row[behind:], passed[behind:], strict=True))
             # Some misses with a short path by then have a long one later: a long one is no likelier than a short one.
             shares = [share / open_share for share in accumulate(more, min)]
-            moments.append(Moment(time - age, [1.0] * behind + shares))
+            moments.append((time - age, [1.0] * behind + shares))
         return moments
 
     def observe(self, miss: Miss) -> None:
@@ -198,15 +192,20 @@ class ThroughputEstimator:
             self._wider.observe(tokens, seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class PlainStep:
-    """A step of a target as it would be without drafts."""
+@dataclass(slots=True)
+class DraftTurn:
+    """What a step of a target is expected to commit, and it and the drafting before it to take."""
 
-    tokens: int
-    """It commits: one for each session."""
+    tokens: float
+    """Without drafts, one for each session."""
     seconds: float
     row_seconds: float
-    """Of one draft more."""
+    """Of one draft more, without drafting it."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 class Payoff:

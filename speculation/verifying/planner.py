@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from speculation.frozen import frozen
-from speculation.messages import Open, Rule, Schedule, Token
-from speculation.sources.registry import LocalSource, LookupBounds, local_sources
+from speculation.messages import Open
+from speculation.sources.registry import LOOKUP, LocalSource, local_sources
 from speculation.trie import VerificationTree
 from speculation.verifying.budget import StepCost, choose, kept_after_miss, kept_if_drafted_again, worth_waiting
 from speculation.verifying.calibration import Tally
@@ -56,7 +56,7 @@ class Planner:
         *,
         adaptive: bool = True,
         beside: bool = True,
-        lookup: LookupBounds = LookupBounds(),
+        lookup: tuple[int, int] = LOOKUP,
         row_classes: Sequence[int] = (),
         believed: Mapping[int, float] = {},
     ) -> None:
@@ -125,29 +125,25 @@ class Planner:
         candidates = [one.session.candidates(one.drafts) for one in asked]
         waits = [self._baseline_wait(one, tree, now) for one, tree in zip(asked, candidates, strict=True)]
         going = [i for i, until in enumerate(waits) if until is None]
-        chosen = self._chosen([asked[i] for i in going], [candidates[i] for i in going], prefilled, room)
-        if len(asked) == 1 and going and not prefilled:
+        trees = self._chosen([asked[i] for i in going], [candidates[i] for i in going], prefilled, room)
+        chosen = dict(zip(going, trees, strict=True))
+        if len(asked) == 1 and chosen and not prefilled:
             session = asked[0].session
             waits[0] = self._wait(session, chosen[0] if session.fed else candidates[0], now)
-        return self._begin([one.session for one in asked], dict(zip(going, chosen, strict=True)), waits, now)
+            if waits[0] is not None:
+                chosen = {}
+        wakes = [until for until in waits if until is not None]
+        return Plan(self._begin(asked, chosen, now), min(wakes, default=None))
 
     def _begin(
-        self,
-        sessions: Sequence[TargetSession],
-        chosen: Mapping[int, VerificationTree],
-        waits: Sequence[float | None],
-        now: float,
-    ) -> Plan:
-        """Have those sessions verify what is chosen for them that do not wait, so that the step begins ``now``."""
-        trees: list[VerificationTree | None] = [None] * len(sessions)
-        for i, tree in chosen.items():
-            if waits[i] is None:
-                trees[i] = sessions[i].begin_verification(tree)
-        self._branched = any(tree.branched for tree in trees if tree is not None)
-        wakes = [until for until in waits if until is not None]
-        if len(wakes) < len(sessions):
+        self, asked: Sequence[Asked], chosen: Mapping[int, VerificationTree], now: float
+    ) -> tuple[VerificationTree | None, ...]:
+        """Have those sessions verify what is chosen for them; a step begins ``now`` if there are any."""
+        begun = {i: asked[i].session.begin_verification(tree) for i, tree in chosen.items()}
+        self._branched = any(tree.branched for tree in begun.values())
+        if begun:
             self._began = now
-        return Plan(tuple(trees), min(wakes) if wakes else None)
+        return tuple(begun.get(i) for i in range(len(asked)))
 
     def _note(self, asked: Sequence[Asked], now: float, room: int | None) -> Payoff:
         """Note when a step is asked for and who is at work beside it; tell sessions whether drafters shall be."""
@@ -158,7 +154,7 @@ class Planner:
             self._asked_at = now
             at_work = any(one.session.expects_drafts for one in asked)
             self._quiet_for = 0 if at_work else self._quiet_for + 1
-            self._follow = self._beside and all(_follows(one.session) for one in asked)
+            self._follow = self._beside and all(one.session.opened.speculation.ahead for one in asked)
         payoff, shared = self._payoff(len(asked)), self.shared_estimators
         shared.drafting_pays = (payoff.drafting and room != 0) or not self._adaptive
         shared.break_even = payoff.break_even(len(asked))
@@ -167,10 +163,10 @@ class Planner:
     def _bounded(self, asked: Sequence[Asked], room: int | None, *, probing: bool) -> Sequence[Asked]:
         """The same with no more room for drafts than each may use; none for those that ``probing`` computes without."""
         if probing:
-            asked = [Asked(one.session, 0) if _follows(one.session) else one for one in asked]
+            asked = [Asked(one.session, 0) if one.session.opened.speculation.ahead else one for one in asked]
         if room is not None:
             even = room // max(len(asked), 1)
-            limits = [room if self._adaptive and _by_marginal_gain(one.session) else even for one in asked]
+            limits = [even if one.session.opened.speculation.chains or not self._adaptive else room for one in asked]
             asked = [Asked(one.session, min(one.drafts, limit)) for one, limit in zip(asked, limits, strict=True)]
         return asked
 
@@ -183,9 +179,9 @@ class Planner:
             return chosen
         cost, certain = self.cost(len(asked)), len(asked) + prefilled
         base = certain
-        by_gain = [i for i, one in enumerate(asked) if _by_marginal_gain(one.session)]
+        by_gain = [i for i, one in enumerate(asked) if not one.session.opened.speculation.chains]
         for i, one in enumerate(asked):
-            if one.session.opened.speculation.schedule is Schedule.TRIE and i not in by_gain:
+            if one.session.opened.speculation.ahead and i not in by_gain:
                 max_drafts = min(one.drafts, one.session.deepest)
                 chosen[i] = chosen[i].first(_first_below(chosen[i].odds, _price(len(asked), certain, max_drafts, cost)))
                 base += len(chosen[i].nodes)
@@ -200,11 +196,11 @@ class Planner:
         A drafter that reads features drafts again from the last outcome. What is at hand was drafted before that.
         """
         miss = session.miss
-        if not self._adaptive or not self._beside or session.opened.speculation.schedule is not Schedule.TRIE:
+        if not self._adaptive or not self._beside or not session.opened.speculation.ahead:
             return None
-        if miss is None or (tree.nodes and not session.fed):
+        if miss is None or (tree.nodes and not session.fed) or not session.expects_drafts:
             return None
-        if not session.expects_drafts or not session.throughput.rate:
+        if not session.throughput.rate:
             return None
         cost, at_hand = self.cost(1), sum(tree.odds)
         later = self._later(session, tree, now - miss.at, len(miss.reached), session.trie.position - miss.position)
@@ -221,16 +217,16 @@ class Planner:
         plain = self.cost(1)(1)
         if not session.fed:
             moments = session.draft_latency.moments(age, behind)
-            allowed = [one for one in moments if one.seconds <= LONGEST_WAIT * plain]
-            return [(one.seconds, *kept_after_miss(one.shares, session.agreement, behind)) for one in allowed]
+            allowed = [one for one in moments if one[0] <= LONGEST_WAIT * plain]
+            return [(seconds, *kept_after_miss(shares, session.agreement, behind)) for seconds, shares in allowed]
         # What steps have committed is no bound here: many verified drafts that were made before the last outcome.
         agreement = session.lookahead_policy.agreement
         moments, at_hand = session.draft_latency.moments(age, come), sum(tree.odds)
         trust, found = self._waits.factor(WAITS_PRIOR), list[tuple[float, float, float]]()
-        for one in moments:
-            if age + one.seconds <= LONGEST_WAIT_IF_FED * plain:
-                hoped, drafts = kept_if_drafted_again(one.shares, agreement, come, tree.odds)
-                found.append((one.seconds, at_hand + trust * (hoped - at_hand), drafts))
+        for seconds, shares in moments:
+            if age + seconds <= LONGEST_WAIT_IF_FED * plain:
+                hoped, drafts = kept_if_drafted_again(shares, agreement, come, tree.odds)
+                found.append((seconds, at_hand + trust * (hoped - at_hand), drafts))
         return found
 
     def _learn_wait(self, at_hand: float, hoped: float | None) -> None:
@@ -250,30 +246,15 @@ class Planner:
         session = asked.session
         speculation = session.opened.speculation
         wanted = min(session.deepest, asked.drafts)
-        if speculation.schedule is Schedule.TRIE or not speculation.enabled or session.in_vain or wanted <= 0:
+        if speculation.ahead or not speculation.enabled or session.in_vain or wanted <= 0:
             return None
-        if len(tree.nodes) >= wanted or _ends(tree, session.opened.limits.stop_tokens):
+        if len(tree.nodes) >= wanted or (tree.nodes and tree.nodes[-1].token in session.opened.limits.stop_tokens):
             return None
         deaf_at = session.waits_since(now) + DEAF_AFTER
         if now < deaf_at:
             return deaf_at
         session.in_vain = True
         return None
-
-
-def _ends(tree: VerificationTree, stop_tokens: frozenset[Token]) -> bool:
-    """Whether the draft ends with a token after which there is nothing to draft."""
-    return bool(tree.nodes) and tree.nodes[-1].token in stop_tokens
-
-
-def _follows(session: TargetSession) -> bool:
-    """Whether drafters run ahead of it as they are told; those of the baseline schedules take turns with it."""
-    return session.opened.speculation.schedule is Schedule.TRIE
-
-
-def _by_marginal_gain(session: TargetSession) -> bool:
-    speculation = session.opened.speculation
-    return speculation.rule is Rule.COUPLED and speculation.schedule is Schedule.TRIE
 
 
 def _best(

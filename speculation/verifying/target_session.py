@@ -19,7 +19,6 @@ from speculation.messages import (
     Open,
     Proposal,
     Rule,
-    Schedule,
     Source,
     SourceName,
     Token,
@@ -29,7 +28,7 @@ from speculation.messages import (
 from speculation.settings import Constraint
 from speculation.sources.lookup import confidence
 from speculation.sources.registry import Guarded, LocalSource, Suggestion, local_sources
-from speculation.trie import InsertResult, Node, Placement, SpeculationTrie, TrieLimits, VerificationTree
+from speculation.trie import InsertResult, Node, SpeculationTrie, TrieLimits, VerificationTree
 from speculation.verifying.calibration import Calibration
 from speculation.verifying.payoff import BREAK_EVEN, DraftLatencyEstimator, LookaheadPolicy, Miss, ThroughputEstimator
 
@@ -151,19 +150,23 @@ class TargetSession:
             self.committed_at = now
         return self.committed_at
 
+    def draft_from(self, source: LocalSource) -> None:
+        """Ask one more source; before any token is read."""
+        self._sources.append(source)
+
     # -- drafts --------------------------------------------------------------------------------------------------------
 
-    def propose(self, proposal: Proposal, at: float = 0.0) -> Placement:
+    def propose(self, proposal: Proposal, at: float = 0.0) -> InsertResult:
         """Take in a proposal; one of another epoch, or of a session that wants no drafts, is stale."""
         speculation = self.opened.speculation
         if proposal.epoch != self.opened.epoch or not speculation.enabled or proposal.source not in speculation.sources:
-            return Placement(InsertResult.STALE)
+            return InsertResult.STALE
         if speculation.rule is Rule.REJECTION and not proposal.q:
-            return Placement(InsertResult.MISSING_Q)
-        placement = self.trie.insert(proposal)
-        if placement.result in (InsertResult.PLACED, InsertResult.STALE):
+            return InsertResult.MISSING_Q
+        result = self.trie.insert(proposal)
+        if result in (InsertResult.PLACED, InsertResult.STALE):
             self._arrived(proposal, at)
-        return placement
+        return result
 
     def _arrived(self, proposal: Proposal, at: float) -> None:
         """Time the drafts after a miss.
@@ -273,7 +276,7 @@ class TargetSession:
         end = outcome.kept[-1] if outcome.kept else ANCHOR
         self._learn(tokens, len(kept))
         self.trie.advance(tokens)
-        if self.opened.speculation.schedule is Schedule.TRIE:
+        if self.opened.speculation.ahead:
             self._sent_lookahead = self.lookahead_policy.lead if self._shared.drafting_pays else 0
         if at is not None:
             self._clock(at, count, len(tree.nodes))

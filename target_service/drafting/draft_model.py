@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from engine.eagle.cached import CachedHead
 from engine.interface import FATAL, StepEngine
 from engine.model import ModelError
 from speculation.messages import (
@@ -31,8 +32,12 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from speculation.verifying.payoff import Payoff, PlainStep
+from speculation.trie import VerificationTree
+from speculation.verifying.payoff import DraftTurn, Payoff
 from speculation.verifying.planner import Planner
+from target_service.drafting.eagle import EagleDrafter
+from target_service.drafting.features import FeatureSender
+from target_service.drafting.medusa import HeadDrafter
 from target_service.drafting.state_reader import StateReader
 from target_service.sequence import TargetSequence
 from target_service.step_account import TargetCounters
@@ -59,13 +64,13 @@ class Drafter(Protocol):
     def receive(self, link: Hashable, message: ToWorker) -> Outgoing:
         """Take a session, follow it, or forget it."""
 
-    def draft(self, running: Collection[Key], wanted: Mapping[Key, float], plain: PlainStep) -> Outgoing:
+    def draft(self, running: Collection[Key], wanted: Mapping[Key, float], plain: DraftTurn) -> Outgoing:
         """See :meth:`draft_service.in_turn.InTurn.draft`."""
 
     def rests(self) -> bool:
         """See :meth:`draft_service.in_turn.InTurn.rests`."""
 
-    def passes(self, wanted: Mapping[Key, float], plain: PlainStep) -> bool:
+    def passes(self, wanted: Mapping[Key, float], plain: DraftTurn) -> bool:
         """See :meth:`draft_service.in_turn.InTurn.passes`."""
 
     def validate(self) -> None:
@@ -117,22 +122,22 @@ class DraftModel(StateReader):
         self._judged: Payoff | None = None
         """What learns from the step at hand, if it is for nothing but sessions that may verify drafts."""
 
-    def take_turn(
-        self, running: Sequence[TargetSequence], part: Sequence[TargetSequence], drawing: Sequence[TargetSequence]
+    def draft(
+        self, running: Sequence[TargetSequence], part: Sequence[TargetSequence], wanting: Sequence[TargetSequence]
     ) -> bool:
-        """Let it draft for those of ``drawing`` that may verify drafts in this step; False: none is to be verified.
+        """Let it draft for those ``wanting``, which may verify drafts in this step; False: none is to be verified.
 
         ``running``: all that are not preempted; ``part``: those that take part in the step. They are read meanwhile.
         """
         started = time.perf_counter()
         self._turn += 1
-        payoff = self._payoffs[len(drawing).bit_length()]
-        self._judged = payoff if len(part) == len(drawing) else None
+        payoff = self._payoffs[len(wanting).bit_length()]
+        self._judged = payoff if len(part) == len(wanting) else None
         is_plain = payoff.probing and self._judged is not None
         rests = is_plain or not (payoff.drafting or payoff.probing)
         try:
             self._follow(running, part)
-            if self._open and not rests and (self._drafter.rests() or not self._ask(part, drawing)):
+            if self._open and not rests and (self._drafter.rests() or not self._ask(part, wanting)):
                 self._judged = None  # a step without drafts, which is no probe
         except FATAL:
             raise
@@ -163,7 +168,7 @@ class DraftModel(StateReader):
         """Raise AssertionError where its books contradict each other."""
         self._drafter.validate()
 
-    def verified(self, sequence: TargetSequence, verification: Verification) -> None:
+    def settled(self, sequence: TargetSequence, _tree: VerificationTree, verification: Verification) -> None:
         """A step has committed tokens of a session."""
         self._unheard[sequence] = verification
 
@@ -203,11 +208,11 @@ class DraftModel(StateReader):
         else:
             payoff.rested()
 
-    def _plain_step(self, sessions: int) -> PlainStep:
+    def _plain_step(self, sessions: int) -> DraftTurn:
         """Of so many sessions."""
         cost, drafts = self._planner.cost(sessions), USUAL_DRAFTS * sessions
         plain = cost(sessions)
-        return PlainStep(sessions, plain, (cost(sessions + drafts) - plain) / max(drafts, 1))
+        return DraftTurn(sessions, plain, (cost(sessions + drafts) - plain) / max(drafts, 1))
 
     def _follow(self, running: Sequence[TargetSequence], part: Sequence[TargetSequence]) -> None:
         """Have those open that take part, and no preempted one."""
@@ -229,7 +234,7 @@ class DraftModel(StateReader):
             if sequence is None:
                 continue
             if isinstance(message, Proposal):
-                self._counters.proposals[sequence.session.propose(message).result] += 1
+                self._counters.proposals[sequence.session.propose(message)] += 1
             elif isinstance(message, Refused):
                 self._refused(sequence, message)
 
@@ -272,3 +277,18 @@ _NEVER = 1 << 62
 
 def _key(sequence: TargetSequence) -> Key:
     return sequence.link, sequence.session.opened.session
+
+
+def own_drafters(
+    engine: StepEngine, drafter: Drafter | None, planner: Planner, counters: TargetCounters, *, adaptive: bool
+) -> list[StateReader]:
+    """All that drafts in a target's process: what its engine brings, and a draft model, whose word comes last."""
+    readers: list[StateReader] = []
+    if engine.heads is not None:
+        readers.append(HeadDrafter(engine.heads, engine.model.vocabulary))
+    if engine.eagle is not None and engine.eagle.fingerprint:
+        readers.append(FeatureSender(engine.eagle, counters))
+    elif engine.eagle is not None:
+        cached = CachedHead(engine.eagle, engine.cache.capacity)
+        readers.append(EagleDrafter(cached, engine.model.vocabulary, counters, adaptive=adaptive))
+    return readers if drafter is None else [*readers, DraftModel(drafter, planner, counters)]

@@ -30,7 +30,7 @@ from engine.interface import FATAL, Chunk, StepEngine
 from engine.sampling.sampling import candidates
 from engine.shaping.shaping import RowShaping, shaped
 from speculation.drafting.heads import MAX_LEVELS, NODES, WIDTH, GrowingTree, GuessPlace, StateDrafts
-from speculation.messages import ANCHOR, Open, Source
+from speculation.messages import ANCHOR, Source, Verification
 from speculation.trie import VerificationTree
 from speculation.verifying.payoff import ThroughputEstimator
 from target_service.drafting.state_reader import StateReader, draw_ahead, kept_rows
@@ -94,16 +94,15 @@ class EagleDrafter(StateReader):
         self._turns = self._levels = 0
         self._level_seconds = 0.0
 
-    def drafts_for(self, opened: Open) -> StateDrafts | None:
-        """The draft source of a session that is opened; None if it allows no head."""
-        depth = min(opened.speculation.max_depth, MAX_LEVELS)
-        return StateDrafts(Source.EAGLE, depth) if opened.speculation.allows(Source.EAGLE) else None
-
-    def open(self, sequence: TargetSequence, drafts: StateDrafts) -> None:
-        """Draft for a session from now on."""
-        tokens, scope = sequence.session.tokens, sequence.session.opened.request_options.cache_scope
+    def open(self, sequence: TargetSequence) -> None:
+        """Draft for a session from now on, if it allows a head."""
+        opened, tokens = sequence.session.opened, sequence.session.tokens
+        if not opened.speculation.allows(Source.EAGLE):
+            return
+        drafts = StateDrafts(Source.EAGLE, min(opened.speculation.max_depth, MAX_LEVELS))
+        sequence.session.draft_from(drafts)
         text = list(tokens[1:])
-        rows = self._head.cache.sequence(text, f"{tokens[0]}\0{scope}")
+        rows = self._head.cache.sequence(text, f"{tokens[0]}\0{opened.request_options.cache_scope}")
         session = self._sessions[sequence] = _Session(drafts, text, rows)
         sequence.reusable = lambda length: self._reusable(session, length)
 
@@ -153,7 +152,7 @@ class EagleDrafter(StateReader):
             for (session, _), part_ND in zip(found, parts, strict=True):
                 session.unread.append(part_ND)
 
-    def settled(self, sequence: TargetSequence, tree: VerificationTree) -> None:
+    def settled(self, sequence: TargetSequence, tree: VerificationTree, _verification: Verification) -> None:
         """A step of a session is over, in which ``tree`` was verified."""
         if (session := self._sessions.get(sequence)) is not None:
             session.drafts.stepped(verified=any(node.source is Source.EAGLE for node in tree.nodes))
@@ -166,7 +165,9 @@ class EagleDrafter(StateReader):
 
     # -- drafting ------------------------------------------------------------------------------------------------------
 
-    def draft(self, part: Sequence[TargetSequence], wanting: Sequence[TargetSequence]) -> None:
+    def draft(
+        self, _running: Sequence[TargetSequence], part: Sequence[TargetSequence], wanting: Sequence[TargetSequence]
+    ) -> bool:
         """Read what the sessions that take ``part`` in the step have brought, and guess for those ``wanting``."""
         started = time.perf_counter()
         self._turns += 1
@@ -188,6 +189,7 @@ class EagleDrafter(StateReader):
                 self._give_up(sequence)
         self.seconds = time.perf_counter() - started
         self._counters.draft_microseconds += round(self.seconds * 1e6)
+        return True
 
     def _give_up(self, sequence: TargetSequence) -> None:
         self._counters.draft_faults += 1

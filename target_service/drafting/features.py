@@ -44,7 +44,7 @@ class _SentSession:
 
 
 class FeatureSender(StateReader):
-    """For all sessions of a worker. Drafts nothing: what is drafted elsewhere comes as proposals."""
+    """For all sessions of a worker."""
 
     def __init__(self, head: EagleHead, counters: TargetCounters) -> None:
         """Of the head only what fuses states is used."""
@@ -64,12 +64,16 @@ class FeatureSender(StateReader):
         if session.subscribed is None or not session.kept:
             return []
         self._send(sequence, session, session.end - len(session.kept), torch.stack(list(session.kept)))
-        return self.taken()
+        return self.features()
 
-    def taken(self) -> Outgoing:
+    def features(self) -> Outgoing:
         """What is to be sent of the last step."""
         outgoing, self._outgoing = self._outgoing, []
         return outgoing
+
+    def draft(self, *_: Sequence[TargetSequence]) -> bool:
+        """Nothing: what is drafted elsewhere comes as proposals."""
+        return True
 
     @torch.inference_mode()
     def note(

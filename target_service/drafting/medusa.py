@@ -19,11 +19,11 @@ from torch import Tensor
 
 from engine.interface import Chunk, StepEngine
 from engine.medusa import MedusaHeads
-from engine.sampling.sampling import Candidate, candidates
+from engine.sampling.sampling import candidates
 from engine.shaping.shaping import RowShaping, shaped
 from speculation.acceptance import AcceptanceResult
 from speculation.drafting.heads import NODES, HeadGuesses, StateDrafts, likeliest
-from speculation.messages import Open, Source
+from speculation.messages import Source, Verification
 from speculation.trie import VerificationTree
 from target_service.drafting.state_reader import StateReader, draw_ahead
 from target_service.sequence import BatchEntry, TargetSequence
@@ -43,13 +43,11 @@ class HeadDrafter(StateReader):
         self._heads, self._vocabulary = heads, vocabulary
         self._failed = False
 
-    def drafts_for(self, opened: Open) -> StateDrafts | None:
-        """The draft source of a session that is opened; None if it allows no heads."""
-        return StateDrafts(Source.MEDUSA, len(self._heads)) if opened.speculation.allows(Source.MEDUSA) else None
-
-    def open(self, sequence: TargetSequence, drafts: StateDrafts) -> None:
-        """Draft for a session from now on."""
-        sequence.medusa = drafts
+    def open(self, sequence: TargetSequence) -> None:
+        """Draft for a session from now on, if it allows heads."""
+        if sequence.session.opened.speculation.allows(Source.MEDUSA):
+            sequence.medusa = StateDrafts(Source.MEDUSA, len(self._heads))
+            sequence.session.draft_from(sequence.medusa)
 
     def note(
         self, engine: StepEngine, chunks: Sequence[Chunk], entries: Sequence[BatchEntry], decided: Sequence[Verdict]
@@ -63,12 +61,14 @@ class HeadDrafter(StateReader):
                 last = verdict.kept[-1] + 1 if verdict.kept else 0
                 entry.sequence.hidden_D = hidden_RD[end - entry.rows + last]
 
-    def settled(self, sequence: TargetSequence, tree: VerificationTree) -> None:
+    def settled(self, sequence: TargetSequence, tree: VerificationTree, _verification: Verification) -> None:
         """A step of a session is over, in which the tree was verified."""
         if sequence.medusa is not None:
             sequence.medusa.stepped(verified=any(node.source is Source.MEDUSA for node in tree.nodes))
 
-    def draft(self, part: Sequence[TargetSequence], wanting: Sequence[TargetSequence]) -> None:  # noqa: ARG002
+    def draft(
+        self, _running: Sequence[TargetSequence], _part: Sequence[TargetSequence], wanting: Sequence[TargetSequence]
+    ) -> bool:
         """Let the heads guess for all of those ``wanting`` that have something to read, unless theirs rest."""
         ready: list[tuple[TargetSequence, StateDrafts, Tensor]] = []
         for sequence in wanting:
@@ -76,7 +76,7 @@ class HeadDrafter(StateReader):
                 ready.append((sequence, sequence.medusa, sequence.hidden_D))
             sequence.hidden_D = None
         if not ready or self._failed:
-            return
+            return True
         try:
             guesses = self._guesses(
                 [sequence for sequence, _, _ in ready], torch.stack([row_D for _, _, row_D in ready])
@@ -84,9 +84,10 @@ class HeadDrafter(StateReader):
         except Exception:  # such as memory that a device lacks; the text does not need them
             log.exception("Medusa heads failed; drafting goes on without them")
             self._failed = True
-            return
+            return True
         for (sequence, drafts, _), places in zip(ready, guesses, strict=True):
             drafts.guess(sequence.session.trie.position, likeliest(places[: sequence.session.room], NODES))
+        return True
 
     @torch.inference_mode()
     def _guesses(self, sessions: Sequence[TargetSequence], hidden_ND: Tensor) -> list[HeadGuesses]:
@@ -96,9 +97,10 @@ class HeadDrafter(StateReader):
         draws = [draw_ahead(sequence, place) for place in range(places) for sequence in sessions]
         shapes = [_shape(sequence, place) for place in range(places) for sequence in sessions]
         found = candidates(shaped(logits_HNV.flatten(0, 1), shapes), draws, WIDTH)
+        widths = [1 if sequence.session.opened.speculation.chains else WIDTH for sequence in sessions]
         return [
-            [_kept(sequence, found[place * len(sessions) + number]) for place in range(places)]
-            for number, sequence in enumerate(sessions)
+            [found[place * len(sessions) + number][:width] for place in range(places)]
+            for number, width in enumerate(widths)
         ]
 
 
@@ -111,7 +113,3 @@ def _shape(sequence: TargetSequence, place: int) -> RowShaping | None:
     if shaping is None or (place and shaping.mask is not None):
         return None
     return shaping.after(())
-
-
-def _kept(sequence: TargetSequence, found: list[Candidate]) -> list[Candidate]:
-    return found[:1] if sequence.session.opened.speculation.chains else found

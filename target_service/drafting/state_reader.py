@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from engine.interface import Chunk, StepEngine
 from engine.sampling.sampling import Draw
 from speculation.acceptance import AcceptanceResult
-from speculation.drafting.heads import StateDrafts
-from speculation.messages import Open, Rule, Sampling
+from speculation.messages import Rule, Sampling, Subscribe, Verification
 from speculation.trie import VerificationTree
 from target_service.sequence import BatchEntry, TargetSequence
 from target_service.verdicts import Fault, Verdict
+from transport.worker import Outgoing
 
 
 class StateReader:
@@ -20,22 +20,32 @@ class StateReader:
     seconds = 0.0
     """What drafting took before the step at hand, if that is no part of the step."""
 
-    def drafts_for(self, opened: Open) -> StateDrafts | None:  # noqa: ARG002
-        """The draft source of a session that is opened; None if it allows none of this kind."""
-        return None
+    def open(self, sequence: TargetSequence) -> None:
+        """A session is open: draft for it from now on, if it allows that."""
 
-    def open(self, sequence: TargetSequence, drafts: StateDrafts) -> None:
-        """Draft for a session from now on, which asks ``drafts``."""
+    def subscribe(self, sequence: TargetSequence | None, message: Subscribe) -> Outgoing:  # noqa: ARG002
+        """Send features of a session from now on, if any are made here; what is sent at once."""
+        return []
+
+    def features(self) -> Outgoing:
+        """What is to be sent of the step just computed."""
+        return []
 
     def note(
         self, engine: StepEngine, chunks: Sequence[Chunk], entries: Sequence[BatchEntry], decided: Sequence[Verdict]
     ) -> None:
         """The engine has computed a step, of which nothing is committed yet: keep what is read next."""
 
-    def draft(self, part: Sequence[TargetSequence], wanting: Sequence[TargetSequence]) -> None:
-        """Read what the sessions that take ``part`` in the next step have brought, and guess for those ``wanting``."""
+    def draft(
+        self, running: Sequence[TargetSequence], part: Sequence[TargetSequence], wanting: Sequence[TargetSequence]
+    ) -> bool:
+        """Read what the sessions that take ``part`` in the next step have brought, and guess for those ``wanting``.
 
-    def settled(self, sequence: TargetSequence, tree: VerificationTree) -> None:
+        ``running``: all that are not preempted. False: no drafts are to be verified in the step.
+        """
+        raise NotImplementedError
+
+    def settled(self, sequence: TargetSequence, tree: VerificationTree, verification: Verification) -> None:
         """A step of a session is over, in which the tree was verified."""
 
     def observe(self, sessions: int, tokens: int, seconds: float) -> None:

@@ -30,8 +30,8 @@ from torch import Tensor
 from draft_service.eagle import HeadLookahead
 from draft_service.head_engine import HeadEngine
 from draft_service.lookahead import Lookahead
-from draft_service.translation.tokenizer import DraftTokenizer, SharedVocabulary
-from draft_service.translation.translation import OtherVocabulary
+from draft_service.tokenizer import DraftTokenizer, SharedVocabulary
+from draft_service.translation import OtherVocabulary
 from engine.cache.kv_cache import KVCache
 from engine.eagle.cached import CachedHead
 from engine.eagle.config import EagleConfig

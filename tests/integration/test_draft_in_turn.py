@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draft_service import in_turn
-from draft_service.in_turn import MAX_LEVELS, InTurn, Key, _Turn, limits_in_turn
+from draft_service.in_turn import MAX_LEVELS, InTurn, Key, limits_in_turn
 from draft_service.levels import DraftLevels, LaunchTime
 from engine.build import welcome
 from engine.cache.kv_cache import KVCache
@@ -34,7 +34,7 @@ from speculation.messages import (
     Verification,
 )
 from speculation.verifying import payoff
-from speculation.verifying.payoff import PlainStep
+from speculation.verifying.payoff import DraftTurn
 from target_service import scheduler
 from target_service.drafting import draft_model
 from target_service.drafting.draft_model import check_drafter
@@ -309,7 +309,7 @@ def test_some_steps_go_without_so_that_there_is_something_to_compare_with(
     asked: list[int] = []
 
     class Noted(InTurn):
-        def draft(self, running: Collection[Key], wanted: Mapping[Key, float], plain: PlainStep) -> Outgoing:
+        def draft(self, running: Collection[Key], wanted: Mapping[Key, float], plain: DraftTurn) -> Outgoing:
             asked.append(len(wanted))
             return super().draft(running, wanted, plain)
 
@@ -358,7 +358,7 @@ def test_drafting_that_costs_more_than_it_brings_rests(model: Model, committed: 
     plain = 0
     for _ in range(1000):
         before = drafter.turns
-        plain += not drafts.take_turn(sequences, sequences, sequences)
+        plain += not drafts.draft(sequences, sequences, sequences)
         drafted = drafter.turns > before
         drafts.observe(16, committed if drafted else 16, 0.05 if drafted else 0.02)
     assert plain <= 1000 // payoff.OFTEN * payoff.PROBE + 2 * payoff.PROBE
@@ -416,7 +416,7 @@ def test_levels_are_drafted_while_they_pay(model: Model, likeness: Model, monkey
 
     def levels(step_seconds: float) -> int:
         before = drafter.counters.steps
-        drafter.draft([key], {key: 0.8}, PlainStep(1, step_seconds, 0.0))
+        drafter.draft([key], {key: 0.8}, DraftTurn(1, step_seconds, 0.0))
         return drafter.counters.steps - before
 
     assert levels(1e-6) == 0
@@ -452,10 +452,10 @@ def test_levels_of_a_launch_are_weighed_together(
         (0.01, 0.05, 0.02, 2),
     ]:
         time.step, time.level = step, level
-        places, found = drafter._level({key: 0.8}, _Turn(1, plain, 0.0), probe=False)
+        places, found = drafter._level({key: 0.8}, DraftTurn(1, plain, 0.0), probe=False)
         assert (found if places else 0) == expected, (level, plain)
     drafter._levels._levels.classes = ()  # type: ignore[union-attr, misc]
-    assert drafter._level({key: 0.8}, _Turn(1, 0.02, 0.0), probe=False)[1] == 1, "more sessions than a launch takes"
+    assert drafter._level({key: 0.8}, DraftTurn(1, 0.02, 0.0), probe=False)[1] == 1, "more sessions than a launch takes"
     drafter.receive(LINK, Close(SessionId(1), 1))
 
 
@@ -472,7 +472,7 @@ def test_what_a_draft_costs_keeps_unlikely_ones_out(
             drafter._growth_seconds = growth_seconds
             drafter.receive(LINK, replace(one, speculation=replace(DRAFTED, rule=rule)))
             drafter._rate = 100.0
-            drafter.draft([key], {key: 0.8}, PlainStep(1, 0.01, row_seconds))
+            drafter.draft([key], {key: 0.8}, DraftTurn(1, 0.01, row_seconds))
             (sequence,) = drafter._sequences.values()
             weights.append([node.weight for node in sequence.session.trie if node.rank])
             drafter.receive(LINK, Close(SessionId(1), 1))
@@ -489,7 +489,7 @@ def test_where_nothing_has_paid_for_a_while_it_is_told_without_reading_what_was_
     drafter._cost.observe(1, 0.01)
 
     def passes(step_seconds: float) -> bool:
-        return drafter.passes({key: 0.8}, PlainStep(1, step_seconds, 0.0))
+        return drafter.passes({key: 0.8}, DraftTurn(1, step_seconds, 0.0))
 
     assert not passes(dear), "it has paid, for all that is known"
     drafter._idle_turns = 1
@@ -524,7 +524,7 @@ def test_what_does_not_pay_rests_and_catches_up(
                 heard.append(len(message.tokens))
             return super().receive(link, message, at)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(draft_model.DraftModel, "_plain_step", lambda *_: PlainStep(1, step_seconds[0], 0.0))
+    monkeypatch.setattr(draft_model.DraftModel, "_plain_step", lambda *_: DraftTurn(1, step_seconds[0], 0.0))
     drafter = Heard(
         engine_of(likeness, invariant=False),
         welcome(EngineSettings("draft"), likeness, "draft"),

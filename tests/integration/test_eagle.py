@@ -39,6 +39,7 @@ from speculation.messages import (
 from speculation.trie import VerificationTree
 from target_service import scheduler
 from target_service.drafting import eagle
+from target_service.drafting.state_reader import StateReader
 from target_service.sequence import BatchEntry, TargetSequence
 from target_service.verdicts import Verdict
 from target_service.verify_loop import TargetLimits, VerifyLoop
@@ -133,7 +134,7 @@ def plain_texts(model: Model, openings: Sequence[Open]) -> dict[int, list[Token]
 
 
 def of_eagle(loop: VerifyLoop) -> eagle.EagleDrafter:
-    (drafter,) = loop._drafters._readers
+    (drafter,) = loop._drafters
     assert isinstance(drafter, eagle.EagleDrafter)
     return drafter
 
@@ -208,7 +209,7 @@ def reference(folder: str, head: EagleHead, tokens: Sequence[Token]) -> Tensor:
 @pytest.mark.parametrize("kept", ["anything", "its own drafts"])
 def test_the_head_reads_the_states_of_committed_tokens(folder: str, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was verified beside them and whatever of it was kept; prompts in parts, too."""
-    monkeypatch.setattr("target_service.drafting.own_drafters.CachedHead", Watched)
+    monkeypatch.setattr("target_service.drafting.draft_model.CachedHead", Watched)
     head = load_head(folder, tiny_head(draft_vocab_size=VOCABULARY))
     engine = build_target(EngineSettings(folder, dtype="fp32", device="cpu", cache_tokens=1024))
     engine = Engine(engine.model, engine.cache, eagle=head)
@@ -322,7 +323,7 @@ def test_a_head_that_fails_costs_speed_only(
                 raise RuntimeError("out of memory")
             return super().logits(normed_RD, vocabulary)
 
-    monkeypatch.setattr("target_service.drafting.own_drafters.CachedHead", Failing)
+    monkeypatch.setattr("target_service.drafting.draft_model.CachedHead", Failing)
     openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(4)]
     loop = loop_of(engine_of(model, tiny_head()))
     assert texts(loop, openings) == plain_texts(model, openings)
@@ -333,7 +334,7 @@ def test_a_head_that_fails_costs_speed_only(
 @pytest.mark.parametrize("rows", [16, 48])
 def test_a_head_without_room_costs_speed_only(model: Model, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "target_service.drafting.own_drafters.CachedHead", lambda head, _capacity: CachedHead(head, rows)
+        "target_service.drafting.draft_model.CachedHead", lambda head, _capacity: CachedHead(head, rows)
     )
     openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(4)]
     loop = loop_of(engine_of(model, tiny_head()))
@@ -359,10 +360,9 @@ def test_a_depth_that_a_request_allows(model: Model) -> None:
     assert deepest
 
 
-class InOnePass:
+class InOnePass(StateReader):
     """A toy of a head that guesses several positions at once, as P-EAGLE and DFlash do: by copies of one state."""
 
-    seconds = 0.0
     depth = 3
 
     def __init__(self, weight_HAV: Tensor) -> None:
@@ -371,11 +371,10 @@ class InOnePass:
         self._drafts: dict[TargetSequence, StateDrafts] = {}
         self._states: dict[TargetSequence, Tensor] = {}
 
-    def drafts_for(self, opened: Open) -> StateDrafts | None:
-        return StateDrafts(Source.EAGLE, self.depth) if Source.EAGLE in opened.speculation.sources else None
-
-    def open(self, sequence: TargetSequence, drafts: StateDrafts) -> None:
-        self._drafts[sequence] = drafts
+    def open(self, sequence: TargetSequence) -> None:
+        if Source.EAGLE in sequence.session.opened.speculation.sources:
+            self._drafts[sequence] = StateDrafts(Source.EAGLE, self.depth)
+            sequence.session.draft_from(self._drafts[sequence])
 
     def note(
         self, engine: StepEngine, chunks: Sequence[Chunk], entries: Sequence[BatchEntry], _decided: Sequence[Verdict]
@@ -385,25 +384,24 @@ class InOnePass:
         for entry, state_A in zip(entries, engine.aux[ends], strict=True):
             self._states[entry.sequence] = state_A
 
-    def draft(self, _part: Sequence[TargetSequence], wanting: Sequence[TargetSequence]) -> None:
+    def draft(
+        self, _running: Sequence[TargetSequence], _part: Sequence[TargetSequence], wanting: Sequence[TargetSequence]
+    ) -> bool:
         ready = [sequence for sequence in wanting if sequence in self._states]
         if not ready:
-            return
+            return True
         self.passes += 1
         logits_HNV = torch.stack([self._states[sequence] for sequence in ready]) @ self.weight_HAV
         for sequence, tokens in zip(ready, logits_HNV.argmax(-1).T.tolist(), strict=True):
             tree = GuessTree(tuple(tokens), tuple(range(ANCHOR, len(tokens) - 1)), (0.5,) * len(tokens))
             self._drafts[sequence].guess(sequence.session.trie.position, tree)
+        return True
 
-    def settled(self, sequence: TargetSequence, tree: VerificationTree) -> None:
+    def settled(self, sequence: TargetSequence, tree: VerificationTree, _verification: Verification) -> None:
         self._drafts[sequence].stepped(verified=bool(tree.nodes))
-
-    def observe(self, sessions: int, tokens: int, seconds: float) -> None: ...
 
     def drop(self, sequence: TargetSequence) -> None:
         self._drafts.pop(sequence, None)
-
-    def validate(self) -> None: ...
 
 
 def test_a_source_may_guess_all_positions_in_one_pass(model: Model) -> None:
@@ -412,7 +410,7 @@ def test_a_source_may_guess_all_positions_in_one_pass(model: Model) -> None:
     cache = KVCache(model.layers, 1024, block=8, dtype=model.dtype, device=model.device)
     loop = loop_of(Engine(model, cache, aux_layers=AUX))
     toy = InOnePass(torch.randn(3, len(AUX) * HIDDEN, VOCABULARY, generator=torch.Generator().manual_seed(1)))
-    loop._drafters._readers.append(toy)
+    loop._drafters.append(toy)
     assert texts(loop, openings) == plain_texts(model, openings)
     assert toy.passes <= loop.counters.steps
     assert loop.counters.offered_from[Source.EAGLE] > 2 * toy.passes

@@ -15,7 +15,7 @@ from benchmarks.harness.measure import PLAIN, Batch, served
 from benchmarks.harness.processes import ReadyProcess, connected
 from benchmarks.harness.prompts import Prompt, PromptError
 from draft_service.lookahead import Lookahead
-from draft_service.translation.translation import read_vocabularies, translator
+from draft_service.translation import read_vocabularies, translator
 from engine.build import build, build_target, welcome
 from engine.cache.kv_store import PAGE
 from engine.interface import Chunk

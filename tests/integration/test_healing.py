@@ -16,11 +16,11 @@ from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
 from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Ended, Generation, GenerationError
-from simulation.toy_workers import VOCABULARY, ToyDraftWorker, ToyTargetWorker, target_only
 from speculation.events import Role
 from speculation.messages import Close, Load, RefusalCode, Refused, Sampling, SessionId, ToWorker, Verification, Welcome
 from speculation.request.poison_detector import PoisonLimits
 from speculation.request.session import SessionLimits
+from tests.faults.toy_workers import VOCABULARY, ToyDraftWorker, ToyTargetWorker, target_only
 from tests.integration.test_transport import OPEN, Echo, Heard, connected
 from tests.stack import decode, dispatcher, held_out_prompts, target_worker
 from transport import client

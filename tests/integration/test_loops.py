@@ -25,7 +25,7 @@ from speculation.messages import (
     Speculation,
     Verification,
 )
-from speculation.trie import SpeculationTrie
+from speculation.trie import InsertResult, SpeculationTrie
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.stack import forget_prefixes, held_out_prompts, settings
@@ -142,7 +142,7 @@ def test_lead_and_size_of_a_draft_tree_are_bounded(engines, nodes, depth, total)
     while (sent := drafter.step()) is not None:
         for _, message in sent:
             assert isinstance(message, Proposal)
-            assert seen.insert(message).added
+            assert seen.insert(message) is InsertResult.PLACED
     assert seen.lead == depth
     assert len(seen) == total
     drafter.receive(LINK, Close(SessionId(1), 1))

@@ -261,7 +261,7 @@ def test_under_the_rejection_rule_guesses_do_not_know_the_seed(model: Model) -> 
         loop.receive(LINK, opened)
         loop.step()
         (sequence,) = loop._sequences.values()
-        loop._drafters._readers[0].draft([sequence], [sequence])
+        loop._drafters[0].draft([sequence], [sequence], [sequence])
         drafted.append(sequence.session.candidates(8).tokens)
     assert drafted[0] == drafted[1] and len(drafted[0]) == 3
 

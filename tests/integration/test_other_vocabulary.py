@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.service import DraftSettings, start_draft
-from draft_service.translation.translation import read_vocabularies, translator
+from draft_service.translation import read_vocabularies, translator
 from engine.build import build, welcome
 from engine.interface import Chunk
 from engine.model import ModelError

@@ -48,7 +48,7 @@ def lines(tmp_path_factory) -> list[dict]:
 
 
 def test_costs_are_those_of_the_steps(lines):
-    costs = recorded.read(lines).costs
+    costs = recorded.read(lines)[0]
     longest = max(line["end"] - line["start"] for line in lines)
     assert 0 < costs.verify_seconds(1, 1) <= longest
     assert 0 < costs.draft(1) <= longest
@@ -56,7 +56,7 @@ def test_costs_are_those_of_the_steps(lines):
 
 def test_outcomes_are_those_of_the_text(lines):
     """Every accepted draft was a right candidate; where the text went on without one, none was right."""
-    outcomes = recorded.read(lines).outcomes
+    outcomes = recorded.read(lines)[1]
     accepted = sum(session["accepted"] for line in lines if line["role"] == "target" for session in line["sessions"])
     right = [outcome for outcome in outcomes if outcome.right >= 0]
     assert 0 < accepted <= len(right) <= len(outcomes) <= NEW_TOKENS
@@ -68,5 +68,5 @@ def test_the_recorded_set_up_can_be_simulated(lines):
     waiting = SimulationSettings(
         schedule=Schedule.SEQUENTIAL
     )  # running ahead, drafts may all come late on a busy machine
-    report = simulate(waiting, found.costs, found.outcomes, Random(1), tokens=100)
+    report = simulate(waiting, *found, Random(1), tokens=100)
     assert report.accepted > 0

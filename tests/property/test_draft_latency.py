@@ -22,9 +22,9 @@ def test_longer_paths_are_less_likely_later_moments_more_and_all_are_chances(mis
         draft_latency.observe(Miss(0.0, 3, reached))
     moments = draft_latency.moments(age, behind)
     for moment in moments:
-        assert moment.seconds > 0
-        assert len(moment.shares) == DEEPEST
-        assert all(1.0 >= shorter >= longer >= 0.0 for shorter, longer in pairwise(moment.shares))
+        assert moment[0] > 0
+        assert len(moment[1]) == DEEPEST
+        assert all(1.0 >= shorter >= longer >= 0.0 for shorter, longer in pairwise(moment[1]))
     for sooner, later in pairwise(moments):
-        assert sooner.seconds < later.seconds
-        assert all(less <= more for less, more in zip(sooner.shares, later.shares, strict=True))
+        assert sooner[0] < later[0]
+        assert all(less <= more for less, more in zip(sooner[1], later[1], strict=True))

@@ -110,7 +110,7 @@ class Pair:
         self.doubted = self.doubted and not starved
         proposals = self.drafter.pushes()
         for proposal in proposals:
-            assert self.target.propose(proposal).result in (InsertResult.PLACED, InsertResult.STALE)
+            assert self.target.propose(proposal) in (InsertResult.PLACED, InsertResult.STALE)
         size = sum(map(wire_bytes, proposals))
         assert size <= self.savings * (1.0 if starved or self.doubted or self.anew else LARGEST_SHARE)
         self.anew = self.anew and not proposals

@@ -73,7 +73,8 @@ class Router:
 
     def __post_init__(self) -> None:
         self.sessions = {
-            number: Session(number, PROMPT, Sampling(), Limits(99), self.speculation) for number in self.effects
+            number: Session(Open(number, 0, PROMPT, Sampling(), Limits(99), self.speculation))
+            for number in self.effects
         }
         events = PoolEvents(self.changed, self.lost, self.received, self.note_malformed)
         self.pool = WorkerPool(events, Random(0))
@@ -128,14 +129,14 @@ class Router:
     def check(self) -> None:
         victim, other = self.sessions[VICTIM], self.sessions[OTHER]
         assert self.effects[OTHER] == []
-        assert not other.strikes and not other.stale
+        assert not other.drafting.strikes and not other.stale
         assert victim.phase is Phase.RUNNING and victim.output == ()
         assert {effect.message.epoch for effect in sent(self.effects[VICTIM], Proposal)} <= {1}
         for effect in sent(self.effects[VICTIM], Proposal):
             assert effect.peer == T0
             assert all(token < VOCABULARY for token in effect.message.tokens)
             assert decode_to_worker(encode_to_worker(effect.message)) == effect.message
-        if D0 in victim.quarantined:
+        if D0 in victim.drafting.quarantined:
             self.check_replaced()
         self.check_text()
 
@@ -224,9 +225,9 @@ def test_three_wrong_messages_end_a_drafters_part_in_a_session(speculation, mess
     router.heard(D0, message, message)
     assert router.effects[VICTIM] == []
     router.heard(D0, message)
-    assert router.sessions[VICTIM].quarantined == {D0}
+    assert router.sessions[VICTIM].drafting.quarantined == {D0}
     router.heard(D0, message, message)  # too late to matter
-    assert len(router.sessions[VICTIM].strikes[D0]) == 3
+    assert len(router.sessions[VICTIM].drafting.strikes[D0]) == 3
     router.check()
 
 
@@ -246,7 +247,7 @@ LATE: dict[str, FromWorker | bytes] = {
 def test_what_happens_to_honest_drafters_too_is_not_held_against_one(message):
     router = Router()
     router.heard(D0, *[message] * 10)
-    assert not router.sessions[VICTIM].strikes
+    assert not router.sessions[VICTIM].drafting.strikes
     assert not sent(router.effects[VICTIM], Close)
     router.check()
 
@@ -309,5 +310,5 @@ def test_whatever_a_drafter_says_nobody_else_notices(speculation, entries):
     router = Router(speculation)
     for entry in entries:
         router.heard(D0, entry)
-        assert len(router.sessions[VICTIM].strikes.get(D0, [])) <= 3
+        assert len(router.sessions[VICTIM].drafting.strikes.get(D0, [])) <= 3
     router.check()

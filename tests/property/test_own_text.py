@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from draft_service.translation.own_text import LOOKBACK, OwnText
-from draft_service.translation.tokenizer import SharedVocabulary
+from draft_service.tokenizer import SharedVocabulary
+from draft_service.translation import LOOKBACK, OwnText
 from speculation.messages import Token
 from tests.other_tokenizers import OWN, TEXTS, shared
 

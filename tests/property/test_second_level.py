@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.assistant import Assistant
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.sequence import DraftSequence
-from draft_service.staged_drafting import Lookup, StagedDrafting
+from draft_service.staged_drafting import Assistant, Lookup, StagedDrafting
 from engine.build import build, welcome
 from engine.cache.kv_cache import KVCache
 from engine.settings import EngineSettings

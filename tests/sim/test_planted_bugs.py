@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from simulation.faults import FaultRun, Weather
 from speculation import acceptance
 from speculation.events import Emit, PoisonRequest, Send
 from speculation.messages import Close, Sampling, Verification
@@ -15,6 +14,7 @@ from speculation.request.placement import RetryState
 from speculation.request.poison_detector import PoisonDetector
 from speculation.request.session import Session
 from speculation.verifying import target_session
+from tests.faults.run import FaultRun, Weather
 
 STORM = Weather(loss=0.05, doubling=0.1, delay=0.01, crash_every=0.5)
 LOSSY = Weather(loss=0.1, delay=0.01)
@@ -127,7 +127,7 @@ def drafters_are_believed(patch: pytest.MonkeyPatch) -> None:
     receive = Session._receive
 
     def believes(self: Session, now: float, peer, message):
-        if isinstance(message, Verification) and self._drafting.at(peer) and self._target is not None:
+        if isinstance(message, Verification) and self.drafting.at(peer) and self._target is not None:
             return self._verified(now, replace(message, epoch=self._target.epoch))
         return receive(self, now, peer, message)
 
@@ -215,6 +215,6 @@ def test_without_a_bug_nothing_is_found(weather: Weather):
 
 @pytest.mark.parametrize(("plant", "weather"), PLANTS, ids=[plant.__name__ for plant, _ in PLANTS])
 def test_it_is_found(plant: Plant, weather: Weather, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("simulation.fault_world.HORIZON", 100.0)
+    monkeypatch.setattr("tests.faults.world.HORIZON", 100.0)
     plant(monkeypatch)
     assert found(weather), plant.__doc__

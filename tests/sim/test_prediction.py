@@ -27,9 +27,9 @@ from random import Random
 import pytest
 
 from simulation import recorded
-from simulation.recorded import Recorded
+from simulation.costs import Costs
 from simulation.simulate import Bounds, Report, SimulationSettings, simulate
-from speculation.drafting.draft_session import DraftLimits
+from speculation.drafting.draft_session import DraftLimits, Outcome
 from speculation.messages import Schedule
 from speculation.verifying.payoff import Payoff
 
@@ -47,7 +47,7 @@ TRIE, SEQUENTIAL = Schedule.TRIE, Schedule.SEQUENTIAL
 
 
 @cache
-def record(name: str) -> Recorded:
+def record(name: str) -> tuple[Costs, list[Outcome]]:
     with gzip.open(DATA / f"{name}.jsonl.gz", "rt", encoding="utf-8") as stream:
         return recorded.read(json.loads(line) for line in stream)
 
@@ -56,7 +56,7 @@ def record(name: str) -> Recorded:
 def predicted(schedule: Schedule | None, rtt: float, name: str = "mixed") -> Report:
     found = record(name)
     setting = SimulationSettings(schedule, draft_length=8, rtt=rtt / 1000, request_tokens=REQUEST)
-    return simulate(setting, found.costs, found.outcomes, Random(SEED), tokens=TOKENS)
+    return simulate(setting, *found, Random(SEED), tokens=TOKENS)
 
 
 def test_plain_decoding():
@@ -93,8 +93,7 @@ def over_plain_on_a_gpu(name: str, sessions: int, draft: DraftLimits) -> float:
     drafted, plain = (
         simulate(
             SimulationSettings(schedule, sessions=sessions),
-            found.costs,
-            found.outcomes,
+            *found,
             Random(SEED),
             tokens=600 // sessions,
             bounds=Bounds(draft=draft),
@@ -116,6 +115,6 @@ def test_there_drafters_would_rest_now(name, sessions, draft, measured):
 
 
 def test_a_record_tells_steps_beside_a_drafter_from_others():
-    assert record("gpu-chains").costs.contention == pytest.approx(1.38, abs=0.05)
-    assert record("gpu-trees").costs.contention == pytest.approx(1.08, abs=0.05)
-    assert record("mixed").costs.contention < 1.1
+    assert record("gpu-chains")[0].contention == pytest.approx(1.38, abs=0.05)
+    assert record("gpu-trees")[0].contention == pytest.approx(1.08, abs=0.05)
+    assert record("mixed")[0].contention < 1.1

@@ -14,7 +14,7 @@ from statistics import fmean
 
 import pytest
 
-from target_service.scheduler import HEAD_START, MIN_PREFILL, Budget, Rank, ScheduledStep, Scheduler, Share, rank
+from target_service.scheduler import HEAD_START, MIN_PREFILL, Budget, Rank, Scheduler, Share, rank
 from target_service.step_account import StepTime
 
 BLOCK = 16
@@ -125,7 +125,7 @@ class World:
             self._arrive()
             step = self.scheduler.step(self._beside)
             self.scheduler.validate()
-            assert step.parts, "a step that computes nothing"
+            assert step[0], "a step that computes nothing"
             self._check(step)
             self._pass(step)
 
@@ -136,10 +136,9 @@ class World:
             self.scheduler.add(self._to_come.pop())
 
     def _beside(self, decoding: int) -> int:
-        budget = self.budget
-        return self._time.prefill_budget(decoding, budget.tokens, slowdown=budget.slowdown, seconds=budget.seconds)
+        return self._time.prefill_budget(decoding, self.budget)
 
-    def _check(self, step: ScheduledStep[Session]) -> None:
+    def _check(self, step: tuple[list[tuple[Session, Share]], int]) -> None:
         """What must hold of every step."""
         running = self.scheduler.running
         for jobs in (running, self.scheduler.waiting):
@@ -148,24 +147,24 @@ class World:
             assert not session.cached
             assert not session.evicted or running[-1].rank < session.rank, "gave way to a session that ranks behind"
             session.evicted = False
-        assert sum(one.num_scheduled_tokens for _, one in step.parts) + step.drafts <= self.budget.tokens
-        needed = sum(session.blocks_needed(one.num_scheduled_tokens + one.drafts) for session, one in step.parts)
+        assert sum(one.num_scheduled_tokens for _, one in step[0]) + step[1] <= self.budget.tokens
+        needed = sum(session.blocks_needed(one.num_scheduled_tokens + one.drafts) for session, one in step[0])
         assert 0 <= needed <= self.free
         turns = sum(session.num_uncomputed_tokens == 1 for session in running) > self.budget.tokens // 2
-        assert turns or running[0] is step.parts[0][0], "the first of all does not proceed"
+        assert turns or running[0] is step[0][0][0], "the first of all does not proceed"
 
-    def _pass(self, step: ScheduledStep[Session]) -> None:
+    def _pass(self, step: tuple[list[tuple[Session, Share]], int]) -> None:
         """Compute it, in no time but the clock's."""
-        decoding = [(session, one) for session, one in step.parts if session.num_uncomputed_tokens == 1]
-        prompts = sum(one.num_scheduled_tokens for session, one in step.parts if session.num_uncomputed_tokens > 1)
-        offered = self._offers(decoding, step.drafts)
+        decoding = [(session, one) for session, one in step[0] if session.num_uncomputed_tokens == 1]
+        prompts = sum(one.num_scheduled_tokens for session, one in step[0] if session.num_uncomputed_tokens > 1)
+        offered = self._offers(decoding, step[1])
         seconds = self.cost(len(decoding), prompts, sum(offered.values()))
         self.now += seconds
         self.past.append(Past(len(decoding), prompts, sum(offered.values()), seconds))
         tokens = len(decoding) + prompts + sum(offered.values())
         self.computed += tokens
         self._time.observe(tokens, seconds)
-        for session, one in step.parts:
+        for session, one in step[0]:
             self._commit(session, one, offered.get(session, 0))
 
     def _offers(self, decoding: Sequence[tuple[Session, Share]], room: int) -> dict[Session, int]:

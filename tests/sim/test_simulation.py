@@ -2,8 +2,8 @@
 
 import pytest
 
-from simulation.faults import FaultRun, Weather, main
 from speculation.events import FailureCode
+from tests.faults.run import FaultRun, Weather, main
 
 SEEDS = 30
 STORM = Weather(loss=0.05, doubling=0.1, delay=0.01, crash_every=0.5, hang_every=1.0, cut_every=1.0, drain_every=1.0)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from draft_service import levels
-from draft_service.draft_account import DraftAccount
-from draft_service.levels import DraftLevels, LaunchTime
+from draft_service.levels import DraftAccount, DraftLevels, LaunchTime
 from draft_service.sequence import DraftBatchEntry, DraftCounters
 from engine.cuda.level_memory import MAX_LEVELS
 from engine.cuda.level_ops import best_draws

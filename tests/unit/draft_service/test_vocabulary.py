@@ -13,8 +13,8 @@ import tokenizers
 import torch
 from tokenizers import decoders, models
 
-from draft_service.translation.tokenizer import DraftTokenizer, SharedVocabulary
-from draft_service.translation.translation import OtherVocabulary, Overlap, check, read_vocabularies
+from draft_service.tokenizer import DraftTokenizer, SharedVocabulary
+from draft_service.translation import OtherVocabulary, Overlap, check, read_vocabularies
 from engine.loading.loader import load
 from engine.model import Model, ModelError
 from tests.bundled import MODELS

@@ -32,7 +32,7 @@ def unbounded(_decoding: int) -> int:
 
 
 def shares(demands: list[Demand], budget: Budget = BUDGET, prefill_budget=unbounded) -> list[Share]:
-    return share(demands, budget, prefill_budget).shares
+    return share(demands, budget, prefill_budget)[0]
 
 
 # -- sharing a step ----------------------------------------------------------------------------------------------------
@@ -40,21 +40,18 @@ def shares(demands: list[Demand], budget: Budget = BUDGET, prefill_budget=unboun
 
 def test_a_lone_session_gets_all_the_drafts_it_may_have():
     assert shares([DECODES]) == [Share(1, 8)]
-    assert share([DECODES], BUDGET, unbounded).drafts == 8
+    assert share([DECODES], BUDGET, unbounded)[1] == 8
 
 
 def test_drafts_have_the_room_that_decoding_leaves_and_vanish_in_large_batches():
     for sessions, room in ((4, 12), (12, 4), (16, 0), (40, 0)):
-        division = share([DECODES] * sessions, BUDGET, unbounded)
-        assert division.drafts == room
-        assert division.shares == [Share(1, min(room, 8))] * sessions
+        assert share([DECODES] * sessions, BUDGET, unbounded) == ([Share(1, min(room, 8))] * sessions, room)
 
 
 def test_what_a_class_of_rows_leaves_empty_may_be_drafts():
     padded = replace(BUDGET, verify=64, row_classes=(16, 32, 64))
-    assert share([DECODES], padded, unbounded).shares == [Share(1, 31)]
-    division = share([DECODES] * 3, padded, unbounded)
-    assert (division.shares, division.drafts) == ([Share(1, 31)] * 3, 61)
+    assert share([DECODES], padded, unbounded)[0] == [Share(1, 31)]
+    assert share([DECODES] * 3, padded, unbounded) == ([Share(1, 31)] * 3, 61)
 
 
 def test_without_running_text_prompts_get_the_whole_budget():
@@ -80,8 +77,8 @@ def test_beside_running_text_prompts_get_what_time_allows_and_at_least_a_little(
 def test_all_together_keep_to_the_budget():
     for decoding in (0, 1, 5, 50, 150, 300):
         for prompts in ([], [9], [500, 3, 500]):
-            division = share([DECODES] * decoding + [Demand(n) for n in prompts], BUDGET, unbounded)
-            total = sum(one.num_scheduled_tokens for one in division.shares) + division.drafts
+            divided, drafts = share([DECODES] * decoding + [Demand(n) for n in prompts], BUDGET, unbounded)
+            total = sum(one.num_scheduled_tokens for one in divided) + drafts
             assert total <= BUDGET.tokens
             assert total == BUDGET.tokens or decoding + sum(prompts) < 200
 
@@ -90,8 +87,8 @@ def test_prompts_have_a_budget_of_their_own_where_nothing_decodes():
     budget = replace(BUDGET, alone=700)
     prompts = [Demand(300), Demand(300), Demand(300)]
     assert sum(one.num_scheduled_tokens for one in shares(prompts, budget)) == 700
-    beside_text = share([DECODES, *prompts], budget, unbounded)
-    assert sum(one.num_scheduled_tokens for one in beside_text.shares) + beside_text.drafts == BUDGET.tokens
+    beside_text, drafts = share([DECODES, *prompts], budget, unbounded)
+    assert sum(one.num_scheduled_tokens for one in beside_text) + drafts == BUDGET.tokens
     assert sum(one.num_scheduled_tokens for one in shares(prompts, replace(BUDGET, alone=50))) == BUDGET.tokens
 
 
@@ -221,7 +218,7 @@ def test_none_starts_before_there_is_room_for_it_nor_ahead_of_one_that_waits():
     made.add(Job("b", 100, blocks, 1.0))
     made.add(Job("c", 1, blocks, 2.0))
     step = made.step(unbounded)
-    assert names([job for job, _ in step.parts]) == "a"
+    assert names([job for job, _ in step[0]]) == "a"
     assert names(made.waiting) == "bc"
     made.remove(made.running[0])
     for room, running in ((10, "b"), (-(-(100 + HEADROOM) // BLOCK) + -(-(1 + HEADROOM) // BLOCK), "bc")):
@@ -236,7 +233,7 @@ def test_the_last_in_rank_is_preempted_and_keeps_its_place():
     jobs = [Job("a", 17, blocks, 0.0), Job("b", 17, blocks, 1.0, priority=1), Job("c", 17, blocks, 2.0)]
     for job in jobs:
         made.add(job)
-    for job, one in made.step(unbounded).parts:
+    for job, one in made.step(unbounded)[0]:
         job.feed(one.num_scheduled_tokens)
     for job in jobs:  # all blocks are full, and all want to go on
         job.tokens, job.cached = 33, 32
@@ -245,7 +242,7 @@ def test_the_last_in_rank_is_preempted_and_keeps_its_place():
     assert names(made.running) == "ac"
     assert names(made.waiting) == "b"
     assert made.preempted == 1
-    assert [one.num_scheduled_tokens for _, one in step.parts] == [1, 1]
+    assert [one.num_scheduled_tokens for _, one in step[0]] == [1, 1]
     made.add(Job("d", 17, blocks, 3.0))
     assert names(made.waiting) == "db"  # a level of priority, not a place lost
     made.remove(jobs[1])
@@ -257,7 +254,7 @@ def test_a_lone_session_is_never_preempted():
     made = scheduler(blocks)
     made.add(Job("a", 50, blocks))
     step = made.step(unbounded)
-    assert [one.num_scheduled_tokens for _, one in step.parts] == [1]
+    assert [one.num_scheduled_tokens for _, one in step[0]] == [1]
     assert made.preempted == 0
 
 
@@ -272,7 +269,7 @@ def test_starting_and_going_leave_nothing_behind():
     assert waiting.started == []
     made.remove(waiting)
     made.remove(running)
-    assert made.step(unbounded).parts == []
+    assert made.step(unbounded)[0] == []
     assert not made.running and not made.waiting and not made._turns
 
 
@@ -312,7 +309,7 @@ def measured(fixed: float, each: float, sizes: list[int]) -> StepTime:
 
 
 def prefill_budget(time: StepTime, decoding: int, seconds: float = 0.0) -> int:
-    return time.prefill_budget(decoding, 1000, slowdown=2.0, seconds=seconds)
+    return time.prefill_budget(decoding, Budget(tokens=1000, seconds=seconds))
 
 
 def test_prompt_tokens_beside_running_text_are_bounded_by_measured_time():

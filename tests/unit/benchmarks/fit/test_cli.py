@@ -10,7 +10,7 @@ from benchmarks.fit import serving
 from benchmarks.fit.command import FitError, FitOptions, Way
 from cluster.cli import main
 from cluster.config import environment
-from draft_service.translation import tokenizer
+from draft_service import tokenizer
 from speculation.events import Role
 from speculation.messages import Source
 from tests.bundled import MODELS, with_other_vocabulary

@@ -101,7 +101,7 @@ def test_the_same_within_a_second_is_one_line_and_the_ring_is_bounded() -> None:
 
 def test_a_session_that_goes_elsewhere_is_told_by_why() -> None:
     event_log = EventLog()
-    session = Session(SessionId(3), (5, 6), Sampling(), Limits(20, frozenset()))
+    session = Session(Open(SessionId(3), 0, (5, 6), Sampling(), Limits(20, frozenset())))
     heard = SessionLog(logging.getLogger(__name__), session.session, "req-1"), RouterCounters().session("m", 2)
     generation = Generation((5, 6), Sampling(), 18, request_id="req-1")
     run = RunningSession(session, generation, None, (), 0.0, *heard, NullTracer(session.session), event_log)
@@ -119,7 +119,7 @@ def test_a_session_that_goes_elsewhere_is_told_by_why() -> None:
     (line,) = event_log.lines
     assert (line.kind, line.worker, line.session, line.request) == (EventKind.SESSION_REOPENED, other, 3, "req-1")
     run.note(EventKind.SESSION_CONDEMNED, "was given up", other)
-    session._drafting.strikes[DRAFT] = ["no q"] * 3
+    session.drafting.strikes[DRAFT] = ["no q"] * 3
     run.over()
     assert [line.kind for line in event_log.lines[1:]] == [EventKind.SESSION_CONDEMNED, EventKind.DRAFTER_QUARANTINED]
 

@@ -1,7 +1,7 @@
 """What workers and routers report for autoscaling."""
 
 from speculation import digest
-from speculation.drafting.draft_session import Candidate, DraftSession, LookaheadDemand
+from speculation.drafting.draft_session import Candidate, DraftSession
 from speculation.events import Available, Lost, PeerId, Placed, Received, Role, Start
 from speculation.messages import Limits, Open, Sampling, SessionId, Speculation, Verification
 from speculation.request.session import Session
@@ -11,7 +11,7 @@ PROMPT = (1, 2, 3)
 
 
 def session(**speculation) -> Session:
-    made = Session(SessionId(1), PROMPT, Sampling(), Limits(100), Speculation(**speculation))
+    made = Session(Open(SessionId(1), 0, PROMPT, Sampling(), Limits(100), Speculation(**speculation)))
     made.handle(0.0, Start())
     made.handle(0.0, Placed(Role.TARGET, TARGET))
     return made
@@ -45,12 +45,12 @@ def test_a_session_rests_while_its_target_asks_for_no_lead():
 def test_lead_is_what_a_verification_would_find_of_what_was_asked_for():
     opened = Open(SessionId(1), 1, PROMPT, Sampling(), Limits(100))
     drafting = DraftSession(opened, vocabulary=100)
-    assert drafting.lead == LookaheadDemand(asked=48, reached=0)
+    assert drafting.lead == (48, 0)
     drafting.expand(drafting.trie.root, [Candidate(4, 0.9)])
     (leaf,) = drafting.frontier()
     drafting.expand(leaf, [Candidate(5, 0.9)])
-    assert drafting.lead == LookaheadDemand(asked=48, reached=2)
+    assert drafting.lead == (48, 2)
     drafting.verified(verification(3, 4, lead=1))
-    assert drafting.lead == LookaheadDemand(asked=1, reached=1)
+    assert drafting.lead == (1, 1)
     drafting.verified(verification(4, 5, lead=0, prefix=(*PROMPT, 4)))
-    assert drafting.lead == LookaheadDemand(asked=0, reached=0)
+    assert drafting.lead == (0, 0)

@@ -53,11 +53,12 @@ from speculation.request.session import Phase, Session, SessionLimits
 
 ID = SessionId(7)
 PROMPT = (1, 2, 3)
+REQUEST = Open(ID, 0, PROMPT, Sampling(), Limits(20))
 T0, T1, D0, D1 = PeerId("t0"), PeerId("t1"), PeerId("d0"), PeerId("d1")
 
 
 def new(limits: SessionLimits = SessionLimits(stall_timeout=10.0), **speculation) -> Session:
-    return Session(ID, PROMPT, Sampling(), Limits(20), Speculation(**speculation), limits)
+    return Session(replace(REQUEST, speculation=Speculation(**speculation)), limits)
 
 
 def failures(effects):
@@ -87,7 +88,7 @@ def verified(session: Session, *tokens: int, epoch: int = 1, accepted: int = 0, 
 
 
 def test_every_opening_carries_the_priority():
-    session = Session(ID, PROMPT, Sampling(), Limits(20), priority=-5)
+    session = Session(replace(REQUEST, priority=-5))
     session.handle(0.0, Start())
     openings = sent(session.handle(0.0, Placed(Role.TARGET, T0)), Open)
     session.handle(0.0, Lost(T0))
@@ -124,7 +125,7 @@ def test_a_drafter_is_not_told_logprobs_which_only_clients_want_to_know():
 
 def test_a_prediction_goes_to_every_target_and_to_no_drafter():
     request_options = RequestOptions(prediction=(4, 5, 6), grammar="g", request="r")
-    session = Session(ID, PROMPT, Sampling(), Limits(20), request_options=request_options)
+    session = Session(replace(REQUEST, request_options=request_options))
     session.handle(0.0, Start())
     openings = sent(session.handle(0.0, Placed(Role.TARGET, T0)), Open)
     openings += sent(session.handle(0.0, Placed(Role.DRAFT, D0)), Open)
@@ -283,7 +284,7 @@ def test_a_proposal_of_nothing_goes_nowhere_and_proves_nothing():
         if effects:
             session.handle(0.1, Placed(Role.DRAFT, D0))
     assert effects == []
-    assert not session.strikes
+    assert not session.drafting.strikes
 
 
 def test_a_drafter_that_breaks_the_protocol_is_replaced_and_never_asked_again():
@@ -298,8 +299,8 @@ def test_a_drafter_that_breaks_the_protocol_is_replaced_and_never_asked_again():
     assert sent(session.handle(0.1, Placed(Role.DRAFT, D1)), Open)[0].message.epoch == 3
     session.handle(0.2, Lost(D1))
     assert session.handle(0.3, Available(Role.DRAFT)) == [Place(Role.DRAFT, frozenset({D0}))]
-    assert session.strikes == {D0: ["first", "second", "third"]}
-    assert session.quarantined == {D0}
+    assert session.drafting.strikes == {D0: ["first", "second", "third"]}
+    assert session.drafting.quarantined == {D0}
     assert session.handle(0.4, Received(T0, verified(session, 4))) == [Emit((4,), 0, 0)]
 
 
@@ -325,12 +326,12 @@ def test_a_drafter_that_does_what_its_session_did_not_ask_for_is_struck():
     ):
         running(session)
         assert session.handle(0.1, Received(D0, wrong)) == []
-        assert list(session.strikes) == [D0]
+        assert list(session.drafting.strikes) == [D0]
         assert session.output == ()
     for session, right in ((new(), branching), (new(rule=Rule.REJECTION), drawn)):
         running(session)
         assert session.handle(0.1, Received(D0, right)) == [Relay(T0, right, 1)]
-        assert not session.strikes
+        assert not session.drafting.strikes
 
 
 def test_what_is_late_is_counted_and_held_against_nobody():
@@ -345,7 +346,7 @@ def test_what_is_late_is_counted_and_held_against_nobody():
     ):
         assert session.handle(0.1, event) == []
     assert session.stale == 6
-    assert not session.strikes
+    assert not session.drafting.strikes
 
 
 def test_a_target_that_breaks_the_protocol_is_left_for_another():
@@ -383,7 +384,7 @@ def test_losses_alone_never_fail_a_session_but_a_verdict_does():
 
 def leaving(priority: int = 0) -> Session:
     """A session open at t0, which drains, and warming up at t1 (epoch 3)."""
-    session = running(Session(ID, PROMPT, Sampling(), Limits(20), priority=priority))
+    session = running(Session(replace(REQUEST, priority=priority)))
     session.handle(0.1, Received(T0, verified(session, 4)))
     assert session.handle(0.2, Draining(T0)) == [Place(Role.TARGET, frozenset({T0}))]
     effects = session.handle(0.2, Placed(Role.TARGET, T1))
@@ -513,7 +514,7 @@ def test_a_drafter_that_drains_is_left_for_another_if_there_is_one():
 
 def test_pauses_grow_and_no_two_sessions_keep_step():
     def pauses(number: int) -> list[float]:
-        session, now, found = Session(SessionId(number), PROMPT, Sampling(), Limits(20)), 0.0, []
+        session, now, found = Session(replace(REQUEST, session=SessionId(number))), 0.0, []
         session.handle(now, Start())
         for _ in range(6):
             (wake,) = session.handle(now, Placed(Role.TARGET, None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from speculation.events import Available, Draining, Lost, PeerId, Placed, Received, Role, Start, Stays, Stop, Tick
-from speculation.messages import Limits, RefusalCode, Refused, Sampling, SessionId, Verification
+from speculation.messages import Limits, Open, RefusalCode, Refused, Sampling, SessionId, Verification
 from speculation.request.placement import Opening
 from speculation.request.record import HISTORY, KINDS, TRANSITIONS, IllegalTransition, SessionState
 from speculation.request.session import Session
@@ -17,7 +17,7 @@ T0, T1, D0 = PeerId("t0"), PeerId("t1"), PeerId("d0")
 
 def decoding() -> Session:
     """Open at t0 (epoch 1) and d0 (epoch 2)."""
-    session = Session(ID, PROMPT, Sampling(), Limits(20))
+    session = Session(Open(ID, 0, PROMPT, Sampling(), Limits(20)))
     session.handle(0.0, Start())
     session.handle(0.0, Placed(Role.TARGET, T0))
     session.handle(0.0, Placed(Role.DRAFT, D0))
@@ -44,7 +44,7 @@ def test_every_state_can_be_reached_and_only_the_last_is_final():
 
 
 def test_the_states_on_the_way_of_a_session_that_moves():
-    session = Session(ID, PROMPT, Sampling(), Limits(20))
+    session = Session(Open(ID, 0, PROMPT, Sampling(), Limits(20)))
     said = Verification(ID, 3, 3, (9,), 0, 0, 0)
     states = [session._state]
     for event in (
@@ -77,7 +77,7 @@ def test_the_states_on_the_way_of_a_session_that_moves():
     [(Placed(Role.TARGET, T0), "Placed"), (Received(T0, Refused(ID, 1, RefusalCode.INTERNAL)), "Refused")],
 )
 def test_a_session_that_has_not_begun_has_asked_nobody_and_is_open_nowhere(event, kind):
-    session = Session(ID, PROMPT, Sampling(), Limits(20))
+    session = Session(Open(ID, 0, PROMPT, Sampling(), Limits(20)))
     session.handle(0.0, Available(Role.TARGET))
     with pytest.raises(IllegalTransition, match=f"session 7 was told {kind} while new"):
         session.handle(0.0, event)
@@ -141,7 +141,7 @@ def set_to(name: str, value: object):
         (set_to("_draining", frozenset()), "migrating, while the target stays"),
         (set_to("_draining", frozenset({T0, T1})), "which drains"),
         (lambda session: session._tokens.append(4), "the digest is not that of the 4 tokens"),
-        (lambda session: session._drafting.strikes.update({D0: ["wrong"] * 3}), "it is done with its drafter"),
+        (lambda session: session.drafting.strikes.update({D0: ["wrong"] * 3}), "it is done with its drafter"),
     ],
 )
 def test_a_session_that_contradicts_itself_says_how(spoil, words):

@@ -2,15 +2,16 @@ import random
 
 import pytest
 
+from speculation.trie import Node
 from speculation.verifying.budget import (
     CHEAP_PLACES,
     StepCost,
+    best_places,
     best_prefix,
     choose,
     kept_after_miss,
     kept_if_drafted_again,
     room_for_drafts,
-    worth_drafting,
     worth_waiting,
 )
 
@@ -185,11 +186,16 @@ def test_something_is_always_worth_doing_when_nothing_is_certain():
 
 
 def test_a_draft_step_expands_a_few_places_always_and_more_where_they_make_more_of_it():
-    assert worth_drafting([0.9, 0.01], 0, 0, LINEAR) == 2
+
+    def expanded(weights: list[float], scheduled: int, certain: int, cost: StepCost) -> int:
+        nodes = [Node(token=1, end=1, digest=0, weight=weight) for weight in weights]
+        return len(best_places({"a": nodes}, 64, scheduled, certain, cost).get("a", []))
+
+    assert expanded([0.9, 0.01], 0, 0, LINEAR) == 2
     many = [0.5] * 20
-    assert worth_drafting(many, 0, 0, learned(*range(1, 30))) == CHEAP_PLACES
-    assert worth_drafting(many, 0, 0, learned(*[1.0] * 30)) == 20
-    assert worth_drafting([], 3, 3, FLAT) == 0
+    assert expanded(many, 0, 0, learned(*range(1, 30))) == CHEAP_PLACES
+    assert expanded(many, 0, 0, learned(*[1.0] * 30)) == 20
+    assert expanded([], 3, 3, FLAT) == 0
 
 
 def wait(

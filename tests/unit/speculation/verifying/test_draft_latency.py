@@ -22,7 +22,7 @@ def learned(*misses: Miss, rounds: int = 100) -> DraftLatencyEstimator:
 def expected(draft_latency: DraftLatencyEstimator, age: float, behind: int = 0) -> list[tuple[float, float, float]]:
     """Later moments as (seconds after the miss, chance of one token that is of use, chance of two)."""
     moments = draft_latency.moments(age, behind)
-    return [(age + moment.seconds, moment.shares[behind], moment.shares[behind + 1]) for moment in moments]
+    return [(age + moment[0], moment[1][behind], moment[1][behind + 1]) for moment in moments]
 
 
 def test_a_miss_notes_when_each_length_was_reached_first():
@@ -36,8 +36,8 @@ def test_a_miss_notes_when_each_length_was_reached_first():
 
 def test_nothing_is_expected_before_anything_was_seen():
     moments = DraftLatencyEstimator().moments(0.0)
-    assert [moment.seconds for moment in moments] == list(TIMES)
-    assert all(share == 0.0 for moment in moments for share in moment.shares)
+    assert [moment[0] for moment in moments] == list(TIMES)
+    assert all(share == 0.0 for moment in moments for share in moment[1])
 
 
 def test_early_and_late_answers_are_told_apart():
@@ -70,7 +70,7 @@ def test_where_the_text_has_gone_on_only_what_reaches_further_counts():
     draft_latency = learned(missed(0.002, *[0.030] * (DEEPEST - 1)))
     for time, one, two in expected(draft_latency, age=0.005, behind=1):
         assert one == two == pytest.approx(0.0 if time < 0.030 else 1.0, abs=0.01)
-    assert all(moment.shares[0] == 1.0 for moment in draft_latency.moments(0.005, behind=1))
+    assert all(moment[1][0] == 1.0 for moment in draft_latency.moments(0.005, behind=1))
     assert draft_latency.moments(0.005, behind=DEEPEST) == []
 
 

@@ -1,6 +1,6 @@
 """The workers of the fault simulation: clock, network, processes, and all that can happen to them.
 
-One heap, one seeded generator, virtual time. A router is who hears of it: see :mod:`simulation.fault_world`.
+One heap, one seeded generator, virtual time. A router is who hears of it: see :mod:`tests.faults.world`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from simulation.toy_workers import LyingDraftWorker, ToyDraftWorker, ToyTargetWorker
-from simulation.weather import Weather
 from speculation.events import PeerId, Role
 from speculation.messages import (
     Close,
@@ -26,6 +24,8 @@ from speculation.messages import (
     ToWorker,
     Verification,
 )
+from tests.faults.toy_workers import LyingDraftWorker, ToyDraftWorker, ToyTargetWorker
+from tests.faults.weather import Weather
 
 HEALED = 30.0
 """Faults stop here, so that progress can be demanded."""

@@ -1,12 +1,11 @@
-"""The world of the fault simulation: its workers (:mod:`simulation.fault_workers`) and the shell of a router.
+"""The world of the fault simulation: its workers (:mod:`tests.faults.workers`) and the shell of a router.
 
-One heap, one seeded generator, virtual time. The machines are the ones that serve:
+The machines are the ones that serve:
 :class:`speculation.request.session.Session`, :class:`speculation.request.poison_detector.PoisonDetector`,
 :class:`speculation.verifying.target_session.TargetSession` and
 :class:`speculation.drafting.draft_session.DraftSession`. Only the models are toys (a hash of the context) and the
-network is a list. The cut is at the stream between router and worker.
-
-When something happens to a worker or a router, :mod:`simulation.faults` decides.
+network is a list. The cut is at the stream between router and worker. What happens to workers and routers is decided in
+:mod:`tests.faults.run`.
 """
 
 from __future__ import annotations
@@ -15,37 +14,12 @@ import heapq
 from dataclasses import replace
 from random import Random
 
-from simulation.fault_workers import ROUTER_SILENCE, SimulatedPeer, SimulatedWorkers
-from simulation.toy_workers import VOCABULARY, target_only
-from simulation.weather import Weather
-from speculation.events import (
-    Available,
-    Draining,
-    Effect,
-    Emit,
-    Event,
-    Fail,
-    FailureCode,
-    Finish,
-    Lost,
-    PeerId,
-    Place,
-    Placed,
-    PoisonRequest,
-    Received,
-    Relay,
-    Role,
-    Send,
-    Start,
-    Stop,
-    Tick,
-    Wake,
-)
+from speculation import events
+from speculation.events import Effect, Event, FailureCode, PeerId, Placed, PoisonRequest, Role
 from speculation.messages import (
     Close,
     FromWorker,
     Limits,
-    Load,
     Open,
     Proposal,
     Refused,
@@ -54,11 +28,13 @@ from speculation.messages import (
     Token,
     ToWorker,
     Verification,
-    Welcome,
 )
 from speculation.request.placement import Opening
 from speculation.request.poison_detector import PoisonDetector, PoisonLimits
 from speculation.request.session import Phase, Session, SessionLimits
+from tests.faults.toy_workers import VOCABULARY, target_only
+from tests.faults.weather import Weather
+from tests.faults.workers import ROUTER_SILENCE, SimulatedPeer, SimulatedWorkers
 
 OUTPUT = 32
 HORIZON = 400.0
@@ -124,12 +100,12 @@ class FaultWorld(SimulatedWorkers):
         number = SessionId(len(self.sessions))
         prompt = tuple(self.rng.randrange(VOCABULARY) for _ in range(self.rng.randint(1, 6)))
         self._admit(number, prompt, self.rng.getrandbits(64))
-        self.at(when, lambda: self.deliver(number, Start()))
+        self.at(when, lambda: self.deliver(number, events.Start()))
         return number
 
     def _admit(self, number: SessionId, prompt: tuple[Token, ...], seed: int) -> None:
         end = len(prompt) + OUTPUT
-        self.sessions[number] = Session(number, prompt, Sampling(seed=seed), Limits(end), session_limits=self.limits)
+        self.sessions[number] = Session(Open(number, 0, prompt, Sampling(seed=seed), Limits(end)), self.limits)
         self.truth[number] = target_only(prompt, seed, end)
         self.revisions.pop(number, None)
         self.emitted[number] = []
@@ -137,13 +113,13 @@ class FaultWorld(SimulatedWorkers):
     def client_stops(self, number: SessionId) -> None:
         """A client goes away."""
         self.stopped.add(number)
-        self.deliver(number, Stop())
+        self.deliver(number, events.Stop())
 
     def deliver(self, number: SessionId, event: Event) -> None:
         """Let a session handle an event."""
         session = self.sessions[number]
         for effect in session.handle(self.now, event):
-            if isinstance(effect, Emit) and isinstance(event, Received):
+            if isinstance(effect, events.Emit) and isinstance(event, events.Received):
                 self._learn(number, event.peer)
             self._perform(number, effect)
         session.validate()
@@ -159,38 +135,39 @@ class FaultWorld(SimulatedWorkers):
 
     def _ask_again(self) -> None:
         for number in self.poison_detector.due():
-            self.deliver(number, Available(Role.TARGET))
+            self.deliver(number, events.Available(Role.TARGET))
 
     def _perform(self, number: SessionId, effect: Effect) -> None:
         match effect:
-            case Place(role=role, avoid=avoid):
+            case events.Place(role=role, avoid=avoid):
                 self.deliver(number, self._placed(number, role, avoid))
-            case Send(peer=peer, message=message):
-                self._note(self.peers[peer], message)
+            case events.Send(peer=peer, message=message):
+                if self.peers[peer].role is Role.TARGET:
+                    self._note(peer, message)
                 self._to_worker(self.peers[peer], message)
-            case Relay(peer=peer, message=message, epoch=epoch):
+            case events.Relay(peer=peer, message=message, epoch=epoch):
                 if message.passed != epoch:
                     self._to_worker(self.peers[peer], replace(message, epoch=epoch))
-            case Emit(tokens=tokens, accepted=accepted):
+            case events.Emit(tokens=tokens, accepted=accepted):
                 self._emit(number, tokens)
                 self.accepted += accepted
-            case Wake(at=when):
+            case events.Wake(at=when):
                 self._wakes[number] = when
                 session = self.sessions[number]
                 self.at(when, lambda: self._wake(number, session, when))
-            case Fail(code=code):
+            case events.Fail(code=code):
                 self.failed[number] = code
-            case Finish():
+            case events.Finish():
                 pass
 
     def _wake(self, number: SessionId, session: Session, when: float) -> None:
         if self.sessions[number] is session and self._wakes[number] == when:
-            self.deliver(number, Tick())
+            self.deliver(number, events.Tick())
 
     def _placed(self, number: SessionId, role: Role, avoid: frozenset[PeerId]) -> Placed | PoisonRequest:
         def choose(avoid: frozenset[PeerId]) -> PeerId | None:
-            usable = [p for p in self.peers.values() if p.known and not p.leaving and p.role is role]
-            usable = [peer for peer in usable if peer.name not in avoid]
+            peers = self.peers.values()
+            usable = [p for p in peers if p.known and not p.leaving and p.role is role and p.name not in avoid]
             if role is Role.TARGET and usable:
                 newest = max(peer.revision for peer in usable)
                 usable = [peer for peer in usable if peer.revision == self.revisions.get(number, newest)]
@@ -204,15 +181,15 @@ class FaultWorld(SimulatedWorkers):
         """A text belongs to the revision that began it."""
         if number not in self.revisions:
             session, revision = self.sessions[number], self.peers[peer].revision
-            prompt, end = session._tokens[: session.prompt_length], session.end
+            prompt, end = session._request.tokens, session.end
             self.revisions[number] = revision
-            self.truth[number] = target_only(prompt, session._sampling.seed, end, revision)
+            self.truth[number] = target_only(prompt, session._request.sampling.seed, end, revision)
 
-    def _note(self, peer: SimulatedPeer, message: ToWorker) -> None:
-        if peer.role is Role.TARGET and isinstance(message, Open):
-            self.poison_detector.opened(message.session, peer.name, message.epoch)
-        elif peer.role is Role.TARGET and isinstance(message, Close):
-            self.poison_detector.closed(message.session, peer.name)
+    def _note(self, target: PeerId, message: ToWorker) -> None:
+        if isinstance(message, Open):
+            self.poison_detector.opened(message.session, target, message.epoch)
+        elif isinstance(message, Close):
+            self.poison_detector.closed(message.session, target)
 
     def _emit(self, number: SessionId, tokens: tuple[Token, ...]) -> None:
         emitted = self.emitted[number]
@@ -230,9 +207,9 @@ class FaultWorld(SimulatedWorkers):
         self.poison_detector = PoisonDetector(PoisonLimits(tries=self.weather.tries))
         for number, session in self.sessions.items():
             if session.phase is not Phase.ENDED:
-                self._admit(number, tuple(session._tokens[: session.prompt_length]), session._sampling.seed)
+                self._admit(number, session._request.tokens, session._request.sampling.seed)
                 if session.phase is not Phase.NEW:  # whose request is still to come
-                    self.later(0.01, lambda number=number: self.deliver(number, Start()))  # type: ignore[misc]
+                    self.later(0.01, lambda number=number: self.deliver(number, events.Start()))  # type: ignore[misc]
 
     # -- what the router hears -----------------------------------------------------------------------------------------
 
@@ -240,8 +217,8 @@ class FaultWorld(SimulatedWorkers):
         """Pass it on, and read it a little later, in its turn: as in :class:`transport.incoming.Incoming`."""
         if not peer.known or link != peer.link:
             return
-        assert not isinstance(message, Load | Welcome)
-        if isinstance(message, Verification | Proposal):
+        assert isinstance(message, Verification | Proposal | Refused)
+        if not isinstance(message, Refused):
             self._pass_on(peer, message)
         peer.heard.append((link, message))
         self.later(READING, lambda: self._read_heard(peer))
@@ -262,13 +239,13 @@ class FaultWorld(SimulatedWorkers):
             return
         if isinstance(message, Verification) and peer.role is Role.TARGET:
             self.poison_detector.heard(peer.name, message)
-        self.deliver(message.session, Received(peer.name, message))
+        self.deliver(message.session, events.Received(peer.name, message))
 
     def _hear_draining(self, peer: SimulatedPeer, link: int) -> None:
         if peer.known and peer.link == link and not peer.leaving:
             peer.leaving = True
             self.poison_detector.draining(peer.name)
-            self.broadcast(Draining(peer.name))
+            self.broadcast(events.Draining(peer.name))
 
     def notice(self, peer: SimulatedPeer) -> None:
         """The router learns that its stream is gone."""
@@ -279,11 +256,11 @@ class FaultWorld(SimulatedWorkers):
         peer.link += 1
         if peer.role is Role.TARGET:
             self.poison_detector.lost(self.now, peer.name, expected=expected)
-        self.broadcast(Lost(peer.name))
+        self.broadcast(events.Lost(peer.name))
 
     def _connect(self, peer: SimulatedPeer) -> None:
         if peer.up and not peer.known:
             peer.known = True
             if peer.draining:
                 self._hear_draining(peer, peer.link)
-            self.broadcast(Available(peer.role))
+            self.broadcast(events.Available(peer.role))

@@ -44,7 +44,10 @@ class DraftTokenizer:
     def __init__(self, name: str, backend: tokenizers.Tokenizer, roles: Mapping[str, str] | None = None) -> None:
         """``roles``: special tokens by role. Raises :class:`ModelError` if the tokens cannot be read as bytes."""
         self.name = name
-        self.beginning = _beginning(backend)
+        plain: list[Token] = backend.encode("a", add_special_tokens=False).ids
+        whole: list[Token] = backend.encode("a", add_special_tokens=True).ids
+        starts = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        self.beginning = whole[: next(starts, 0)]
         """What it puts before a text."""
         self._backend = tokenizers.Tokenizer.from_str(backend.to_str())
         self._backend.no_truncation()
@@ -111,13 +114,6 @@ class DraftTokenizer:
                 self.fallback.add(token)
             else:
                 self.bytes_of[token] = piece.replace(_SPACE, " ").encode()
-
-
-def _beginning(backend: tokenizers.Tokenizer) -> list[Token]:
-    plain = backend.encode("a", add_special_tokens=False).ids
-    whole: list[Token] = backend.encode("a", add_special_tokens=True).ids
-    starts = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
-    return whole[: next(starts, 0)]
 
 
 def _special(backend: tokenizers.Tokenizer, roles: Mapping[str, str]) -> dict[Token, frozenset[str]]:

@@ -1,10 +1,10 @@
-"""A deterministic simulation of router, drafters and targets under faults; see :mod:`fault_world`.
+"""A deterministic simulation of router, drafters and targets under faults; see :mod:`tests.faults.world`.
 
 The weather of a run says which faults it has and how often. Messages are delayed, lost and doubled, streams break for
 one end or both, workers are killed, stopped, stuck, drained and replaced, alone or many at once, the router itself is
 lost, a drafter lies, and some requests are poison. After that, what must hold after every run (:func:`check`).
 
-    python -m simulation.faults --seeds 2000
+    python -m tests.faults.run --seeds 2000
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import astuple, dataclass
 from random import Random
 from time import perf_counter
 
-from simulation.fault_workers import HEALED, Poison, SimulatedPeer
-from simulation.fault_world import OUTPUT, FaultWorld
-from simulation.weather import ROOMY, Weather
 from speculation.events import FailureCode, PeerId, Role
 from speculation.messages import SessionId
 from speculation.request.poison_detector import PoisonLimits
+from tests.faults.weather import ROOMY, Weather
+from tests.faults.workers import HEALED, Poison, SimulatedPeer
+from tests.faults.world import OUTPUT, FaultWorld
 
 SESSIONS = 6
 CALMER_AFTER = 8.0
@@ -163,41 +163,32 @@ class FaultRun:
             self.world.drain(self.world.peers[PeerId(name)], back_in)
 
 
-@dataclass(frozen=True, slots=True)
-class FaultTotals:
-    """What many runs add up to."""
-
-    events: int = 0
-    accepted: int = 0
-    reopened: int = 0
-    moved: int = 0
-    poisoned: int = 0
-
-    def __add__(self, other: FaultTotals) -> FaultTotals:
-        return FaultTotals(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-
-def run_seed(seed: int) -> FaultTotals | str:
+def run_seed(seed: int) -> Counter[str] | str:
     """One run; what it adds to the totals, or which promise it broke."""
     try:
         world = FaultRun(seed).run()
     except AssertionError as error:
-        return f"seed {seed}: {error}\nreplay: python -m simulation.faults --first {seed} --seeds 1\n"
+        return f"seed {seed}: {error}\nreplay: python -m tests.faults.run --first {seed} --seeds 1\n"
     sessions = world.sessions.values()
-    moved = sum(session.moved for session in sessions)
-    return FaultTotals(world.events, world.accepted, sum(s.reopened for s in sessions), moved, len(world.harmed))
+    return Counter(
+        events=world.events,
+        accepted=world.accepted,
+        reopened=sum(session.reopened for session in sessions),
+        moved=sum(session.moved for session in sessions),
+        poisoned=len(world.harmed),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run many seeds; on the first failure say how to replay it."""
     parser = argparse.ArgumentParser(
-        prog="python -m simulation.faults", description=__doc__.split("\n")[0] if __doc__ else None
+        prog="python -m tests.faults.run", description=__doc__.split("\n")[0] if __doc__ else None
     )
     parser.add_argument("--seeds", type=int, default=500, help="number of runs (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="first seed (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     options = parser.parse_args(arguments)
-    started, totals = perf_counter(), FaultTotals()
+    started, totals = perf_counter(), Counter[str]()
     seeds = range(options.first, options.first + options.seeds)
     with ProcessPoolExecutor(options.jobs) as pool:
         for result in pool.map(run_seed, seeds, chunksize=max(min(options.seeds // 50, 50), 1)):
@@ -205,13 +196,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sys.stderr.write(result)
                 pool.shutdown(cancel_futures=True)
                 return 1
-            totals += result
+            totals.update(result)
     rate = options.seeds / (perf_counter() - started)
     tokens = options.seeds * SESSIONS * OUTPUT
     sys.stdout.write(
-        f"{options.seeds} seeds passed ({rate:.0f} a second): {totals.events} events, "
-        f"{totals.accepted} of about {tokens} tokens drafted, {totals.reopened} failovers, {totals.moved} moves, "
-        f"{totals.poisoned} poison requests\n"
+        f"{options.seeds} seeds passed ({rate:.0f} a second): {totals['events']} events, {totals['accepted']} of about "
+        f"{tokens} tokens drafted, {totals['reopened']} failovers, {totals['moved']} moves, "
+        f"{totals['poisoned']} poison requests\n"
     )
     return 0
 
