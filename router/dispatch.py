@@ -175,7 +175,7 @@ class Dispatcher:
         self.pool.end_session(session.session)
         run.over()
         self.totals.take(session)
-        self._turns.ended(asyncio.get_running_loop().time() - run.began)
+        self._turns.durations.add(asyncio.get_running_loop().time() - run.began)
         self._poison_detector.ended(session.session, finished=isinstance(run.ended, FinishReason))
         self._ask_again_soon()
 

@@ -29,7 +29,7 @@ from router.answers.responses import INTERNAL_ERROR, Envelope, Json, Usage, even
 from router.errors import ApiError, ErrorCode, code_of, code_of_status
 from router.generation import GenerationError, Generator, ServedModel
 from router.http import openapi
-from router.http.admission import RATE_HEADERS, AdmissionSettings, Admit, admitted, in_time, seconds_allowed
+from router.http.admission import RATE_HEADERS, AdmissionSettings, Admit, seconds_allowed
 from router.http.asgi import (
     REQUEST_ID_HEADER,
     BodyBudget,
@@ -45,7 +45,7 @@ from router.http.auth import PICKER_PATH, ApiKeys, RequireKey
 from router.http.exhaustion import ExhaustionLog, is_exhausted
 from router.http.prompt_recorder import PromptRecorder, RecordedPrompt
 from router.http.request_reader import RequestReader
-from router.limits import Account
+from router.limits import Account, admitted, in_time
 from router.schema.request_schema import Kind
 from router.schema.requests import ApiRequest, ModelEntry, no_such_model
 from router.sessions.snapshot import Snapshot
@@ -251,7 +251,7 @@ class _Api:
         lease = request.state.lease
         seconds = seconds_allowed(parsed.timeout, request.headers, self._settings.admission)
         lease.take_sessions(len(parsed.generations))
-        lease.take_prompt(parsed.prompt_tokens)
+        lease.take_prompt(parsed.prompt_tokens, time.monotonic())
         prefix = "chatcmpl" if parsed.kind == "chat" else "cmpl"
         envelope = Envelope(parsed, f"{prefix}-{uuid.uuid4().hex}", int(time.time()), served.tokenizer)
         chunks = self._tally.observed(

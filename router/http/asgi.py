@@ -39,6 +39,8 @@ DRAIN_SECONDS = 10.0
 client that sends first and reads then never sees why."""
 CUT = "cut"
 """The name, in a request's state, of what ends its connection at once."""
+TOLD = "headers"
+"""Of what gives the headers that every response to it has besides."""
 _UPGRADE = b"upgrade:"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -265,7 +267,10 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 class RequestIds:
-    """Middleware: every request has an id, the client's own if it is sane, and every response names it."""
+    """Middleware: every request has an id, the client's own if it is sane, and every response names it.
+
+    So it does whatever :data:`TOLD` of ``request.state`` gives.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -277,11 +282,13 @@ class RequestIds:
             return
         given = Request(scope).headers.get(REQUEST_ID_HEADER, "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+                told = state[TOLD]() if TOLD in state else {}
+                MutableHeaders(scope=message).update({REQUEST_ID_HEADER: request_id, **told})
             await send(message)
 
         await self._app(scope, receive, send_with_id)

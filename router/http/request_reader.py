@@ -97,7 +97,7 @@ class GrammarQueue:
     def _newcomer(self, name: str) -> _Caller:
         if not name:
             return _Caller(asyncio.Semaphore(self._threads), self._max_waiting, None)
-        budget = Bucket.full(TRIAL_SECONDS_PER_MINUTE, self._clock())
+        budget = Bucket(TRIAL_SECONDS_PER_MINUTE, self._clock())
         return _Caller(asyncio.Semaphore(max(self._threads // 2, 1)), max(self._max_waiting // SHARE, 1), budget)
 
     def _ended(self, caller: _Caller, seconds: list[float], job: asyncio.Future[T]) -> None:
