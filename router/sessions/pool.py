@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from router.generation import ServedModel
-from router.sessions.acceptance import AcceptanceRecord
 from router.sessions.choice import (
     KnownTarget,
     Prefixes,
@@ -29,7 +28,7 @@ from router.sessions.choice import (
 from router.sessions.event_log import EventKind, EventLog
 from router.sessions.models import ServedModels, why_useless
 from router.sessions.run import JoinedEnd, JoinedWorkers, OpenSessions
-from router.sessions.tally import Recent
+from router.sessions.tally import AcceptanceRecord, Recent
 from speculation.events import Available, Draining, PeerId, Role, Stays
 from speculation.messages import (
     Close,

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from router.generation import ServedModel
-from router.sessions.acceptance import AcceptanceWatch
 from router.sessions.event_log import LoggedEvent
 from router.sessions.pool import Peer, WorkerPool
+from router.sessions.tally import AcceptanceRecord
 from speculation.events import PeerId, Role
 from speculation.messages import Load, Loading, Welcome
 from speculation.request.session import Phase, Session
@@ -116,7 +116,7 @@ class Snapshot:
     models: tuple[ServedModel, ...] = ()
     logged_events: tuple[LoggedEvent, ...] = ()
     totals: Totals = field(default_factory=Totals)
-    watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)
+    record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
     placing: int = 0
     """Sessions that wait for a target worker."""
     running: int = 0
@@ -138,7 +138,7 @@ class Snapshot:
             models=tuple(pool.models().values()),
             logged_events=pool.event_log.lines,
             totals=totals,
-            watch=pool.record.watch,
+            record=pool.record,
             placing=sum(session.phase is Phase.PLACING for session in sessions),
             running=sum(session.phase is Phase.RUNNING for session in sessions),
             traffic={role: pool.traffic(role) for role in Role},

@@ -120,24 +120,24 @@ class RouterMetrics:
             yield counter(name, f"{about}, by the code of the error.{PER_ROUTER}", ("code",), values)
 
     def _of_acceptance(self, snapshot: Snapshot) -> Iterator[Metric]:
-        watch, pairs = snapshot.watch, list(snapshot.watch.pairs())
+        record = snapshot.record
         yield counter(
             "acceptance_collapses",
             "Times that the acceptance of a pair of workers fell far below its usual value." + PER_ROUTER,
             (),
-            {(): watch.collapses},
+            {(): record.collapses},
         )
         yield gauge(
             "acceptance_collapsed",
             "1 while the acceptance of this pair of workers is far below its usual value. Take the maximum of routers.",
             ("target", "draft"),
-            {(target, draft): pair.collapsed for target, draft, pair in pairs},
+            {pair: known.collapsed for pair, known in record.watched.items()},
         )
         yield gauge(
             "acceptance_ratio",
             "Accepted of the last 2000 or so draft tokens offered for this pair of workers. Per router.",
             ("target", "draft"),
-            {(target, draft): pair.latest for target, draft, pair in pairs if pair.latest is not None},
+            {pair: known.latest for pair, known in record.watched.items() if known.latest is not None},
         )
 
 

@@ -7,7 +7,6 @@ from random import Random
 
 import pytest
 
-from router.sessions.acceptance import PRIOR, AcceptanceRecord
 from router.sessions.choice import (
     BLOCK,
     REMEMBERED_BLOCKS,
@@ -20,6 +19,7 @@ from router.sessions.choice import (
     choose_target,
 )
 from router.sessions.run import OpenSessions
+from router.sessions.tally import PRIOR, AcceptanceRecord
 from speculation.events import PeerId
 from speculation.messages import Load, SessionId, Welcome
 from transport.client import LOST_SECONDS, PING_SECONDS, RoundTrip
