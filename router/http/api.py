@@ -24,8 +24,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from router import page
-from router.answers.choice_reader import run_choices
-from router.answers.responses import INTERNAL_ERROR, Envelope, Json, Usage, events, whole
+from router.answers.choice_reader import Usage, run_choices
+from router.answers.responses import INTERNAL_ERROR, Envelope, Json, events, whole
 from router.errors import ApiError, ErrorCode, code_of, code_of_status
 from router.generation import GenerationError, Generator, ServedModel
 from router.http import openapi

@@ -20,7 +20,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.answers.responses import Usage
+from router.answers.choice_reader import Usage
 from router.generation import GenerationError
 from router.schema.requests import ApiRequest
 from router.sessions.run import NullTracer

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.answers import responses
-from router.answers.choice_reader import TextChunk
-from router.answers.responses import MAX_HELD_BYTES, Envelope, Usage, events
+from router.answers.choice_reader import TextChunk, Usage
+from router.answers.responses import MAX_HELD_BYTES, Envelope, events
 from router.generation import GenerationError
 from router.schema.request_schema import Kind
 from router.schema.requests import ApiRequest
