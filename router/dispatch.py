@@ -17,7 +17,6 @@ from router.generation import Committed, Ended, Generation, GenerationError, Ser
 from router.limits import RetryTurns
 from router.sessions.choice import StandbyTargets, blocks_of
 from router.sessions.event_log import EventKind
-from router.sessions.models import why_unavailable
 from router.sessions.pool import PoolEvents, WorkerPool
 from router.sessions.run import NullTracer, RunningSession, SpeculationTrace, outside_vocabulary, session_of
 from router.sessions.snapshot import Snapshot, Totals
@@ -344,7 +343,13 @@ class Dispatcher:
         """The reason of a failure, with what the session itself cannot know."""
         if code is not FailureCode.UNAVAILABLE or run.model is None:
             return message
-        return why_unavailable(run.model.name, run.revision, self.pool.revisions(run.model.name), message)
+        name = run.model.name
+        if run.revision is None or not self.pool.revisions(name) - {run.revision}:
+            return f"{message} for model {name}"
+        return (
+            f"model {name} was replaced by another revision (weights, number format or ranks) and no target worker of "
+            "the one that began this text is left; it would not go on with the same text, so ask again"
+        )
 
     def _set_timer(self, run: RunningSession, at: float) -> None:
         def fire() -> None:

@@ -15,19 +15,9 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from router.generation import ServedModel
-from router.sessions.choice import (
-    KnownTarget,
-    Prefixes,
-    StandbyTargets,
-    WantedWorker,
-    WorkerCandidate,
-    choose_drafter,
-    choose_target,
-    idle_targets,
-)
+from router.sessions import choice
 from router.sessions.event_log import EventKind, EventLog
-from router.sessions.models import ServedModels, why_useless
-from router.sessions.run import JoinedEnd, JoinedWorkers, OpenSessions
+from router.sessions.run import JoinedEnd, OpenSession
 from router.sessions.tally import AcceptanceRecord, Recent
 from speculation.events import Available, Draining, PeerId, Role, Stays
 from speculation.messages import (
@@ -39,6 +29,7 @@ from speculation.messages import (
     Proposal,
     Refused,
     SessionId,
+    Subscribe,
     ToWorker,
     Verification,
     Welcome,
@@ -47,6 +38,7 @@ from speculation.request.placement import Opening
 from transport.client import Traffic, WorkerConnection
 from transport.codec import MalformedMessage
 from transport.codec_parts import AskedLogprobs
+from transport.incoming import Route
 from transport.tls import Identity
 
 log = logging.getLogger(__name__)
@@ -80,8 +72,8 @@ class Peer:
     doing: Loading | None = None
     """What it does before it can come up, as far as it says so."""
     load: Load = Load()
-    opened: OpenSessions = field(default_factory=OpenSessions)
-    prefixes: Prefixes = field(default_factory=Prefixes)
+    opened: dict[SessionId, OpenSession] = field(default_factory=dict)
+    prefixes: choice.Prefixes = field(default_factory=choice.Prefixes)
     connection: WorkerConnection | None = None
     task: asyncio.Task[None] | None = None
     since: float = 0.0
@@ -106,9 +98,9 @@ class Peer:
         log.info("worker %s %s%s", self.peer, what, welcome.exactness and ", " + welcome.exactness)
         self.note(EventKind.WORKER_UP, what)
         if self.described is None or self.described.instance != welcome.instance:
-            self.prefixes = Prefixes()
+            self.prefixes = choice.Prefixes()
         self.welcome = self.described = welcome
-        self.opened, self.load, self.work = OpenSessions(), Load(), None
+        self.opened, self.load, self.work = {}, Load(), None
         self.pool.warn_of(self, welcome)
         self.pool.events.changed(Available(self.role))
 
@@ -125,36 +117,35 @@ class Peer:
         return Traffic(connection.sent_bytes, connection.received_bytes) if connection else Traffic()
 
     def received(self, message: FromWorker) -> None:
-        """The worker sent a message."""
+        """The worker sent a message. With its load it says how busy it is, and what it has counted."""
         match message:
             case Load():
-                self._load_changed(message)
+                leaving, self.load = self.leaving, message
+                now, totals = self.pool.clock(), tuple(message.counters.get(name, 0) for name in WORK[self.role])
+                if self.work is None:
+                    self.work = Recent(now, *totals)
+                else:
+                    self.work.set(now, *totals)
+                if self.leaving and not leaving:
+                    log.info("worker %s drains", self.peer)
+                    self.note(EventKind.WORKER_DRAINING, "drains")
+                    self.pool.events.changed(Draining(self.peer))
             case Refused():
-                if self.opened.epoch(message.session) == message.epoch:  # and not an older one
+                opened = self.opened.get(message.session)
+                if opened is not None and opened.epoch == message.epoch:  # and not an older one
                     self.pool.closed(self.peer, message.session)
                 self.pool.events.received(self.peer, message)
             case _:
-                if not isinstance(message, Welcome):
-                    told_prompt = isinstance(message, Verification) and bool(message.prompt_logprobs)
-                    self.opened.answered(message.session, told_prompt=told_prompt)
+                if not isinstance(message, Welcome) and (opened := self.opened.get(message.session)) is not None:
+                    opened.unanswered = 0
+                    if isinstance(message, Verification) and message.prompt_logprobs:
+                        opened.asked = replace(opened.asked, prompt=None)
                 self.pool.events.received(self.peer, message)
-
-    def _load_changed(self, load: Load) -> None:
-        """The worker said how busy it is, and what it has counted of its steps and tokens."""
-        leaving, self.load = self.leaving, load
-        now, totals = self.pool.clock(), tuple(load.counters.get(name, 0) for name in WORK[self.role])
-        if self.work is None:
-            self.work = Recent(now, *totals)
-        else:
-            self.work.set(now, *totals)
-        if self.leaving and not leaving:
-            log.info("worker %s drains", self.peer)
-            self.note(EventKind.WORKER_DRAINING, "drains")
-            self.pool.events.changed(Draining(self.peer))
 
     def asked(self, session: SessionId, epoch: int) -> AskedLogprobs | None:
         """What it may tell of a session's tokens; None: it is not open there under this epoch."""
-        return self.opened.asked(session, epoch)
+        opened = self.opened.get(session)
+        return opened.asked if opened is not None and opened.epoch == epoch else None
 
     def malformed(self, error: MalformedMessage) -> None:
         """The worker sent a message that breaks the protocol."""
@@ -166,7 +157,7 @@ class Peer:
             expected = self.leaving
             log.log(logging.INFO if expected else logging.WARNING, "worker %s is gone: %s", self.peer, why)
             self.note(EventKind.WORKER_GONE if expected else EventKind.WORKER_LOST, f"is gone: {why}")
-            self.welcome, self.opened, self.load = None, OpenSessions(), Load()
+            self.welcome, self.opened, self.load = None, {}, Load()
             self.pool.events.lost(self.role, self.peer, expected)
         self.pool.let_go(self)
 
@@ -191,12 +182,13 @@ class WorkerPool:
     at any time."""
     identity: Identity | None = None
     """Who the router is to the workers; None: connections are in plain text."""
-    standby: Mapping[str, StandbyTargets] = field(default_factory=dict)
+    standby: Mapping[str, choice.StandbyTargets] = field(default_factory=dict)
     """By the name of a model, or under no name for any: those of which targets are to stand by."""
     unrouted: int = 0  # features that nobody waited for, of workers that have left
-    _joined: JoinedWorkers = field(default_factory=JoinedWorkers)
+    _joined: dict[SessionId, tuple[JoinedEnd | None, JoinedEnd | None]] = field(default_factory=dict)
+    """The target and the drafter of each session that say something to each other."""
     _departed: dict[Role, Traffic] = field(default_factory=dict)
-    _models: ServedModels = field(default_factory=ServedModels)
+    _models: choice.ServedModels = field(default_factory=choice.ServedModels)
 
     def models(self) -> dict[str, ServedModel]:
         """All models that have, or lately had, a target. New requests are for what the newest target of each says."""
@@ -245,9 +237,28 @@ class WorkerPool:
             self.send(peer, replace(message, epoch=epoch))
 
     def join(self, session: SessionId, target: Opening | None, draft: Opening | None) -> None:
-        """From now on, have what these two say of a session passed on to each other at once, and nobody else's word."""
-        for connection, message in self._joined.join(session, self._end(target), self._end(draft)):
-            connection.send(message)
+        """From now on, have what these two say of a session passed on to each other at once, and nobody else's word.
+
+        And the target is told whether the drafter it is joined to has an EAGLE head, for which it then sends features.
+        No drafter can ask for features of a session that is not open at it.
+        """
+        before = self._joined.pop(session, (None, None))
+        for end in before:
+            if end is not None:
+                end.connection.routes.pop(session, None)
+        there, drafting = now = self._end(target), self._end(draft)
+        if there is not None or drafting is not None:
+            self._joined[session] = now
+        if there is not None and drafting is not None:
+            there.connection.routes[session] = Route(there.epoch, drafting.connection, drafting.epoch)
+            drafting.connection.routes[session] = Route(drafting.epoch, there.connection, there.epoch)
+        if before == now or there is None:
+            return
+        if drafting is not None and (head := drafting.welcome) is not None and head.head:
+            # For another drafter too: what the target has kept of the text is sent again.
+            there.connection.send(Subscribe(session, there.epoch, head.head, head.features))
+        elif before[0] == there and before[1] is not None and (was := before[1].welcome) is not None and was.head:
+            there.connection.send(Subscribe(session, there.epoch, 0))
 
     def _end(self, opening: Opening | None) -> JoinedEnd | None:
         peer = self.peers.get(opening.peer) if opening is not None else None
@@ -256,7 +267,11 @@ class WorkerPool:
         return JoinedEnd(peer.connection, opening.epoch, peer.welcome)
 
     def choose(
-        self, role: Role, avoid: frozenset[PeerId], wanted: WantedWorker = WantedWorker(), target: PeerId | None = None
+        self,
+        role: Role,
+        avoid: frozenset[PeerId],
+        wanted: choice.WantedWorker = choice.WantedWorker(),
+        target: PeerId | None = None,
     ) -> PeerId | None:
         """Where a session goes. ``target``: where it already is, when a drafter is to be found for it.
 
@@ -267,33 +282,33 @@ class WorkerPool:
         if role is Role.TARGET:
             idle = self.idle()
             known = [self._candidate(peer, wanted, idle=peer.peer in idle) for peer in usable]
-            return choose_target(known, wanted, self.rng)
+            return choice.choose_target(known, wanted, self.rng)
         if not self.speculates(target):
             return None
         verifier = self.peers.get(target) if target is not None else None
         wanted = replace(wanted, head=verifier.welcome.head if verifier and verifier.welcome else 0)
-        return choose_drafter([self._candidate(peer, wanted) for peer in usable], wanted, self.rng)
+        return choice.choose_drafter([self._candidate(peer, wanted) for peer in usable], wanted, self.rng)
 
     def idle(self) -> set[PeerId]:
         """The targets that stand by: they take sessions only where no other one can."""
         targets = [peer for peer in self.peers.values() if peer.role is Role.TARGET]
         up = {peer.peer for peer in targets if peer.welcome and not peer.leaving}
-        known = [KnownTarget(peer.peer, peer.described, peer.peer in up, peer.listed) for peer in targets]
-        return idle_targets(known, self.standby)
+        known = [choice.KnownTarget(peer.peer, peer.described, peer.peer in up, peer.listed) for peer in targets]
+        return choice.idle_targets(known, self.standby)
 
     def speculates(self, target: PeerId | None) -> bool:
         """Whether drafts are of use to what runs there; assumed where that is not known."""
         known = self.peers.get(target) if target is not None else None
         return known is None or known.welcome is None or known.welcome.speculates
 
-    def _candidate(self, peer: Peer, wanted: WantedWorker, *, idle: bool = False) -> WorkerCandidate:
+    def _candidate(self, peer: Peer, wanted: choice.WantedWorker, *, idle: bool = False) -> choice.WorkerCandidate:
         assert peer.welcome is not None
-        return WorkerCandidate(
+        return choice.WorkerCandidate(
             peer.peer,
             peer.welcome,
             peer.load,
             sessions=len(peer.opened),
-            opening_tokens=peer.opened.unanswered,
+            opening_tokens=sum(opened.unanswered for opened in peer.opened.values()),
             known_tokens=peer.prefixes.known_tokens(wanted.blocks),
             round_trip=peer.connection.round_trip if peer.connection else None,
             acceptance=self.record.expected(wanted.model, peer.welcome.model, peer.peer),
@@ -312,7 +327,7 @@ class WorkerPool:
             unanswered = max(len(opening.tokens) - known.prefixes.known_tokens(blocks), 0)
             wanted = opening.request_options
             asked = AskedLogprobs(wanted.logprobs, wanted.prompt_logprobs, len(opening.tokens))
-            known.opened.open(opening.session, opening.epoch, unanswered, asked)
+            known.opened[opening.session] = OpenSession(opening.epoch, unanswered, asked)
             if known.role is Role.TARGET:
                 known.prefixes.note(blocks)
 
@@ -320,17 +335,16 @@ class WorkerPool:
         """A session has left; harmless if it was not there."""
         known = self.peers.get(peer)
         if known is not None:
-            known.opened.close(session)
+            known.opened.pop(session, None)
             self.let_go(known)
 
     def end_session(self, session: SessionId) -> None:
         """Pass nothing on any more, and tell whoever still holds it, as where it did not end as it should."""
         self.join(session, None, None)
-        opened = [(peer.peer, peer.opened.epoch(session)) for peer in self.peers.values()]
-        for peer, epoch in opened:
-            if epoch is not None:
-                self.send(peer, Close(session, epoch))
-                self.closed(peer, session)
+        for peer in list(self.peers.values()):
+            if (opened := peer.opened.get(session)) is not None:
+                self.send(peer.peer, Close(session, opened.epoch))
+                self.closed(peer.peer, session)
 
     def drafted(self, target: PeerId, drafter: PeerId, kept: int, offered: int) -> None:
         """So many drafts were offered in a step of a session at these two, and so many of them kept."""
@@ -353,12 +367,15 @@ class WorkerPool:
             self.events.changed(Stays(peer.peer))
 
     def warn_of(self, peer: Peer, welcome: Welcome) -> None:
-        """Log what is odd about a worker that has come up."""
+        """Log what is odd about a worker that has come up: a drafter may have nothing to do beside all targets."""
         heads = {other.welcome.head for other in self.peers.values() if other.role is Role.TARGET and other.welcome}
-        if peer.role is Role.TARGET and self.revisions(welcome.model) != {welcome.revision}:
-            log.warning("targets of %s are of different revisions: no text moves from one to another", welcome.model)
-        why = why_useless(welcome, [model.tokenizer for model in self.models().values()], heads)
-        if peer.role is Role.DRAFT and why:
+        if peer.role is Role.TARGET:
+            if self.revisions(welcome.model) != {welcome.revision}:
+                name = welcome.model
+                log.warning("targets of %s are of different revisions: no text moves from one to another", name)
+            return
+        why = choice.why_useless(welcome, [model.tokenizer for model in self.models().values()], heads)
+        if why:
             log.warning("drafter %s has nothing to do: %s", peer.peer, why)
 
     def let_go(self, peer: Peer) -> None:

@@ -15,7 +15,7 @@ from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Details, Ended, Generation, GenerationError, Passed
 from router.sessions.choice import StandbyTargets
 from router.sessions.pool import Peer
-from router.sessions.run import session_of
+from router.sessions.run import session_of, weight
 from speculation import digest as digests
 from speculation.events import Event, Fail, PeerId, Placed, PoisonRequest, Role, Start, StepMetadata, Tick
 from speculation.messages import (
@@ -466,7 +466,7 @@ async def test_a_session_goes_on_elsewhere_after_all_that_its_worker_said():
 
 async def test_a_full_router_tells_each_whom_it_sends_away_a_later_turn():
     dispatcher = Dispatcher(DispatchLimits(sessions=1))
-    dispatcher._turns.ended(10.0)
+    dispatcher._turns.durations.add(10.0)
     waiting = asyncio.create_task(anext(aiter(dispatcher.generate(Generation(PROMPT, Sampling(), 8)))))
     await asyncio.sleep(0)
     told = []
@@ -571,9 +571,9 @@ def test_a_commit_weighs_what_it_says_of_its_tokens_and_drafts():
     proposal = Proposal(SessionId(1), 1, 3, 0, tuple(range(16)), tuple(range(-1, 15)))
     details = Details(0.0, (Passed(0.0, proposal),) * 2, "t", "d", 0)
     prompts = StepMetadata(prompt_logprobs=(LIKELIEST,) * 1000)
-    assert Committed((1, 2), 1, 1, metadata=prompts).weight == 1
-    assert Committed((1, 2), 1, 1, metadata=StepMetadata(logprobs=(LIKELIEST,) * 8)).weight == 22
-    assert Committed((1, 2), 1, 1, details=details).weight == 5
+    assert weight(Committed((1, 2), 1, 1, metadata=prompts)) == 1
+    assert weight(Committed((1, 2), 1, 1, metadata=StepMetadata(logprobs=(LIKELIEST,) * 8))) == 22
+    assert weight(Committed((1, 2), 1, 1, details=details)) == 5
 
 
 async def test_a_client_that_is_behind_a_text_that_has_ended_reads_it_to_its_end():
