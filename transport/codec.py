@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -27,43 +27,39 @@ from speculation.messages import (
     ANCHOR,
     Close,
     Features,
-    FinishReason,
     FromWorker,
     Load,
-    Open,
     Proposal,
     RefusalCode,
     Refused,
     SessionId,
     Source,
     SourceName,
-    Subscribe,
     Support,
     TokenLogprobs,
     ToWorker,
     Verification,
-    Welcome,
     depths_of,
 )
 from transport.codec_parts import (
+    CODE,
+    CODE_OUT,
+    FEATURES_KIND,
+    FINISH,
+    FINISH_OUT,
     MAX_COMMITTED,
     MAX_TEXT,
     MAX_TOKENS,
+    OPEN_KIND,
     SOURCE,
     SOURCE_OUT,
+    SUBSCRIBE_KIND,
+    WELCOME_KIND,
     Asked,
     at_most,
     check_asked,
-    decode_features,
     decode_load,
-    decode_open,
-    decode_subscribe,
-    decode_welcome,
-    encode_features,
     encode_load,
-    encode_open,
-    encode_subscribe,
-    encode_welcome,
     names_in,
     read_names,
 )
@@ -83,18 +79,6 @@ FIRST_NAMED = 64
 
 _BYTE = tuple(value / 255 for value in range(256))
 """What a byte of confidence stands for."""
-
-_FINISH = {pb.FINISH_STOP: FinishReason.STOP, pb.FINISH_LENGTH: FinishReason.LENGTH}
-_CODE = {
-    pb.CODE_INVALID: RefusalCode.INVALID,
-    pb.CODE_OVERLOADED: RefusalCode.OVERLOADED,
-    pb.CODE_UNKNOWN_SESSION: RefusalCode.UNKNOWN_SESSION,
-    pb.CODE_DRAINING: RefusalCode.DRAINING,
-    pb.CODE_INTERNAL: RefusalCode.INTERNAL,
-}
-_FINISH_OUT = {value: number for number, value in _FINISH.items()}
-_CODE_OUT = {value: number for number, value in _CODE.items()}
-
 
 _FEATURES = bytes((pb.FromWorker.DESCRIPTOR.fields_by_name["features"].number << 3 | 2,))
 RELAYED = {
@@ -133,94 +117,52 @@ class UnknownKind(MalformedMessage):
         super().__init__("a message without a known kind")
 
 
-# -- to a worker -------------------------------------------------------------------------------------------------------
+# -- one entry of a frame ----------------------------------------------------------------------------------------------
 
 
 def encode_to_worker(message: ToWorker) -> bytes:
     """One entry of a router's frame."""
-    match message:
-        case Open():
-            return pb.ToWorker(open=encode_open(message)).SerializeToString()
-        case Proposal():
-            return pb.ToWorker(propose=_proposal(message)).SerializeToString()
-        case Verification():
-            return pb.ToWorker(verified=_verification(message)).SerializeToString()
-        case Close():
-            return pb.ToWorker(close=pb.Close(session=message.session, epoch=message.epoch)).SerializeToString()
-        case Subscribe():
-            return pb.ToWorker(subscribe=encode_subscribe(message)).SerializeToString()
-        case Features():
-            return pb.ToWorker(features=encode_features(message)).SerializeToString()
+    kind, encode = _TO_WORKER_OUT[type(message)]
+    return pb.ToWorker(**{kind: encode(message)}).SerializeToString()
 
 
 def decode_to_worker(entry: bytes) -> ToWorker:
     """One entry of a router's frame; raises :class:`MalformedMessage`."""
     message = _parse(pb.ToWorker(), entry)
-    match message.WhichOneof("kind"):
-        case "open":
-            return _checked(message.open, decode_open)
-        case "propose":
-            return _checked(message.propose, _read_proposal)
-        case "verified":
-            return _checked(message.verified, _read_verification)
-        case "close":
-            return Close(SessionId(message.close.session), message.close.epoch)
-        case "subscribe":
-            return decode_subscribe(message.subscribe)
-        case "features":
-            return _checked(message.features, decode_features)
-    raise UnknownKind
-
-
-# -- from a worker -----------------------------------------------------------------------------------------------------
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise UnknownKind
+    told: ToWorker = _checked(getattr(message, kind), TO_WORKER[kind][2])
+    return told
 
 
 def encode_from_worker(message: FromWorker | Features, counter_names: Sequence[str] = ()) -> bytes:
     """One entry of a worker's frame. ``counter_names``: those of the last :class:`Load` of this stream."""
-    match message:
-        case Verification():
-            return pb.FromWorker(verified=_verification(message)).SerializeToString()
-        case Proposal():
-            return pb.FromWorker(proposed=_proposal(message)).SerializeToString()
-        case Refused():
-            refused = pb.Refused(
-                session=message.session,
-                epoch=message.epoch,
-                code=_CODE_OUT[message.code],
-                message=message.message[:MAX_TEXT],
-            )
-            return pb.FromWorker(refused=refused).SerializeToString()
-        case Load():
-            return pb.FromWorker(load=encode_load(message, counter_names)).SerializeToString()
-        case Welcome():
-            return pb.FromWorker(welcome=encode_welcome(message)).SerializeToString()
-        case Features():
-            return pb.FromWorker(features=encode_features(message)).SerializeToString()
+    if isinstance(message, Load):
+        return pb.FromWorker(load=encode_load(message, counter_names)).SerializeToString()
+    kind, encode = _FROM_WORKER_OUT[type(message)]
+    return pb.FromWorker(**{kind: encode(message)}).SerializeToString()
 
 
 def decode_from_worker(entry: bytes, counter_names: Sequence[str] = (), asked: Asked | None = None) -> FromWorker:
     """One entry of a worker's frame; raises :class:`MalformedMessage`. ``asked``: what may be told; None: anything."""
     message = _parse(pb.FromWorker(), entry)
     match message.WhichOneof("kind"):
-        case "verified":
-            if asked is not None and (message.verified.logprobs or message.verified.prompt_logprobs):
-                return _checked(message.verified, lambda said: _read_verification(check_asked(said, asked)))
-            return _checked(message.verified, _read_verification)
-        case "proposed":
-            return _checked(message.proposed, _read_proposal)
-        case "refused":
-            refused = message.refused
-            code = _CODE.get(refused.code, RefusalCode.INTERNAL)
-            return Refused(SessionId(refused.session), refused.epoch, code, refused.message[:MAX_TEXT])
+        case "verified" if asked is not None and (message.verified.logprobs or message.verified.prompt_logprobs):
+            verified: Verification = _checked(
+                message.verified, lambda said: _read_verification(check_asked(said, asked))
+            )
+            return verified
         case "load":
             try:
                 return decode_load(message.load, counter_names)
             except ValueError as error:
                 raise MalformedMessage(str(error)) from error
-        case "welcome":
-            return decode_welcome(message.welcome)
         case "features":
             raise MalformedMessage("features that are not a target's, or not as it writes them: nobody here reads any")
+        case "verified" | "proposed" | "refused" | "welcome" as kind:
+            said: FromWorker = _checked(getattr(message, kind), FROM_WORKER[kind][2])
+            return said
     raise UnknownKind
 
 
@@ -295,7 +237,7 @@ def _verification(message: Verification) -> pb.Verification:
         waited_us=min(message.waited_us, MAX_UINT32),
     )
     if message.finish:
-        wire.finish = _FINISH_OUT[message.finish]
+        wire.finish = FINISH_OUT[message.finish]
     if message.sources or message.refused:
         wire.named.extend(named := names_in((*message.sources, *message.refused)))
         wire.sources.extend(numbers(message.sources, named))  # type: ignore[arg-type]  # beyond what the enum names
@@ -343,7 +285,7 @@ def _read_verification(message: pb.Verification) -> Verification:
         digest=message.digest,
         accepted=accepted,
         offered=offered,
-        finish=_FINISH.get(message.finish),
+        finish=FINISH.get(message.finish),
         lead=message.lead if message.HasField("lead") else None,
         cached=message.cached,
         sources=sources_of(sources, named),
@@ -354,6 +296,47 @@ def _read_verification(message: pb.Verification) -> Verification:
         took_us=message.took_us,
         waited_us=message.waited_us,
     )
+
+
+def _refused(message: Refused) -> pb.Refused:
+    text, code = message.message[:MAX_TEXT], CODE_OUT[message.code]
+    return pb.Refused(session=message.session, epoch=message.epoch, code=code, message=text)
+
+
+def _read_refused(message: pb.Refused) -> Refused:
+    code = CODE.get(message.code, RefusalCode.INTERNAL)
+    return Refused(SessionId(message.session), message.epoch, code, message.message[:MAX_TEXT])
+
+
+def _close(message: Close) -> pb.Close:
+    return pb.Close(session=message.session, epoch=message.epoch)
+
+
+def _read_close(message: pb.Close) -> Close:
+    return Close(SessionId(message.session), message.epoch)
+
+
+_Kind = tuple[type, Callable[[Any], Any], Callable[[Any], Any]]
+_PROPOSAL: _Kind = Proposal, _proposal, _read_proposal
+_VERIFICATION: _Kind = Verification, _verification, _read_verification
+TO_WORKER: dict[str, _Kind] = {
+    "open": OPEN_KIND,
+    "propose": _PROPOSAL,
+    "verified": _VERIFICATION,
+    "close": (Close, _close, _read_close),
+    "subscribe": SUBSCRIBE_KIND,
+    "features": FEATURES_KIND,
+}
+FROM_WORKER: dict[str, _Kind] = {
+    "verified": _VERIFICATION,
+    "proposed": _PROPOSAL,
+    "refused": (Refused, _refused, _read_refused),
+    "welcome": WELCOME_KIND,
+    "features": FEATURES_KIND,
+}
+"""By their names on the wire; a load is read with the names of its counters besides."""
+_TO_WORKER_OUT = {value: (kind, encode) for kind, (value, encode, _) in TO_WORKER.items()}
+_FROM_WORKER_OUT = {value: (kind, encode) for kind, (value, encode, _) in FROM_WORKER.items()}
 
 
 def numbers(sources: Iterable[SourceName], named: Sequence[SourceName]) -> list[int]:
@@ -378,8 +361,6 @@ def is_features(entry: bytes) -> bool:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 _Wire = TypeVar("_Wire", pb.ToWorker, pb.FromWorker)
-_Sessioned = TypeVar("_Sessioned", pb.Open, pb.Proposal, pb.Verification, pb.Features)
-_Value = TypeVar("_Value")
 
 
 def _parse(message: _Wire, entry: bytes) -> _Wire:
@@ -390,7 +371,7 @@ def _parse(message: _Wire, entry: bytes) -> _Wire:
     return message
 
 
-def _checked(message: _Sessioned, read: Callable[[_Sessioned], _Value]) -> _Value:
+def _checked(message: Any, read: Callable[[Any], Any]) -> Any:
     try:
         return read(message)
     except ValueError as error:

@@ -9,9 +9,11 @@ sources of drafts, what a target may tell of log-probabilities.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -20,10 +22,12 @@ from speculation.messages import (
     AllBut,
     FeatureFormat,
     Features,
+    FinishReason,
     Limits,
     Load,
     Loading,
     Open,
+    RefusalCode,
     RequestOptions,
     Rule,
     Sampling,
@@ -37,6 +41,8 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.sources.registry import MAX_SOURCES, NAME
+
+_E = TypeVar("_E", bound=StrEnum)
 
 MAX_TOKENS = 1 << 20
 """Longest sequence in one message."""
@@ -70,26 +76,25 @@ FEATURES = ("session", "epoch", "position", "head", "width", "values", "scales")
 OPTION_TEXTS = ("request", "trace", "scope", "cache_salt")
 """Fields of messages that are rare, as they stand on the wire and here; of texts up to :data:`MAX_TEXT` characters."""
 
-SOURCE = {
-    pb.SOURCE_DRAFT: Source.DRAFT,
-    pb.SOURCE_LOOKUP: Source.LOOKUP,
-    pb.SOURCE_PREDICTION: Source.PREDICTION,
-    pb.SOURCE_GRAMMAR: Source.GRAMMAR,
-    pb.SOURCE_MEDUSA: Source.MEDUSA,
-    pb.SOURCE_SUFFIX: Source.SUFFIX,
-    pb.SOURCE_EAGLE: Source.EAGLE,
-}
-SOURCE_OUT: dict[SourceName, pb.Source] = {value: number for number, value in SOURCE.items()}
-FEATURE_FORMAT = {pb.FEATURE_FORMAT_BF16: FeatureFormat.BF16, pb.FEATURE_FORMAT_FP8: FeatureFormat.FP8}
-FEATURE_FORMAT_OUT = {value: number for number, value in FEATURE_FORMAT.items()}
-_RULE = {pb.RULE_COUPLED: Rule.COUPLED, pb.RULE_REJECTION: Rule.REJECTION}
-_SCHEDULE = {
-    pb.SCHEDULE_TRIE: Schedule.TRIE,
-    pb.SCHEDULE_SEQUENTIAL: Schedule.SEQUENTIAL,
-    pb.SCHEDULE_PARALLEL: Schedule.PARALLEL,
-}
-_RULE_OUT = {value: number for number, value in _RULE.items()}
-_SCHEDULE_OUT = {value: number for number, value in _SCHEDULE.items()}
+
+def _members(names: type[_E], wire: Any) -> dict[int, _E]:
+    """By their numbers on the wire, where each is named after its kind as well."""
+    kind = re.sub("(?<=[a-z])(?=[A-Z])", "_", wire.DESCRIPTOR.name).upper()
+    return {wire.Value(f"{kind}_{member.name}"): member for member in names}
+
+
+def _numbers(members: dict[int, _E]) -> dict[_E, Any]:
+    return {member: number for number, member in members.items()}
+
+
+SOURCE = _members(Source, pb.Source)
+SOURCE_OUT: dict[SourceName, pb.Source] = _numbers(SOURCE)  # type: ignore[assignment]  # a source is a name
+FEATURE_FORMAT = _members(FeatureFormat, pb.FeatureFormat)
+FEATURE_FORMAT_OUT = _numbers(FEATURE_FORMAT)
+RULE, SCHEDULE = _members(Rule, pb.Rule), _members(Schedule, pb.Schedule)
+RULE_OUT, SCHEDULE_OUT = _numbers(RULE), _numbers(SCHEDULE)
+FINISH, CODE = _members(FinishReason, pb.Finish), _members(RefusalCode, pb.Code)
+FINISH_OUT, CODE_OUT = _numbers(FINISH), _numbers(CODE)
 
 
 def _same(message: object, names: Sequence[str]) -> dict[str, Any]:
@@ -160,8 +165,7 @@ def check_asked(message: pb.Verification, asked: Asked) -> pb.Verification:
     return message
 
 
-def encode_open(message: Open) -> pb.Open:
-    """As it is sent."""
+def _encode_open(message: Open) -> pb.Open:
     limits, speculation, request_options = message.limits, message.speculation, message.request_options
     return pb.Open(
         **_same(message, OPEN),
@@ -171,8 +175,8 @@ def encode_open(message: Open) -> pb.Open:
         speculation=pb.Speculation(
             enabled=speculation.enabled,
             max_depth=speculation.max_depth,
-            rule=_RULE_OUT[speculation.rule],
-            schedule=_SCHEDULE_OUT[speculation.schedule],
+            rule=RULE_OUT[speculation.rule],
+            schedule=SCHEDULE_OUT[speculation.schedule],
             **_sources(speculation.sources),
         ),
         grammar=request_options.grammar,
@@ -184,8 +188,7 @@ def encode_open(message: Open) -> pb.Open:
     )
 
 
-def decode_open(message: pb.Open) -> Open:
-    """As it was sent; raises ValueError."""
+def _decode_open(message: pb.Open) -> Open:
     speculation = message.speculation
     at_most("tokens", len(message.tokens), MAX_TOKENS)
     at_most("limits.stop_tokens", len(message.limits.stop_tokens), MAX_STOP_TOKENS)
@@ -201,8 +204,8 @@ def decode_open(message: pb.Open) -> Open:
         speculation=Speculation(
             enabled=speculation.enabled,
             max_depth=speculation.max_depth,
-            rule=_RULE.get(speculation.rule, Rule.COUPLED),
-            schedule=_SCHEDULE.get(speculation.schedule, Schedule.TRIE),
+            rule=RULE.get(speculation.rule, Rule.COUPLED),
+            schedule=SCHEDULE.get(speculation.schedule, Schedule.TRIE),
             sources=_read_sources(speculation),
             remember=not message.not_remembered,
         ),
@@ -308,8 +311,7 @@ def decode_load(message: pb.Load, known: Sequence[str]) -> Load:
     return Load(**_same(message, LOAD), counters=dict(zip(names, message.counters, strict=True)))
 
 
-def encode_welcome(message: Welcome) -> pb.Welcome:
-    """As it is sent."""
+def _encode_welcome(message: Welcome) -> pb.Welcome:
     return pb.Welcome(
         **_same(message, (*WELCOME, "started", "sources")),
         **_texts(message, WELCOME_TEXTS),
@@ -318,44 +320,46 @@ def encode_welcome(message: Welcome) -> pb.Welcome:
     )
 
 
-def decode_welcome(message: pb.Welcome) -> Welcome:
-    """As it was sent, as far as it makes sense."""
+def _decode_welcome(message: pb.Welcome) -> Welcome:
     return Welcome(
         **_same(message, WELCOME),
         **_texts(message, WELCOME_TEXTS),
         speculates=not message.no_speculation,
         started=message.started if math.isfinite(message.started) else 0.0,
         sources=tuple(name for name in message.sources[:MAX_SOURCES] if NAME.fullmatch(name)),
-        features=read_format(message.features),
+        features=_read_format(message.features),
     )
 
 
 # -- features ----------------------------------------------------------------------------------------------------------
 
 
-def encode_subscribe(message: Subscribe) -> pb.Subscribe:
-    """As it is sent."""
+def _encode_subscribe(message: Subscribe) -> pb.Subscribe:
     return pb.Subscribe(**_same(message, SUBSCRIBE), format=FEATURE_FORMAT_OUT[message.format])
 
 
-def decode_subscribe(message: pb.Subscribe) -> Subscribe:
-    """As it was sent."""
-    return Subscribe(**_same(message, SUBSCRIBE), format=read_format(message.format))
+def _decode_subscribe(message: pb.Subscribe) -> Subscribe:
+    return Subscribe(**_same(message, SUBSCRIBE), format=_read_format(message.format))
 
 
-def encode_features(message: Features) -> pb.Features:
-    """As they are sent."""
+def _encode_features(message: Features) -> pb.Features:
     return pb.Features(**_same(message, FEATURES), format=FEATURE_FORMAT_OUT[message.format])
 
 
-def decode_features(message: pb.Features) -> Features:
-    """As they were sent; raises ValueError."""
+def _decode_features(message: pb.Features) -> Features:
     at_most("values", len(message.values), MAX_FEATURE_BYTES)
     if message.width > MAX_WIDTH:
         raise ValueError(f"width is {message.width}; at most {MAX_WIDTH} numbers a token are allowed")
-    return Features(**_same(message, FEATURES), format=read_format(message.format))
+    return Features(**_same(message, FEATURES), format=_read_format(message.format))
 
 
-def read_format(number: int) -> FeatureFormat:
+def _read_format(number: int) -> FeatureFormat:
     """What a number means; one that is not known here, as of a newer peer, is read as bf16 and fails by its size."""
-    return FEATURE_FORMAT.get(number, FeatureFormat.BF16)  # type: ignore[call-overload, no-any-return]  # any number
+    return FEATURE_FORMAT.get(number, FeatureFormat.BF16)
+
+
+OPEN_KIND = Open, _encode_open, _decode_open
+WELCOME_KIND = Welcome, _encode_welcome, _decode_welcome
+SUBSCRIBE_KIND = Subscribe, _encode_subscribe, _decode_subscribe
+FEATURES_KIND = Features, _encode_features, _decode_features
+"""Kinds of messages: the value, how it is written, and how it is read, which raises ValueError."""
