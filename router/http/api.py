@@ -33,9 +33,8 @@ from router.http.admission import RATE_HEADERS, AdmissionSettings, Admit, second
 from router.http.asgi import (
     REQUEST_ID_HEADER,
     BodyBudget,
-    DrainRefused,
     EventStream,
-    RequestIds,
+    HttpEdge,
     json_response,
     read_body,
     refusal,
@@ -109,7 +108,7 @@ def build_app(
     settings = settings or ApiSettings()
     metrics = metrics or RouterMetrics(RouterCounters(), Snapshot)
     metrics.accounts = accounts = dict[str, Account]()
-    middleware = [Middleware(DrainRefused), Middleware(RequestIds)]
+    middleware = [Middleware(HttpEdge)]
     if origins := settings.admission.cors_origins:
         middleware.append(Middleware(CORSMiddleware, allow_origins=origins, **_CORS))
     if settings.api_keys is not None:
