@@ -254,10 +254,10 @@ class WorkerPool:
             drafting.connection.routes[session] = Route(drafting.epoch, there.connection, there.epoch)
         if before == now or there is None:
             return
-        if drafting is not None and (head := drafting.welcome) is not None and head.head:
+        if drafting is not None and (drafter := drafting.with_head):
             # For another drafter too: what the target has kept of the text is sent again.
-            there.connection.send(Subscribe(session, there.epoch, head.head, head.features))
-        elif before[0] == there and before[1] is not None and (was := before[1].welcome) is not None and was.head:
+            there.connection.send(Subscribe(session, there.epoch, drafter.head, drafter.features))
+        elif before[0] == there and before[1] is not None and before[1].with_head:
             there.connection.send(Subscribe(session, there.epoch, 0))
 
     def _end(self, opening: Opening | None) -> JoinedEnd | None:

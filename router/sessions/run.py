@@ -35,6 +35,11 @@ class JoinedEnd(NamedTuple):
     epoch: int
     welcome: Welcome | None
 
+    @property
+    def with_head(self) -> Welcome | None:
+        """Of a drafter that has an EAGLE head."""
+        return self.welcome if self.welcome is not None and self.welcome.head else None
+
 
 @dataclass(slots=True)
 class OpenSession:
