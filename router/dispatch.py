@@ -214,18 +214,13 @@ class Dispatcher:
         elif run.model and (wrong := outside_vocabulary(message, run.model.vocabulary)):
             self._malformed(peer, wrong)
         else:
-            if isinstance(message, Verification):
-                self._verified(run, peer, message)
+            known = self.pool.peers.get(peer)
+            if isinstance(message, Verification) and known is not None and known.role is Role.TARGET:
+                self._poison_detector.heard(peer, message)  # whatever the session makes of it
+                if message.lead is not None:
+                    run.tally.leads(message.lead)
+                self._ask_again_soon()
             self._handle(run, events.Received(peer, message))
-
-    def _verified(self, run: RunningSession, peer: PeerId, verification: Verification) -> None:
-        """Note what is to be known of a step whatever the session makes of it."""
-        known = self.pool.peers.get(peer)
-        if known is not None and known.role is Role.TARGET:
-            self._poison_detector.heard(peer, verification)
-            if verification.lead is not None:
-                run.tally.leads(verification.lead)
-            self._ask_again_soon()
 
     def _malformed(self, peer: PeerId, error: MalformedMessage) -> None:
         self.totals.malformed += 1

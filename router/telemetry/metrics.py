@@ -38,7 +38,7 @@ UNREADABLE = 0.0
 
 
 class RouterMetrics:
-    """What one router tells of itself. A collector in the sense of ``prometheus_client``, in a registry of its own."""
+    """What one router tells of itself, in a registry of its own."""
 
     def __init__(self, tally: RouterCounters, snapshot: Callable[[], Snapshot]) -> None:
         self.tally, self.snapshot = tally, snapshot
@@ -47,7 +47,7 @@ class RouterMetrics:
         self.accounts: Mapping[str, Account] = {}
         """By the name of the API key; one without a name where there are no keys."""
         self._registry, self._for_pickers = CollectorRegistry(), CollectorRegistry()
-        self._registry.register(self)
+        self._registry.register(_Families(self._collect))
         for registry in (self._registry, self._for_pickers):
             registry.register(_Families(lambda: collect_for_pickers(self.snapshot())))
 
@@ -62,11 +62,7 @@ class RouterMetrics:
             encode, content_type = choose_encoder("")
         return encode(self._for_pickers if for_pickers else self._registry), content_type
 
-    def describe(self) -> Iterator[Metric]:
-        """Nothing to be known in advance; keeps the registry from collecting when this is registered."""
-        return iter(())
-
-    def collect(self) -> Iterator[Metric]:
+    def _collect(self) -> Iterator[Metric]:
         """All families, as of now, but for those whose names are not ours."""
         snapshot = self.snapshot()
         for worker in snapshot.workers:
@@ -142,13 +138,13 @@ class RouterMetrics:
 
 
 class _Families:
-    """A collector of some families."""
+    """A collector in the sense of ``prometheus_client``."""
 
     def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
         self.collect = collect
 
     def describe(self) -> Iterator[Metric]:
-        return iter(())
+        return iter(())  # nothing to be known in advance; else the registry collects when this is registered
 
 
 def _of_accounts(accounts: Mapping[str, Account]) -> Iterator[Metric]:
