@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.chaos import nodes
 from benchmarks.chaos.processes import CONTROLLER, Process, WorkerReplica
 from benchmarks.chaos.stage import POLL_SECONDS, Stage, StageError
-from router.sessions.event_log import EventKind
+from router.sessions.run import EventKind
 from speculation.events import Role
 
 CONTROLLER_SECONDS = 60.0

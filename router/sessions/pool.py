@@ -16,24 +16,10 @@ from random import Random
 
 from router.generation import ServedModel
 from router.sessions import choice
-from router.sessions.event_log import EventKind, EventLog
-from router.sessions.run import JoinedEnd, OpenSession
+from router.sessions.run import EventKind, EventLog, JoinedEnd, OpenSession
 from router.sessions.tally import AcceptanceRecord, Recent
+from speculation import messages
 from speculation.events import Available, Draining, PeerId, Role, Stays
-from speculation.messages import (
-    Close,
-    FromWorker,
-    Load,
-    Loading,
-    Open,
-    Proposal,
-    Refused,
-    SessionId,
-    Subscribe,
-    ToWorker,
-    Verification,
-    Welcome,
-)
 from speculation.request.placement import Opening
 from transport.client import Traffic, WorkerConnection
 from transport.codec import MalformedMessage
@@ -54,7 +40,7 @@ class PoolEvents:
     changed: Callable[[Available | Draining | Stays], None]
     lost: Callable[[Role, PeerId, bool], None]
     """A worker is gone; whether it was expected to go."""
-    received: Callable[[PeerId, FromWorker], None]
+    received: Callable[[PeerId, messages.FromWorker], None]
     malformed: Callable[[PeerId, MalformedMessage], None]
 
 
@@ -65,14 +51,14 @@ class Peer:
     peer: PeerId
     role: Role
     pool: WorkerPool
-    welcome: Welcome | None = None
+    welcome: messages.Welcome | None = None
     """None while it is down."""
-    described: Welcome | None = None
+    described: messages.Welcome | None = None
     """As it last introduced itself, also while it is down."""
-    doing: Loading | None = None
+    doing: messages.Loading | None = None
     """What it does before it can come up, as far as it says so."""
-    load: Load = Load()
-    opened: dict[SessionId, OpenSession] = field(default_factory=dict)
+    load: messages.Load = messages.Load()
+    opened: dict[messages.SessionId, OpenSession] = field(default_factory=dict)
     prefixes: choice.Prefixes = field(default_factory=choice.Prefixes)
     connection: WorkerConnection | None = None
     task: asyncio.Task[None] | None = None
@@ -88,7 +74,7 @@ class Peer:
         """Whether nothing new is to be opened there."""
         return self.load.draining or not self.listed
 
-    def up(self, welcome: Welcome) -> None:
+    def up(self, welcome: messages.Welcome) -> None:
         """The worker introduced itself; one of another role is not used."""
         self.doing = None
         if welcome.role != self.role.value:
@@ -100,11 +86,11 @@ class Peer:
         if self.described is None or self.described.instance != welcome.instance:
             self.prefixes = choice.Prefixes()
         self.welcome = self.described = welcome
-        self.opened, self.load, self.work = {}, Load(), None
+        self.opened, self.load, self.work = {}, messages.Load(), None
         self.pool.warn_of(self, welcome)
         self.pool.events.changed(Available(self.role))
 
-    def loading(self, loading: Loading | None) -> None:
+    def loading(self, loading: messages.Loading | None) -> None:
         """The worker is there, and will be up."""
         if loading is not None and self.doing is None:
             log.info("worker %s is there and loads %s", self.peer, loading.model)
@@ -116,10 +102,10 @@ class Peer:
         connection = self.connection
         return Traffic(connection.sent_bytes, connection.received_bytes) if connection else Traffic()
 
-    def received(self, message: FromWorker) -> None:
+    def received(self, message: messages.FromWorker) -> None:
         """The worker sent a message. With its load it says how busy it is, and what it has counted."""
         match message:
-            case Load():
+            case messages.Load():
                 leaving, self.load = self.leaving, message
                 now, totals = self.pool.clock(), tuple(message.counters.get(name, 0) for name in WORK[self.role])
                 if self.work is None:
@@ -130,19 +116,22 @@ class Peer:
                     log.info("worker %s drains", self.peer)
                     self.note(EventKind.WORKER_DRAINING, "drains")
                     self.pool.events.changed(Draining(self.peer))
-            case Refused():
+            case messages.Refused():
                 opened = self.opened.get(message.session)
                 if opened is not None and opened.epoch == message.epoch:  # and not an older one
                     self.pool.closed(self.peer, message.session)
                 self.pool.events.received(self.peer, message)
             case _:
-                if not isinstance(message, Welcome) and (opened := self.opened.get(message.session)) is not None:
+                if (
+                    not isinstance(message, messages.Welcome)
+                    and (opened := self.opened.get(message.session)) is not None
+                ):
                     opened.unanswered = 0
-                    if isinstance(message, Verification) and message.prompt_logprobs:
+                    if isinstance(message, messages.Verification) and message.prompt_logprobs:
                         opened.asked = replace(opened.asked, prompt=None)
                 self.pool.events.received(self.peer, message)
 
-    def asked(self, session: SessionId, epoch: int) -> AskedLogprobs | None:
+    def asked(self, session: messages.SessionId, epoch: int) -> AskedLogprobs | None:
         """What it may tell of a session's tokens; None: it is not open there under this epoch."""
         opened = self.opened.get(session)
         return opened.asked if opened is not None and opened.epoch == epoch else None
@@ -157,7 +146,7 @@ class Peer:
             expected = self.leaving
             log.log(logging.INFO if expected else logging.WARNING, "worker %s is gone: %s", self.peer, why)
             self.note(EventKind.WORKER_GONE if expected else EventKind.WORKER_LOST, f"is gone: {why}")
-            self.welcome, self.opened, self.load = None, {}, Load()
+            self.welcome, self.opened, self.load = None, {}, messages.Load()
             self.pool.events.lost(self.role, self.peer, expected)
         self.pool.let_go(self)
 
@@ -185,7 +174,7 @@ class WorkerPool:
     standby: Mapping[str, choice.StandbyTargets] = field(default_factory=dict)
     """By the name of a model, or under no name for any: those of which targets are to stand by."""
     unrouted: int = 0  # features that nobody waited for, of workers that have left
-    _joined: dict[SessionId, tuple[JoinedEnd | None, JoinedEnd | None]] = field(default_factory=dict)
+    _joined: dict[messages.SessionId, tuple[JoinedEnd | None, JoinedEnd | None]] = field(default_factory=dict)
     """The target and the drafter of each session that say something to each other."""
     _departed: dict[Role, Traffic] = field(default_factory=dict)
     _models: choice.ServedModels = field(default_factory=choice.ServedModels)
@@ -225,18 +214,18 @@ class WorkerPool:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-    def send(self, peer: PeerId, message: ToWorker) -> None:
+    def send(self, peer: PeerId, message: messages.ToWorker) -> None:
         """Pass a message on; dropped if the worker is not connected."""
         known = self.peers.get(peer)
         if known is not None and known.connection is not None:
             known.connection.send(message)
 
-    def relay(self, peer: PeerId, message: Proposal | Verification, epoch: int) -> None:
+    def relay(self, peer: PeerId, message: messages.Proposal | messages.Verification, epoch: int) -> None:
         """Pass on what another worker sent, under this epoch, unless that was done already."""
         if message.passed != epoch:
             self.send(peer, replace(message, epoch=epoch))
 
-    def join(self, session: SessionId, target: Opening | None, draft: Opening | None) -> None:
+    def join(self, session: messages.SessionId, target: Opening | None, draft: Opening | None) -> None:
         """From now on, have what these two say of a session passed on to each other at once, and nobody else's word.
 
         And the target is told whether the drafter it is joined to has an EAGLE head, for which it then sends features.
@@ -256,9 +245,9 @@ class WorkerPool:
             return
         if drafting is not None and (drafter := drafting.with_head):
             # For another drafter too: what the target has kept of the text is sent again.
-            there.connection.send(Subscribe(session, there.epoch, drafter.head, drafter.features))
+            there.connection.send(messages.Subscribe(session, there.epoch, drafter.head, drafter.features))
         elif before[0] == there and before[1] is not None and before[1].with_head:
-            there.connection.send(Subscribe(session, there.epoch, 0))
+            there.connection.send(messages.Subscribe(session, there.epoch, 0))
 
     def _end(self, opening: Opening | None) -> JoinedEnd | None:
         peer = self.peers.get(opening.peer) if opening is not None else None
@@ -320,7 +309,7 @@ class WorkerPool:
         welcomes = (peer.welcome for peer in self.peers.values() if peer.role is Role.TARGET and peer.welcome)
         return {welcome.revision for welcome in welcomes if welcome.model == model}
 
-    def opened(self, peer: PeerId, opening: Open, blocks: Sequence[int]) -> None:
+    def opened(self, peer: PeerId, opening: messages.Open, blocks: Sequence[int]) -> None:
         """A session is sent there, of a prompt of these blocks."""
         known = self.peers.get(peer)
         if known is not None:
@@ -331,19 +320,19 @@ class WorkerPool:
             if known.role is Role.TARGET:
                 known.prefixes.note(blocks)
 
-    def closed(self, peer: PeerId, session: SessionId) -> None:
+    def closed(self, peer: PeerId, session: messages.SessionId) -> None:
         """A session has left; harmless if it was not there."""
         known = self.peers.get(peer)
         if known is not None:
             known.opened.pop(session, None)
             self.let_go(known)
 
-    def end_session(self, session: SessionId) -> None:
+    def end_session(self, session: messages.SessionId) -> None:
         """Pass nothing on any more, and tell whoever still holds it, as where it did not end as it should."""
         self.join(session, None, None)
         for peer in list(self.peers.values()):
             if (opened := peer.opened.get(session)) is not None:
-                self.send(peer.peer, Close(session, opened.epoch))
+                self.send(peer.peer, messages.Close(session, opened.epoch))
                 self.closed(peer.peer, session)
 
     def drafted(self, target: PeerId, drafter: PeerId, kept: int, offered: int) -> None:
@@ -366,7 +355,7 @@ class WorkerPool:
             peer.note(EventKind.WORKER_UP, "is on the list of workers again")
             self.events.changed(Stays(peer.peer))
 
-    def warn_of(self, peer: Peer, welcome: Welcome) -> None:
+    def warn_of(self, peer: Peer, welcome: messages.Welcome) -> None:
         """Log what is odd about a worker that has come up: a drafter may have nothing to do beside all targets."""
         heads = {other.welcome.head for other in self.peers.values() if other.role is Role.TARGET and other.welcome}
         if peer.role is Role.TARGET:

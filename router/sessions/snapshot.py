@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from router.generation import ServedModel
-from router.sessions.event_log import LoggedEvent
 from router.sessions.pool import Peer, WorkerPool
+from router.sessions.run import LoggedEvent
 from router.sessions.tally import AcceptanceRecord
 from speculation.events import PeerId, Role
 from speculation.messages import Load, Loading, Welcome

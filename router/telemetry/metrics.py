@@ -47,7 +47,7 @@ class RouterMetrics:
         self.accounts: Mapping[str, Account] = {}
         """By the name of the API key; one without a name where there are no keys."""
         self._registry, self._for_pickers = CollectorRegistry(), CollectorRegistry()
-        self._registry.register(_Families(self._collect))
+        self._registry.register(_Families(self.collect))
         for registry in (self._registry, self._for_pickers):
             registry.register(_Families(lambda: collect_for_pickers(self.snapshot())))
 
@@ -62,7 +62,7 @@ class RouterMetrics:
             encode, content_type = choose_encoder("")
         return encode(self._for_pickers if for_pickers else self._registry), content_type
 
-    def _collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Metric]:
         """All families, as of now, but for those whose names are not ours."""
         snapshot = self.snapshot()
         for worker in snapshot.workers:
