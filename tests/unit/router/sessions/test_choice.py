@@ -21,7 +21,6 @@ from router.sessions.choice import (
 from router.sessions.tally import PRIOR, AcceptanceRecord
 from speculation.events import PeerId
 from speculation.messages import Load, Welcome
-from transport.client import LOST_SECONDS, PING_SECONDS, RoundTrip
 
 RNG = Random(1)
 BASE = WantedWorker("m", tokenizer=5, tokens=100)
@@ -191,20 +190,3 @@ def test_a_pair_has_one_acceptance_and_the_target_of_several_drafters_that_of_al
     record.forget(one)
     record.forget(target)
     assert record.measured() == {other: 0.0}
-
-
-def test_a_round_trip_is_measured_by_answers_to_the_last_ping_only_and_smoothed():
-    trip = RoundTrip()
-    assert (trip.seconds, trip.due(0.0)) == (None, 1)
-    assert trip.due(LOST_SECONDS / 2) is None  # not before it is answered, or lost
-    trip.answered(99, 0.1)
-    assert trip.seconds is None
-    trip.answered(1, 0.1)
-    trip.answered(1, 3.0)
-    assert trip.seconds == pytest.approx(0.1)
-    assert trip.due(PING_SECONDS / 2) is None
-    assert trip.due(PING_SECONDS) == 2
-    trip.answered(2, PING_SECONDS + 0.2)
-    assert trip.seconds == pytest.approx(0.12)
-    assert trip.due(2 * PING_SECONDS) == 3
-    assert trip.due(2 * PING_SECONDS + LOST_SECONDS) == 4
