@@ -272,14 +272,6 @@ def _read_refused(message: pb.Refused) -> messages.Refused:
     return messages.Refused(messages.SessionId(message.session), message.epoch, code, message.message[: parts.MAX_TEXT])
 
 
-def _close(message: messages.Close) -> pb.Close:
-    return pb.Close(session=message.session, epoch=message.epoch)
-
-
-def _read_close(message: pb.Close) -> messages.Close:
-    return messages.Close(messages.SessionId(message.session), message.epoch)
-
-
 _Kind = tuple[type, Callable[[Any], Any], Callable[[Any], Any]]
 _PROPOSAL: _Kind = messages.Proposal, _proposal, _read_proposal
 _VERIFICATION: _Kind = messages.Verification, _verification, _read_verification
@@ -287,7 +279,11 @@ TO_WORKER: dict[str, _Kind] = {
     "open": parts.OPEN_KIND,
     "propose": _PROPOSAL,
     "verified": _VERIFICATION,
-    "close": (messages.Close, _close, _read_close),
+    "close": (
+        messages.Close,
+        lambda message: pb.Close(session=message.session, epoch=message.epoch),
+        lambda said: messages.Close(messages.SessionId(said.session), said.epoch),
+    ),
     "subscribe": parts.SUBSCRIBE_KIND,
     "features": parts.FEATURES_KIND,
 }

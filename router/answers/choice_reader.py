@@ -50,18 +50,12 @@ class TextChunk:
     tokens: int = 0
     accepted: int = 0
     offered: int = 0
-    cached: int = 0
     finish: FinishReason | None = None
+    commit: Committed | None = None
+    """That it comes of; None: it has no tokens, or is no more than what is shown of the prompt."""
     position: int = 0
     """Where the tokens stand in the whole sequence, prompt included."""
     origins: tuple[Origin, ...] = ()
-    refused: tuple[SourceName, ...] = ()
-    """Where each draft came from that was not kept."""
-    took: float = 0.0
-    """Seconds that the target's step took."""
-    waited: float = 0.0
-    """Seconds that it had waited for drafts before it."""
-    details: Details | None = None
     prompt: PromptShown | None = None
     """Comes once, before any commit, where something of the prompt is shown."""
     shown: tuple[ShownToken, ...] = ()
@@ -71,8 +65,11 @@ class TextChunk:
     calls: tuple[ToolCall, ...] = ()
     called: bool = False
     """With the finish: the model called a tool."""
-    more: bool = False
-    """Whether the next chunk of the choice, or its failure, is there already."""
+
+    @property
+    def more(self) -> bool:
+        """Whether the next chunk of the choice, or its failure, is there already."""
+        return self.commit is not None and self.commit.more
 
     @property
     def plain(self) -> bool:
@@ -115,24 +112,25 @@ class Usage:
     def add(self, chunk: TextChunk) -> None:
         """Count a chunk."""
         self.ended += chunk.finish is not None
-        if chunk.index % self.n == 0:
-            self.cached += chunk.cached
-        if not chunk.tokens:
+        commit = chunk.commit
+        if commit is not None and chunk.index % self.n == 0:
+            self.cached += commit.cached
+        if not chunk.tokens or commit is None:
             return
         self.completion += chunk.tokens
         self.steps += 1
         self.came.update(chunk.origins)
-        self.waits += chunk.waited > 0
-        self.wait_seconds += chunk.waited
-        if chunk.refused:
-            self.refused.update(chunk.refused)
+        self.waits += commit.metadata.waited_us > 0
+        self.wait_seconds += commit.metadata.waited_us / 1e6
+        if commit.offered > commit.accepted:
+            self.refused.update(refused(commit.accepted, commit.offered, commit.metadata))
         if chunk.offered:
             self.drafts += 1
             self.kept[chunk.accepted] += 1
-        if chunk.details is not None:
-            self.latest[chunk.index] = chunk.details
-            if chunk.details.draft is not None:
-                self.drafters[chunk.index] = chunk.details.draft
+        if commit.details is not None:
+            self.latest[chunk.index] = commit.details
+            if commit.details.draft is not None:
+                self.drafters[chunk.index] = commit.details.draft
 
     @property
     def accepted(self) -> Counter[SourceName]:
@@ -214,7 +212,7 @@ class ChoiceReader:
         match item:
             case Committed():
                 if not self._begun and (self._form.echo or self._form.token_ids or self._form.of_prompt is not None):
-                    yield replace(self.prompt(item.metadata), cached=item.cached if self._prompt_only else 0)
+                    yield replace(self.prompt(item.metadata), commit=item if self._prompt_only else None)
                 self._begun = True
                 come_from = origins(len(item.tokens), item.accepted, item.offered, item.metadata)
                 delta, found = self._taken(item, come_from)
@@ -262,15 +260,10 @@ class ChoiceReader:
             tokens=delta.tokens,
             accepted=accepted,
             offered=commit.offered - (commit.accepted - accepted),
-            cached=commit.cached,
             finish=FinishReason.STOP if delta.stopped else None,
+            commit=commit,
             position=position,
             origins=come_from[: delta.tokens],
-            refused=refused(commit.accepted, commit.offered, commit.metadata),
-            took=commit.metadata.took_us / 1e6,
-            waited=commit.metadata.waited_us / 1e6,
-            details=commit.details,
-            more=commit.more,
             shown=self._out(delta) if self._shows else (),
         )
 

@@ -74,14 +74,14 @@ def commit_body(chunk: TextChunk, tokenizer: Tokenizer) -> Json:
             {"text": piece.text, "drafted": piece.drafted, "source": str(piece.origin)} for piece in chunk.pieces
         ],
     }
-    if chunk.details is not None:
-        end = chunk.details.at
+    if chunk.commit is not None and (details := chunk.commit.details) is not None:
+        end, metadata = details.at, chunk.commit.metadata
         body["step"] = {
-            "start": round(end - chunk.took, DIGITS),
+            "start": round(end - metadata.took_us / 1e6, DIGITS),
             "end": round(end, DIGITS),
-            "waited": round(chunk.waited, DIGITS),
+            "waited": round(metadata.waited_us / 1e6, DIGITS),
         }
-        body["proposals"] = [_proposal(passed, tokenizer) for passed in chunk.details.passed]
+        body["proposals"] = [_proposal(passed, tokenizer) for passed in details.passed]
     return body
 
 
