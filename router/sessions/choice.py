@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from random import Random
 
 from router.generation import ServedModel
@@ -58,12 +59,7 @@ class Prefixes:
 
     def known_tokens(self, blocks: Sequence[int]) -> int:
         """How many tokens of a prompt were sent before."""
-        count = 0
-        for block in blocks:
-            if block not in self._known:
-                break
-            count += 1
-        return count * BLOCK
+        return BLOCK * sum(1 for _ in takewhile(self._known.__contains__, blocks))
 
 
 def same_tokenizer(one: int, other: int) -> bool:

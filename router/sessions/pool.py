@@ -194,10 +194,10 @@ class WorkerPool:
         """Connect to new workers of a role and let go of those no longer listed, as soon as sessions have left them."""
         wanted = {PeerId(f"{role}@{address}"): address for address in addresses}
         for peer in [peer for peer in self.peers.values() if peer.role is role and peer.peer not in wanted]:
-            self._retire(peer)
+            self._list(peer, listed=False)
         for name, address in wanted.items():
             if name in self.peers:
-                self._relist(self.peers[name])
+                self._list(self.peers[name], listed=True)
             else:
                 peer = self.peers[name] = Peer(name, role, self, since=self.clock())
                 peer.connection = WorkerConnection(
@@ -341,19 +341,16 @@ class WorkerPool:
         if verifier and proposer and verifier.welcome and proposer.welcome:
             self.record.add(target, verifier.welcome.model, drafter, proposer.welcome.model, kept, offered)
 
-    def _retire(self, peer: Peer) -> None:
-        """Let go of a worker that is no longer listed, but not of its sessions."""
-        leaving, peer.listed = peer.leaving, False
-        if peer.opened and not leaving:
+    def _list(self, peer: Peer, *, listed: bool) -> None:
+        """Let go of a worker that is no longer listed, but not of its sessions; or have it back."""
+        leaving, peer.listed = peer.leaving, listed
+        if not listed and peer.opened and not leaving:
             peer.note(EventKind.WORKER_DRAINING, "left the list of workers; its sessions leave it")
             self.events.changed(Draining(peer.peer))
-        self.let_go(peer)
-
-    def _relist(self, peer: Peer) -> None:
-        leaving, peer.listed = peer.leaving, True
-        if leaving and not peer.leaving:
+        elif listed and leaving and not peer.leaving:
             peer.note(EventKind.WORKER_UP, "is on the list of workers again")
             self.events.changed(Stays(peer.peer))
+        self.let_go(peer)
 
     def warn_of(self, peer: Peer, welcome: messages.Welcome) -> None:
         """Log what is odd about a worker that has come up: a drafter may have nothing to do beside all targets."""

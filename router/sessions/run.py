@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -163,9 +163,8 @@ class SpeculationTrace:
         self._began = began
         self._passed: list[Passed] = []
         self._tokens = 0
-        self._numbers: dict[int, int] = {}
+        self._numbers: defaultdict[int, int] = defaultdict(itertools.count(1).__next__)
         """Of every draft token, by the digest of the text that ends with it."""
-        self._last = 0
 
     def proposed(self, now: float, proposal: Proposal) -> None:
         """A proposal was passed on to the target."""
@@ -179,10 +178,6 @@ class SpeculationTrace:
         places: list[int] = []
         for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
             places.append(digests.extend(proposal.anchor_digest if parent == ANCHOR else places[parent], token))
-        for place in places:
-            if place not in self._numbers:
-                self._last += 1
-                self._numbers[place] = self._last
         numbers = tuple(self._numbers[place] for place in places)
         while len(self._numbers) > MAX_NUMBERS:
             del self._numbers[next(iter(self._numbers))]

@@ -55,19 +55,16 @@ class WorkerView:
     @classmethod
     def of(cls, peer: Peer, acceptance: float | None, *, standby: bool = False) -> WorkerView:
         """What is known of it now."""
+        known = cls(peer.peer, peer.role, WorkerState.DOWN, described=peer.described, since=peer.since)
         if peer.welcome is None:
-            described, loading = peer.described, peer.doing
-            return cls(peer.peer, peer.role, WorkerState.DOWN, described=described, since=peer.since, loading=loading)
-        return cls(
-            peer.peer,
-            peer.role,
-            WorkerState.DRAINING if peer.leaving else WorkerState.UP,
-            peer.welcome.model,
-            peer.load,
-            peer.connection.round_trip if peer.connection else None,
-            described=peer.described,
+            return replace(known, loading=peer.doing)
+        return replace(
+            known,
+            state=WorkerState.DRAINING if peer.leaving else WorkerState.UP,
+            model=peer.welcome.model,
+            load=peer.load,
+            round_trip=peer.connection.round_trip if peer.connection else None,
             sessions=len(peer.opened),
-            since=peer.since,
             acceptance=acceptance,
             rates=peer.work.rates(peer.pool.clock()) if peer.work else None,
             standby=standby,
