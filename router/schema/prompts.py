@@ -1,8 +1,8 @@
 """The prompt of a request as token ids: texts, token arrays, lists of either, and chat messages.
 
 Decides which forms are taken, what of a chat goes into the model's template, what is cut off where a caller says so,
-and checks that every id is one of the model's. What is too large to be looked at is refused unread: tokenising takes
-seconds for megabytes. And how long prompt and text may be in tokens.
+how long prompt and text may be in tokens, and checks that every id is one of the model's. What is too large to be
+looked at is refused unread: tokenising takes seconds for megabytes.
 """
 
 from __future__ import annotations
