@@ -16,28 +16,14 @@ from typing import assert_never
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
 from router.limits import RetryTurns
 from router.sessions.choice import StandbyTargets, blocks_of
-from router.sessions.event_log import EventKind
-from router.sessions.models import why_unavailable
 from router.sessions.pool import PoolEvents, WorkerPool
-from router.sessions.run import NullTracer, RunningSession, SpeculationTrace, outside_vocabulary, session_of
+from router.sessions.run import EventKind, NullTracer, RunningSession, SpeculationTrace, outside_vocabulary, session_of
 from router.sessions.snapshot import Snapshot, Totals
 from router.sessions.tally import RouterCounters
 from router.telemetry.metrics import RouterMetrics
-from speculation import events
+from speculation import events, messages
 from speculation.demand import RouterDemand
 from speculation.events import Event, FailureCode, PeerId, Role, from_draft_models
-from speculation.messages import (
-    Close,
-    FinishReason,
-    FromWorker,
-    Load,
-    Open,
-    Proposal,
-    SessionId,
-    ToWorker,
-    Verification,
-    Welcome,
-)
 from speculation.request.poison_detector import PoisonDetector, PoisonLimits
 from speculation.request.session import Phase, SessionLimits, Workers
 from transport.codec import MalformedMessage
@@ -68,14 +54,14 @@ class Dispatcher:
         self,
         limits: DispatchLimits = DispatchLimits(),
         identity: Identity | None = None,
-        traced: Callable[[SessionId], NullTracer] = NullTracer,
+        traced: Callable[[messages.SessionId], NullTracer] = NullTracer,
     ) -> None:
         """No workers are known yet: see ``pool.set_workers``. ``identity``: see ``WorkerPool``.
 
         ``traced`` makes what hears of each session; see :class:`router.sessions.run.NullTracer`.
         """
         self._limits, self._traced = limits, traced
-        self._runs: dict[SessionId, RunningSession] = {}
+        self._runs: dict[messages.SessionId, RunningSession] = {}
         self.reading = 0
         """Generations whose sessions run or have more to read."""
         self._ids = itertools.count(1)
@@ -117,7 +103,7 @@ class Dispatcher:
         if len(self._runs) >= self._limits.sessions:
             text = f"{self._limits.sessions} generations are under way; try again later"
             raise GenerationError("overloaded", text, self._until_free())
-        number = SessionId(next(self._ids))
+        number = messages.SessionId(next(self._ids))
         trace = self._traced(number)
         model = generation.model or next(iter(self.models.values()), None)
         began = asyncio.get_running_loop().time()
@@ -175,8 +161,8 @@ class Dispatcher:
         self.pool.end_session(session.session)
         run.over()
         self.totals.take(session)
-        self._turns.ended(asyncio.get_running_loop().time() - run.began)
-        self._poison_detector.ended(session.session, finished=isinstance(run.ended, FinishReason))
+        self._turns.durations.add(asyncio.get_running_loop().time() - run.began)
+        self._poison_detector.ended(session.session, finished=isinstance(run.ended, messages.FinishReason))
         self._ask_again_soon()
 
     def snapshot(self) -> Snapshot:
@@ -206,8 +192,8 @@ class Dispatcher:
             self._handle(run, event)
         self._ask_again_soon()
 
-    def _received(self, peer: PeerId, message: FromWorker) -> None:
-        if isinstance(message, Load | Welcome):
+    def _received(self, peer: PeerId, message: messages.FromWorker) -> None:
+        if isinstance(message, messages.Load | messages.Welcome):
             return
         run = self._runs.get(message.session)
         if run is None:
@@ -215,18 +201,13 @@ class Dispatcher:
         elif run.model and (wrong := outside_vocabulary(message, run.model.vocabulary)):
             self._malformed(peer, wrong)
         else:
-            if isinstance(message, Verification):
-                self._verified(run, peer, message)
+            known = self.pool.peers.get(peer)
+            if isinstance(message, messages.Verification) and known is not None and known.role is Role.TARGET:
+                self._poison_detector.heard(peer, message)  # whatever the session makes of it
+                if message.lead is not None:
+                    run.tally.leads(message.lead)
+                self._ask_again_soon()
             self._handle(run, events.Received(peer, message))
-
-    def _verified(self, run: RunningSession, peer: PeerId, verification: Verification) -> None:
-        """Note what is to be known of a step whatever the session makes of it."""
-        known = self.pool.peers.get(peer)
-        if known is not None and known.role is Role.TARGET:
-            self._poison_detector.heard(peer, verification)
-            if verification.lead is not None:
-                run.tally.leads(verification.lead)
-            self._ask_again_soon()
 
     def _malformed(self, peer: PeerId, error: MalformedMessage) -> None:
         self.totals.malformed += 1
@@ -276,7 +257,7 @@ class Dispatcher:
                 self.pool.send(peer, message)
             case events.Relay(peer=peer, message=message, epoch=epoch):
                 self.pool.relay(peer, message, epoch)
-                if run.details is not None and isinstance(message, Proposal):
+                if run.details is not None and isinstance(message, messages.Proposal):
                     run.details.proposed(now, message)
             case events.Emit():
                 assert workers.target is not None
@@ -318,15 +299,15 @@ class Dispatcher:
             run.note(EventKind.SESSION_CONDEMNED, why, run.opened_at)
         return answer
 
-    def _note(self, run: RunningSession, peer: PeerId, message: ToWorker) -> None:
-        if isinstance(message, Open):
+    def _note(self, run: RunningSession, peer: PeerId, message: messages.ToWorker) -> None:
+        if isinstance(message, messages.Open):
             self.pool.opened(peer, message, run.blocks)
             known = self.pool.peers.get(peer)
             run.opened(peer, known.role if known is not None else None, message)
             if known is not None and known.role is Role.TARGET:
                 run.opened_at = peer
                 self._poison_detector.opened(message.session, peer, message.epoch)
-        elif isinstance(message, Close):
+        elif isinstance(message, messages.Close):
             run.trace.closed(peer, "closed")
             self._poison_detector.closed(message.session, peer)
             self.pool.closed(peer, message.session)
@@ -344,7 +325,13 @@ class Dispatcher:
         """The reason of a failure, with what the session itself cannot know."""
         if code is not FailureCode.UNAVAILABLE or run.model is None:
             return message
-        return why_unavailable(run.model.name, run.revision, self.pool.revisions(run.model.name), message)
+        name = run.model.name
+        if run.revision is None or not self.pool.revisions(name) - {run.revision}:
+            return f"{message} for model {name}"
+        return (
+            f"model {name} was replaced by another revision (weights, number format or ranks) and no target worker of "
+            "the one that began this text is left; it would not go on with the same text, so ask again"
+        )
 
     def _set_timer(self, run: RunningSession, at: float) -> None:
         def fire() -> None:

@@ -13,9 +13,6 @@ from speculation.events import StepMetadata
 from speculation.frozen import frozen
 from speculation.messages import FinishReason, Proposal, RequestOptions, Sampling, SourceName, Speculation, Token
 
-NUMBERS_PER_COMMIT = 8
-"""Log-probabilities, or draft tokens in :class:`Details`, that take as much memory as a commit without: under 1 KB."""
-
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -81,14 +78,6 @@ class Committed:
     details: Details | None = None
     more: bool = field(default=False, compare=False)
     """Whether what comes next is there already: both may be told a client together."""
-
-    @property
-    def weight(self) -> int:
-        """As how many commits of tokens alone it counts, by its memory. What is said of the prompt, once, is free."""
-        numbers = sum(1 + len(token.tokens) for token in self.metadata.logprobs)
-        if self.details is not None:
-            numbers += sum(len(passed.proposal.tokens) for passed in self.details.passed)
-        return 1 + numbers // NUMBERS_PER_COMMIT
 
 
 @dataclass(frozen=True, slots=True)

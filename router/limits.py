@@ -1,7 +1,9 @@
 """How much one caller may ask for: requests and tokens a minute, requests, sessions and tokens at once.
 
-Pure accounts over a clock that is passed in. Who the callers are, and what they are told, :mod:`router.http.admission`
-decides. Rates are buckets: full at first, refilled evenly, so a minute's worth may come at once, and never twice.
+Every caller has an account. A request enters before its body is read, pays for its prompt once that is known and for
+every token as it is generated, and leaves when its answer has ended, however that was. Who the callers are, and what
+they are told, :mod:`router.http.admission` decides. Rates are buckets: full at first, refilled evenly, so a minute's
+worth may come at once, and never twice.
 
 Tokens are counted as they are used, so nobody knows beforehand how many a request will take: one that was let in is
 never cut short, and what it takes too much keeps later ones out until the bucket has refilled.
@@ -9,10 +11,20 @@ never cut short, and what it takes too much keeps later ones out until the bucke
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
 from dataclasses import dataclass, field, fields
+from time import monotonic
+from typing import NoReturn, TypeVar
 
+from router.answers.choice_reader import TextChunk
 from router.errors import ApiError
+from router.generation import GenerationError
+
+T = TypeVar("T")
 
 REQUESTS, TOKENS, CONCURRENT, SESSIONS, HELD = "requests", "tokens", "concurrent", "sessions", "concurrent_tokens"
 """What there are limits on."""
@@ -39,27 +51,12 @@ class Allowance:
 LIMIT_NAMES = tuple(entry.name for entry in fields(Allowance))
 
 
-class LimitReached(ApiError):
-    """A request that goes beyond a limit. ``wait``: seconds after which it can be let in."""
-
-    def __init__(self, limit: str, message: str, wait: float) -> None:
-        super().__init__("rate_limit_exceeded", message, retry_after=wait)
-        self.limit, self.wait = limit, wait
-
-
-@dataclass(slots=True)
 class Bucket:
-    """What is left of a rate. May be overdrawn."""
+    """What is left of a rate, full at first. May be overdrawn."""
 
-    limit: int
-    """A minute."""
-    _level: float
-    _at: float
-
-    @classmethod
-    def full(cls, limit: int, now: float) -> Bucket:
-        """One that nobody has taken from."""
-        return cls(limit, limit, now)
+    def __init__(self, limit: int, now: float) -> None:
+        """``limit``: a minute."""
+        self.limit, self._level, self._at = limit, float(limit), now
 
     def level(self, now: float) -> float:
         """What can be taken."""
@@ -91,8 +88,7 @@ class Durations:
 
     def wait(self, places: int) -> float:
         """Seconds until one of so many places, all taken, is free."""
-        mean = MIN_WAIT if self.mean is None else self.mean / max(places, 1)
-        return min(max(mean, MIN_WAIT), MAX_WAIT)
+        return min(max((self.mean or 0.0) / max(places, 1), MIN_WAIT), MAX_WAIT)
 
 
 class RetryTurns:
@@ -103,12 +99,8 @@ class RetryTurns:
     """
 
     def __init__(self) -> None:
-        self._durations = Durations()
+        self.durations = Durations()
         self._next = 0.0
-
-    def ended(self, seconds: float) -> None:
-        """A request has ended, after so long."""
-        self._durations.add(seconds)
 
     def take(self, now: float, places: int, waiting: int, oldest: float) -> float:
         """Seconds until the next turn, which is taken with it.
@@ -116,7 +108,7 @@ class RetryTurns:
         ``places`` are all taken, and ``waiting`` others wait inside; ``oldest``: how long the oldest of all has been
         here, which is what is known of how long they take while none has ended.
         """
-        mean = oldest if self._durations.mean is None else self._durations.mean
+        mean = oldest if self.durations.mean is None else self.durations.mean
         pause = mean / max(places, 1)
         self._next = min(max(self._next, now + waiting * pause) + pause, now + MAX_WAIT)
         return max(self._next - now, MIN_WAIT)
@@ -141,7 +133,7 @@ class Account:
     """By the limit."""
     buckets: dict[str, Bucket] = field(default_factory=dict)
     """By what they limit; none where there is no limit."""
-    _durations: Durations = field(default_factory=Durations)
+    durations: Durations = field(default_factory=Durations)
 
     def allow(self, allowance: Allowance, now: float) -> None:
         """These limits count from now on."""
@@ -150,66 +142,143 @@ class Account:
             if not limit:
                 self.buckets.pop(name, None)
             elif name not in self.buckets:
-                self.buckets[name] = Bucket.full(limit, now)
+                self.buckets[name] = Bucket(limit, now)
             elif self.buckets[name].limit != limit:
                 self.buckets[name].change(limit, now)
 
-    def enter(self, now: float) -> None:
-        """A request begins. Raises :class:`LimitReached`."""
+    def enter(self, now: float) -> QuotaLease:
+        """A request begins. Raises :class:`ApiError`."""
         max_running = self.allowance.concurrent_requests
         if max_running and self.running >= max_running:
-            why = f"{max_running} requests at once are allowed and under way"
-            self._refuse(CONCURRENT, why, self._durations.wait(max_running))
-        if bucket := self.buckets.get(REQUESTS):
-            self._check(REQUESTS, 1, now)
-            bucket.take(1, now)
+            self.refuse(CONCURRENT, f"{max_running} requests at once are allowed and under way", max_running)
+        self.take(REQUESTS, 1, now)
         self.running += 1
         self.requests += 1
+        return QuotaLease(self, now)
+
+    def take(self, name: str, amount: int, now: float, *, anyway: bool = False) -> None:
+        """Take so much of a rate; of what is larger than its bucket it is enough that that is full.
+
+        Raises :class:`ApiError` where there is not so much, unless it is to be taken ``anyway``.
+        """
+        bucket = self.buckets.get(name)
+        if bucket is None:
+            return
+        if not anyway and (wait := bucket.wait(amount, now)):
+            left = max(int(bucket.level(now)), 0)
+            why = f"{bucket.limit} {name} a minute are allowed, {left} left, {amount} needed"
+            self.refuse(name, why, wait=wait)
+        bucket.take(amount, now)
+
+    def refuse(self, name: str, why: str, places: int = 0, wait: float | None = None) -> NoReturn:
+        """Count and raise it. ``wait``: seconds; None: until one of so many ``places`` is free."""
+        self.refused[name] += 1
+        wait = self.durations.wait(places) if wait is None else wait
+        raise ApiError("rate_limit_exceeded", f"a limit is reached: {why}; try again in {wait:.3g} s", retry_after=wait)
+
+    def rates(self, now: float) -> dict[str, str]:
+        """OpenAI's headers: what is left of each rate that is limited, and when it will be whole again."""
+        headers = {}
+        for name in (REQUESTS, TOKENS):
+            if bucket := self.buckets.get(name):
+                headers[f"x-ratelimit-limit-{name}"] = str(bucket.limit)
+                headers[f"x-ratelimit-remaining-{name}"] = str(max(int(bucket.level(now)), 0))
+                headers[f"x-ratelimit-reset-{name}"] = _duration(bucket.wait(bucket.limit, now))
+        return headers
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: ``120ms``, ``1.5s``, ``6m0s``."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(seconds, 60)
+    return f"{int(minutes)}m{int(rest)}s" if minutes else f"{round(rest, 1):g}s"
+
+
+@dataclass(slots=True)
+class QuotaLease:
+    """One request, from the door until it leaves. A request alone may hold any number of sessions and of tokens."""
+
+    account: Account
+    arrived: float
+    sessions: int = 0
+    tokens: int = 0
 
     def take_sessions(self, sessions: int) -> None:
-        """A request that has entered brings so many; one alone may bring any number. Raises :class:`LimitReached`."""
-        allowed = self.allowance.concurrent_sessions
-        if allowed and self.sessions and self.sessions + sessions > allowed:
-            why = f"{allowed} choices at once are allowed, {self.sessions} under way, {sessions} needed"
-            self._refuse(SESSIONS, why, self._durations.wait(self.running))
+        """Take places for all choices. Raises :class:`ApiError`."""
+        account, allowed = self.account, self.account.allowance.concurrent_sessions
+        if allowed and account.sessions and account.sessions + sessions > allowed:
+            why = f"{allowed} choices at once are allowed, {account.sessions} under way, {sessions} needed"
+            account.refuse(SESSIONS, why, account.running)
+        account.sessions += sessions
         self.sessions += sessions
 
     def take_prompt(self, tokens: int, now: float) -> None:
-        """A request that has entered brings so many tokens; alone it may hold any number. Raises LimitReached."""
-        allowed = self.allowance.concurrent_tokens
-        if allowed and self.tokens and self.tokens + tokens > allowed:
-            why = f"{allowed} tokens at once are allowed, requests under way have {self.tokens}, {tokens} needed"
-            self._refuse(HELD, why, self._durations.wait(self.running))
-        if TOKENS in self.buckets:
-            self._check(TOKENS, tokens, now)
-        self.prompt_tokens += tokens
+        """Pay for all prompts. Raises :class:`ApiError`."""
+        account, allowed = self.account, self.account.allowance.concurrent_tokens
+        if allowed and account.tokens and account.tokens + tokens > allowed:
+            why = f"{allowed} tokens at once are allowed, requests under way have {account.tokens}, {tokens} needed"
+            account.refuse(HELD, why, account.running)
+        account.take(TOKENS, tokens, now)
+        account.prompt_tokens += tokens
+        account.tokens += tokens
         self.tokens += tokens
-        self._take(tokens, now)
 
     def take_completion(self, tokens: int, now: float) -> None:
-        """So many were generated."""
-        self.completion_tokens += tokens
+        """Pay for what was generated."""
+        account = self.account
+        account.completion_tokens += tokens
+        account.tokens += tokens
         self.tokens += tokens
-        self._take(tokens, now)
+        account.take(TOKENS, tokens, now, anyway=True)
 
-    def leave(self, seconds: float, sessions: int = 0, tokens: int = 0) -> None:
-        """A request has ended, after so long, and with it so many sessions, and tokens that it took."""
-        self.running -= 1
-        self.sessions -= sessions
-        self.tokens -= tokens
-        self._durations.add(seconds)
+    def leave(self, now: float) -> None:
+        """The answer has ended."""
+        account = self.account
+        account.running -= 1
+        account.sessions -= self.sessions
+        account.tokens -= self.tokens
+        account.durations.add(now - self.arrived)
 
-    def _take(self, tokens: int, now: float) -> None:
-        if bucket := self.buckets.get(TOKENS):
-            bucket.take(tokens, now)
+    def end(self, seconds: float | None) -> float | None:
+        """When so many seconds since it came are over, on the event loop's clock; None: never."""
+        if seconds is None:
+            return None
+        return asyncio.get_running_loop().time() + seconds - (monotonic() - self.arrived)
 
-    def _check(self, name: str, amount: int, now: float) -> None:
-        """Whether so much can be taken; of what is larger than the bucket, whether that is full."""
-        bucket = self.buckets[name]
-        if wait := bucket.wait(amount, now):
-            left = max(int(bucket.level(now)), 0)
-            self._refuse(name, f"{bucket.limit} {name} a minute are allowed, {left} left, {amount} needed", wait)
 
-    def _refuse(self, name: str, why: str, wait: float) -> None:
-        self.refused[name] += 1
-        raise LimitReached(name, f"a limit is reached: {why}; try again in {wait:.3g} s", wait)
+async def admitted(
+    chunks: AsyncGenerator[TextChunk], lease: QuotaLease, seconds: float | None
+) -> AsyncGenerator[TextChunk]:
+    """The same chunks, paid for, and no longer than so many seconds after the request came.
+
+    Raises :class:`GenerationError` then, also where the client is late; the sessions are closed before.
+    """
+    end = lease.end(seconds)
+    async with aclosing(chunks):
+        while True:
+            if end is not None and asyncio.get_running_loop().time() >= end:
+                raise _over(seconds)
+            try:
+                chunk = await in_time(anext(chunks), seconds, end)
+            except StopAsyncIteration:
+                return
+            lease.take_completion(chunk.tokens, monotonic())
+            yield chunk
+
+
+async def in_time(work: Awaitable[T], seconds: float | None, end: float | None) -> T:
+    """What the work gives, if it does by then; raises :class:`GenerationError`. See :meth:`QuotaLease.end`."""
+    if end is None:
+        return await work
+    try:
+        async with asyncio.timeout_at(end) as deadline:
+            return await work
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        raise _over(seconds) from None
+
+
+def _over(seconds: float | None) -> GenerationError:
+    return GenerationError("timeout", f"the {seconds:g} seconds of this request are over")

@@ -102,7 +102,11 @@ class Patience:
 
 
 class Liveness:
-    """Of one stream."""
+    """Of one stream: whether its worker is there, and how long pings take there and back. Clocks are in seconds.
+
+    That is the way of a message between the two event loops, so a peer that is slow to react looks far away; which is
+    what whoever sends it work wants to know.
+    """
 
     def __init__(self, seconds: float, patience: Patience, slack: float = 0.0) -> None:
         """From now on. ``seconds``: of :data:`TICKS` ticks; ``slack``: ticks that the first word may come later."""
@@ -110,23 +114,35 @@ class Liveness:
         self._silent = -slack  # ticks in which nothing was heard
         self._unanswered = 0.0  # ticks since the last ping, if it has not been answered
         self._pinged = self._written = self._answers = False
+        self.round_trip: float | None = None
+        """Smoothed over some seconds; None before the first answer."""
+        self._number, self._waiting, self._sent_at = 0, False, float("-inf")
 
     def heard(self) -> None:
         """Something came."""
         self._silent = 0.0
 
-    def pinged(self) -> None:
-        """An answer is waited for, once that is written."""
+    def due(self, now: float) -> int | None:
+        """The number to ping with now, if it is time to; an answer is waited for, once that is written."""
+        if now - self._sent_at < (LOST_SECONDS if self._waiting else PING_SECONDS):
+            return None
+        self._number += 1
+        self._waiting, self._sent_at = True, now
         self._unanswered = self._unanswered if self._pinged else 0.0
         self._pinged, self._written = True, False
+        return self._number
 
     def written(self) -> None:
         """The ping is on its way."""
         self._written = True
 
-    def answered(self) -> None:
-        """A ping came back: this worker answers."""
+    def answered(self, number: int, now: float) -> None:
+        """A ping came back: this worker answers. Any but the one waited for says nothing of how far it is."""
         self._pinged, self._answers = False, True
+        if self._waiting and number == self._number:
+            self._waiting, taken = False, now - self._sent_at
+            known = taken if self.round_trip is None else self.round_trip
+            self.round_trip = known + SMOOTHING * (taken - known)
 
     def held_back(self) -> None:
         """What comes is not read for a while, for want of time here."""
@@ -147,37 +163,6 @@ class Liveness:
         if self._unanswered >= limit + slack and self._pinged:
             return f"it talks, but has not answered for {seconds}"
         return None
-
-
-class RoundTrip:
-    """How long pings on one stream take, smoothed over some seconds. The clock is the caller's, in seconds.
-
-    It is the way of a message between the two event loops, so a peer that is slow to react looks far away; which is
-    what whoever sends it work wants to know.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: float | None = None
-        """Smoothed; None before the first answer."""
-        self._number = 0
-        self._waiting = False
-        self._sent_at = float("-inf")
-
-    def due(self, now: float) -> int | None:
-        """The number to ping with now, if it is time to."""
-        if now - self._sent_at < (LOST_SECONDS if self._waiting else PING_SECONDS):
-            return None
-        self._number += 1
-        self._waiting, self._sent_at = True, now
-        return self._number
-
-    def answered(self, number: int, now: float) -> None:
-        """The peer sent a number back; any but the one waited for says nothing."""
-        if not self._waiting or number != self._number:
-            return
-        self._waiting = False
-        taken = now - self._sent_at
-        self.seconds = taken if self.seconds is None else self.seconds + SMOOTHING * (taken - self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,13 +204,13 @@ class WorkerConnection:
         self.routes: dict[SessionId, Route] = {}
         """Of the sessions of which others wait for what this worker says."""
         self._stream: _Stream | None = None
-        self._round_trip = RoundTrip()
         self._patience = Patience(MAX_PATIENCE if role == "draft" else 1.0)
+        self._liveness: Liveness | None = None
 
     @property
     def round_trip(self) -> float | None:
         """Seconds for a message to the worker and its answer, smoothed; None while unknown."""
-        return self._round_trip.seconds
+        return self._liveness.round_trip if self._liveness else None
 
     def send(self, message: ToWorker) -> None:
         """Queue a message; dropped while the worker is down."""
@@ -258,11 +243,10 @@ class WorkerConnection:
         """One stream from start to end, and what became of it."""
         why = ""
         outbox = Outbox(self._delay)
-        self._round_trip = RoundTrip()
         async with self._channel() as channel:
             stub = (rpc.TargetStub if self._role == "target" else rpc.DraftStub)(channel)
             slack = self._delay() * TICKS / WORKER_SILENCE_SECONDS
-            liveness = Liveness(WORKER_SILENCE_SECONDS, self._patience, slack)
+            liveness = self._liveness = Liveness(WORKER_SILENCE_SECONDS, self._patience, slack)
             call = stub.Run(self._frames(outbox, liveness))
 
             def reset(reason: str) -> None:
@@ -283,8 +267,7 @@ class WorkerConnection:
             def hear(frame: pb.Frame) -> None:
                 was_up = incoming.up
                 if frame.HasField("pong"):
-                    self._round_trip.answered(frame.pong, asyncio.get_running_loop().time())
-                    liveness.answered()
+                    liveness.answered(frame.pong, asyncio.get_running_loop().time())
                 incoming.take(frame)
                 if incoming.up or incoming.loading:
                     liveness.heard()
@@ -358,9 +341,8 @@ class WorkerConnection:
         """Ping it now and then, and see whether it is there."""
         clock, pause = asyncio.get_running_loop().time, WORKER_SILENCE_SECONDS / TICKS
         while True:
-            if incoming.up and (number := self._round_trip.due(clock())) is not None:
+            if incoming.up and (number := liveness.due(clock())) is not None:
                 outbox.probe(Probe(ping=number))
-                liveness.pinged()
             slept_at = clock()
             await asyncio.sleep(pause)
             late = clock() - slept_at > 2 * pause

@@ -18,55 +18,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
 from protos.paceline.v1 import worker_pb2 as pb
-from speculation.messages import (
-    ANCHOR,
-    Close,
-    Features,
-    FinishReason,
-    FromWorker,
-    Load,
-    Open,
-    Proposal,
-    RefusalCode,
-    Refused,
-    SessionId,
-    Source,
-    SourceName,
-    Subscribe,
-    Support,
-    TokenLogprobs,
-    ToWorker,
-    Verification,
-    Welcome,
-    depths_of,
-)
-from transport.codec_parts import (
-    MAX_COMMITTED,
-    MAX_TEXT,
-    MAX_TOKENS,
-    SOURCE,
-    SOURCE_OUT,
-    Asked,
-    at_most,
-    check_asked,
-    decode_features,
-    decode_load,
-    decode_open,
-    decode_subscribe,
-    decode_welcome,
-    encode_features,
-    encode_load,
-    encode_open,
-    encode_subscribe,
-    encode_welcome,
-    names_in,
-    read_names,
-)
+from speculation import messages
+from transport import codec_parts as parts
 
 MAX_PROPOSED = 512
 """Most draft tokens in one proposal."""
@@ -83,18 +41,6 @@ FIRST_NAMED = 64
 
 _BYTE = tuple(value / 255 for value in range(256))
 """What a byte of confidence stands for."""
-
-_FINISH = {pb.FINISH_STOP: FinishReason.STOP, pb.FINISH_LENGTH: FinishReason.LENGTH}
-_CODE = {
-    pb.CODE_INVALID: RefusalCode.INVALID,
-    pb.CODE_OVERLOADED: RefusalCode.OVERLOADED,
-    pb.CODE_UNKNOWN_SESSION: RefusalCode.UNKNOWN_SESSION,
-    pb.CODE_DRAINING: RefusalCode.DRAINING,
-    pb.CODE_INTERNAL: RefusalCode.INTERNAL,
-}
-_FINISH_OUT = {value: number for number, value in _FINISH.items()}
-_CODE_OUT = {value: number for number, value in _CODE.items()}
-
 
 _FEATURES = bytes((pb.FromWorker.DESCRIPTOR.fields_by_name["features"].number << 3 | 2,))
 RELAYED = {
@@ -119,7 +65,7 @@ class MalformedMessage(ValueError):
     """A message that breaks the protocol. ``session`` and ``epoch`` are None when not even they could be read."""
 
     def __init__(
-        self, why: str, session: SessionId | None = None, epoch: int | None = None, *, opening: bool = False
+        self, why: str, session: messages.SessionId | None = None, epoch: int | None = None, *, opening: bool = False
     ) -> None:
         """``why`` names the field, the value and what would be right. ``opening``: whether it was to open a session."""
         super().__init__(why)
@@ -133,102 +79,62 @@ class UnknownKind(MalformedMessage):
         super().__init__("a message without a known kind")
 
 
-# -- to a worker -------------------------------------------------------------------------------------------------------
+# -- one entry of a frame ----------------------------------------------------------------------------------------------
 
 
-def encode_to_worker(message: ToWorker) -> bytes:
+def encode_to_worker(message: messages.ToWorker) -> bytes:
     """One entry of a router's frame."""
-    match message:
-        case Open():
-            return pb.ToWorker(open=encode_open(message)).SerializeToString()
-        case Proposal():
-            return pb.ToWorker(propose=_proposal(message)).SerializeToString()
-        case Verification():
-            return pb.ToWorker(verified=_verification(message)).SerializeToString()
-        case Close():
-            return pb.ToWorker(close=pb.Close(session=message.session, epoch=message.epoch)).SerializeToString()
-        case Subscribe():
-            return pb.ToWorker(subscribe=encode_subscribe(message)).SerializeToString()
-        case Features():
-            return pb.ToWorker(features=encode_features(message)).SerializeToString()
+    kind, encode = _TO_WORKER_OUT[type(message)]
+    return pb.ToWorker(**{kind: encode(message)}).SerializeToString()
 
 
-def decode_to_worker(entry: bytes) -> ToWorker:
+def decode_to_worker(entry: bytes) -> messages.ToWorker:
     """One entry of a router's frame; raises :class:`MalformedMessage`."""
     message = _parse(pb.ToWorker(), entry)
-    match message.WhichOneof("kind"):
-        case "open":
-            return _checked(message.open, decode_open)
-        case "propose":
-            return _checked(message.propose, _read_proposal)
-        case "verified":
-            return _checked(message.verified, _read_verification)
-        case "close":
-            return Close(SessionId(message.close.session), message.close.epoch)
-        case "subscribe":
-            return decode_subscribe(message.subscribe)
-        case "features":
-            return _checked(message.features, decode_features)
-    raise UnknownKind
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise UnknownKind
+    told: messages.ToWorker = _checked(getattr(message, kind), TO_WORKER[kind][2])
+    return told
 
 
-# -- from a worker -----------------------------------------------------------------------------------------------------
-
-
-def encode_from_worker(message: FromWorker | Features, counter_names: Sequence[str] = ()) -> bytes:
+def encode_from_worker(message: messages.FromWorker | messages.Features, counter_names: Sequence[str] = ()) -> bytes:
     """One entry of a worker's frame. ``counter_names``: those of the last :class:`Load` of this stream."""
-    match message:
-        case Verification():
-            return pb.FromWorker(verified=_verification(message)).SerializeToString()
-        case Proposal():
-            return pb.FromWorker(proposed=_proposal(message)).SerializeToString()
-        case Refused():
-            refused = pb.Refused(
-                session=message.session,
-                epoch=message.epoch,
-                code=_CODE_OUT[message.code],
-                message=message.message[:MAX_TEXT],
-            )
-            return pb.FromWorker(refused=refused).SerializeToString()
-        case Load():
-            return pb.FromWorker(load=encode_load(message, counter_names)).SerializeToString()
-        case Welcome():
-            return pb.FromWorker(welcome=encode_welcome(message)).SerializeToString()
-        case Features():
-            return pb.FromWorker(features=encode_features(message)).SerializeToString()
+    if isinstance(message, messages.Load):
+        return pb.FromWorker(load=parts.encode_load(message, counter_names)).SerializeToString()
+    kind, encode = _FROM_WORKER_OUT[type(message)]
+    return pb.FromWorker(**{kind: encode(message)}).SerializeToString()
 
 
-def decode_from_worker(entry: bytes, counter_names: Sequence[str] = (), asked: Asked | None = None) -> FromWorker:
+def decode_from_worker(
+    entry: bytes, counter_names: Sequence[str] = (), asked: parts.Asked | None = None
+) -> messages.FromWorker:
     """One entry of a worker's frame; raises :class:`MalformedMessage`. ``asked``: what may be told; None: anything."""
     message = _parse(pb.FromWorker(), entry)
     match message.WhichOneof("kind"):
-        case "verified":
-            if asked is not None and (message.verified.logprobs or message.verified.prompt_logprobs):
-                return _checked(message.verified, lambda said: _read_verification(check_asked(said, asked)))
-            return _checked(message.verified, _read_verification)
-        case "proposed":
-            return _checked(message.proposed, _read_proposal)
-        case "refused":
-            refused = message.refused
-            code = _CODE.get(refused.code, RefusalCode.INTERNAL)
-            return Refused(SessionId(refused.session), refused.epoch, code, refused.message[:MAX_TEXT])
+        case "verified" if asked is not None and (message.verified.logprobs or message.verified.prompt_logprobs):
+            verified: messages.Verification = _checked(
+                message.verified, lambda said: _read_verification(parts.check_asked(said, asked))
+            )
+            return verified
         case "load":
             try:
-                return decode_load(message.load, counter_names)
+                return parts.decode_load(message.load, counter_names)
             except ValueError as error:
                 raise MalformedMessage(str(error)) from error
-        case "welcome":
-            return decode_welcome(message.welcome)
         case "features":
             raise MalformedMessage("features that are not a target's, or not as it writes them: nobody here reads any")
+        case "verified" | "proposed" | "refused" | "welcome" as kind:
+            said: messages.FromWorker = _checked(getattr(message, kind), FROM_WORKER[kind][2])
+            return said
     raise UnknownKind
 
 
 # -- one message each --------------------------------------------------------------------------------------------------
 
 
-def _proposal(message: Proposal) -> pb.Proposal:
-    chain = message.parents == tuple(range(ANCHOR, len(message.parents) - 1))
+def _proposal(message: messages.Proposal) -> pb.Proposal:
+    chain = message.parents == tuple(range(messages.ANCHOR, len(message.parents) - 1))
     return pb.Proposal(
         session=message.session,
         epoch=message.epoch,
@@ -237,30 +143,30 @@ def _proposal(message: Proposal) -> pb.Proposal:
         tokens=message.tokens,
         parents=() if chain else message.parents,
         confidence=bytes([round(255 * min(max(value, 0.0), 1.0)) for value in message.confidence]),
-        source=pb.SOURCE_UNSPECIFIED if message.source is Source.DRAFT else SOURCE_OUT[message.source],
+        source=pb.SOURCE_UNSPECIFIED if message.source is messages.Source.DRAFT else parts.SOURCE_OUT[message.source],
         q=[pb.Support(tokens=support.tokens, weights=support.weights) for support in message.q],
         took_us=min(message.took_us, MAX_UINT32),
     )
 
 
-def _read_proposal(message: pb.Proposal) -> Proposal:
+def _read_proposal(message: pb.Proposal) -> messages.Proposal:
     said = message.tokens, message.parents, message.confidence, message.q
     if max(map(len, said)) > MAX_PROPOSED:
         for name, values in zip(("tokens", "parents", "confidence", "q"), said, strict=True):
-            at_most(name, len(values), MAX_PROPOSED)
+            parts.at_most(name, len(values), MAX_PROPOSED)
     if said[3]:
-        at_most("q", max(max(len(support.tokens), len(support.weights)) for support in said[3]), MAX_SUPPORT)
+        parts.at_most("q", max(max(len(support.tokens), len(support.weights)) for support in said[3]), MAX_SUPPORT)
     tokens, parents = tuple(said[0]), tuple(said[1])
-    proposal = Proposal(
-        session=SessionId(message.session),
+    proposal = messages.Proposal(
+        session=messages.SessionId(message.session),
         epoch=message.epoch,
         anchor_position=message.anchor_position,
         anchor_digest=message.anchor_digest,
         tokens=tokens,
-        parents=parents or tuple(range(ANCHOR, len(tokens) - 1)),
+        parents=parents or tuple(range(messages.ANCHOR, len(tokens) - 1)),
         confidence=tuple([_BYTE[value] for value in said[2]]),
-        source=SOURCE.get(message.source, Source.DRAFT),
-        q=tuple([Support(tuple(support.tokens), tuple(support.weights)) for support in said[3]]),
+        source=parts.SOURCE.get(message.source, messages.Source.DRAFT),
+        q=tuple([messages.Support(tuple(support.tokens), tuple(support.weights)) for support in said[3]]),
         took_us=message.took_us,
     )
     if parents:
@@ -270,16 +176,16 @@ def _read_proposal(message: pb.Proposal) -> Proposal:
     return proposal
 
 
-def _check_shape(proposal: Proposal) -> None:
+def _check_shape(proposal: messages.Proposal) -> None:
     """Raise ValueError if a tree is deeper or wider than any drafter has reason to make it."""
-    depths = depths_of(proposal.parents)
+    depths = messages.depths_of(proposal.parents)
     if max(depths, default=0) > MAX_DEPTH:
         raise ValueError(f"the tree is {max(depths)} tokens deep; at most {MAX_DEPTH} are allowed")
     if max(Counter(proposal.parents).values(), default=0) > MAX_CHILDREN:
         raise ValueError(f"more than {MAX_CHILDREN} tokens follow the same place")
 
 
-def _verification(message: Verification) -> pb.Verification:
+def _verification(message: messages.Verification) -> pb.Verification:
     wire = pb.Verification(
         session=message.session,
         epoch=message.epoch,
@@ -295,9 +201,9 @@ def _verification(message: Verification) -> pb.Verification:
         waited_us=min(message.waited_us, MAX_UINT32),
     )
     if message.finish:
-        wire.finish = _FINISH_OUT[message.finish]
+        wire.finish = parts.FINISH_OUT[message.finish]
     if message.sources or message.refused:
-        wire.named.extend(named := names_in((*message.sources, *message.refused)))
+        wire.named.extend(named := parts.names_in((*message.sources, *message.refused)))
         wire.sources.extend(numbers(message.sources, named))  # type: ignore[arg-type]  # beyond what the enum names
         wire.refused.extend(numbers(message.refused, named))  # type: ignore[arg-type]
     if message.logprobs or message.prompt_logprobs:
@@ -306,21 +212,21 @@ def _verification(message: Verification) -> pb.Verification:
     return wire
 
 
-def _logprobs(message: TokenLogprobs) -> pb.Logprobs:
+def _logprobs(message: messages.TokenLogprobs) -> pb.Logprobs:
     return pb.Logprobs(chosen=message.logprob, tokens=message.tokens, logprobs=message.logprobs)
 
 
-def _read_logprobs(message: pb.Logprobs) -> TokenLogprobs:
-    return TokenLogprobs(message.chosen, tuple(message.tokens), tuple(message.logprobs))
+def _read_logprobs(message: pb.Logprobs) -> messages.TokenLogprobs:
+    return messages.TokenLogprobs(message.chosen, tuple(message.tokens), tuple(message.logprobs))
 
 
-def _read_verification(message: pb.Verification) -> Verification:
+def _read_verification(message: pb.Verification) -> messages.Verification:
     said, accepted, offered = message.tokens, message.accepted, message.offered
     logprobs, sources, refused = message.logprobs, message.sources, message.refused
     prompt_logprobs = message.prompt_logprobs
-    if len(said) > MAX_COMMITTED or offered > MAX_TOKENS:
-        at_most("tokens", len(said), MAX_COMMITTED)
-        at_most("offered", offered, MAX_TOKENS)
+    if len(said) > parts.MAX_COMMITTED or offered > parts.MAX_TOKENS:
+        parts.at_most("tokens", len(said), parts.MAX_COMMITTED)
+        parts.at_most("offered", offered, parts.MAX_TOKENS)
     tokens = tuple(said)
     if not accepted <= min(offered, len(tokens)):
         raise ValueError(
@@ -334,16 +240,16 @@ def _read_verification(message: pb.Verification) -> Verification:
         raise ValueError(f"sources has {len(sources)} entries for {accepted} accepted tokens")
     if len(refused) not in (0, offered - accepted):
         raise ValueError(f"refused has {len(refused)} entries for {offered - accepted} refused tokens")
-    named = read_names("named", message.named) if message.named else ()
-    return Verification(
-        session=SessionId(message.session),
+    named = parts.read_names("named", message.named) if message.named else ()
+    return messages.Verification(
+        session=messages.SessionId(message.session),
         epoch=message.epoch,
         position=message.position,
         tokens=tokens,
         digest=message.digest,
         accepted=accepted,
         offered=offered,
-        finish=_FINISH.get(message.finish),
+        finish=parts.FINISH.get(message.finish),
         lead=message.lead if message.HasField("lead") else None,
         cached=message.cached,
         sources=sources_of(sources, named),
@@ -356,18 +262,55 @@ def _read_verification(message: pb.Verification) -> Verification:
     )
 
 
-def numbers(sources: Iterable[SourceName], named: Sequence[SourceName]) -> list[int]:
+def _refused(message: messages.Refused) -> pb.Refused:
+    text, code = message.message[: parts.MAX_TEXT], parts.CODE_OUT[message.code]
+    return pb.Refused(session=message.session, epoch=message.epoch, code=code, message=text)
+
+
+def _read_refused(message: pb.Refused) -> messages.Refused:
+    code = parts.CODE.get(message.code, messages.RefusalCode.INTERNAL)
+    return messages.Refused(messages.SessionId(message.session), message.epoch, code, message.message[: parts.MAX_TEXT])
+
+
+_Kind = tuple[type, Callable[[Any], Any], Callable[[Any], Any]]
+_PROPOSAL: _Kind = messages.Proposal, _proposal, _read_proposal
+_VERIFICATION: _Kind = messages.Verification, _verification, _read_verification
+TO_WORKER: dict[str, _Kind] = {
+    "open": parts.OPEN_KIND,
+    "propose": _PROPOSAL,
+    "verified": _VERIFICATION,
+    "close": (
+        messages.Close,
+        lambda message: pb.Close(session=message.session, epoch=message.epoch),
+        lambda said: messages.Close(messages.SessionId(said.session), said.epoch),
+    ),
+    "subscribe": parts.SUBSCRIBE_KIND,
+    "features": parts.FEATURES_KIND,
+}
+FROM_WORKER: dict[str, _Kind] = {
+    "verified": _VERIFICATION,
+    "proposed": _PROPOSAL,
+    "refused": (messages.Refused, _refused, _read_refused),
+    "welcome": parts.WELCOME_KIND,
+    "features": parts.FEATURES_KIND,
+}
+"""By their names on the wire; a load is read with the names of its counters besides."""
+_TO_WORKER_OUT = {value: (kind, encode) for kind, (value, encode, _) in TO_WORKER.items()}
+_FROM_WORKER_OUT = {value: (kind, encode) for kind, (value, encode, _) in FROM_WORKER.items()}
+
+
+def numbers(sources: Iterable[messages.SourceName], named: Sequence[messages.SourceName]) -> list[int]:
     """What stands for each on the wire; ``named``: those that the message lists."""
-    known = SOURCE_OUT | {name: FIRST_NAMED + i for i, name in enumerate(named)} if named else SOURCE_OUT
+    known = parts.SOURCE_OUT | {name: FIRST_NAMED + i for i, name in enumerate(named)} if named else parts.SOURCE_OUT
     return [known[source] for source in sources]
 
 
-def sources_of(numbers: Sequence[int], named: Sequence[SourceName]) -> tuple[SourceName, ...]:
+def sources_of(numbers: Sequence[int], named: Sequence[messages.SourceName]) -> tuple[messages.SourceName, ...]:
     """The other way round. A number that means nothing here is read as a draft model."""
     if not numbers:
         return ()
-    known: dict[int, SourceName] = SOURCE | {FIRST_NAMED + i: name for i, name in enumerate(named)}
-    return tuple(known.get(number, Source.DRAFT) for number in numbers)
+    known: dict[int, messages.SourceName] = parts.SOURCE | {FIRST_NAMED + i: name for i, name in enumerate(named)}
+    return tuple(known.get(number, messages.Source.DRAFT) for number in numbers)
 
 
 def is_features(entry: bytes) -> bool:
@@ -378,8 +321,6 @@ def is_features(entry: bytes) -> bool:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 _Wire = TypeVar("_Wire", pb.ToWorker, pb.FromWorker)
-_Sessioned = TypeVar("_Sessioned", pb.Open, pb.Proposal, pb.Verification, pb.Features)
-_Value = TypeVar("_Value")
 
 
 def _parse(message: _Wire, entry: bytes) -> _Wire:
@@ -390,9 +331,11 @@ def _parse(message: _Wire, entry: bytes) -> _Wire:
     return message
 
 
-def _checked(message: _Sessioned, read: Callable[[_Sessioned], _Value]) -> _Value:
+def _checked(message: Any, read: Callable[[Any], Any]) -> Any:
     try:
         return read(message)
     except ValueError as error:
         opening = isinstance(message, pb.Open)
-        raise MalformedMessage(str(error), SessionId(message.session), message.epoch, opening=opening) from error
+        raise MalformedMessage(
+            str(error), messages.SessionId(message.session), message.epoch, opening=opening
+        ) from error

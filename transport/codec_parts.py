@@ -9,34 +9,19 @@ sources of drafts, what a target may tell of log-probabilities.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
 from protos.paceline.v1 import worker_pb2 as pb
-from speculation.messages import (
-    AllBut,
-    FeatureFormat,
-    Features,
-    Limits,
-    Load,
-    Loading,
-    Open,
-    RequestOptions,
-    Rule,
-    Sampling,
-    Schedule,
-    SessionId,
-    Source,
-    SourceName,
-    Sources,
-    Speculation,
-    Subscribe,
-    Welcome,
-)
+from speculation import messages
 from speculation.sources.registry import MAX_SOURCES, NAME
+
+_E = TypeVar("_E", bound=StrEnum)
 
 MAX_TOKENS = 1 << 20
 """Longest sequence in one message."""
@@ -70,26 +55,25 @@ FEATURES = ("session", "epoch", "position", "head", "width", "values", "scales")
 OPTION_TEXTS = ("request", "trace", "scope", "cache_salt")
 """Fields of messages that are rare, as they stand on the wire and here; of texts up to :data:`MAX_TEXT` characters."""
 
-SOURCE = {
-    pb.SOURCE_DRAFT: Source.DRAFT,
-    pb.SOURCE_LOOKUP: Source.LOOKUP,
-    pb.SOURCE_PREDICTION: Source.PREDICTION,
-    pb.SOURCE_GRAMMAR: Source.GRAMMAR,
-    pb.SOURCE_MEDUSA: Source.MEDUSA,
-    pb.SOURCE_SUFFIX: Source.SUFFIX,
-    pb.SOURCE_EAGLE: Source.EAGLE,
-}
-SOURCE_OUT: dict[SourceName, pb.Source] = {value: number for number, value in SOURCE.items()}
-FEATURE_FORMAT = {pb.FEATURE_FORMAT_BF16: FeatureFormat.BF16, pb.FEATURE_FORMAT_FP8: FeatureFormat.FP8}
-FEATURE_FORMAT_OUT = {value: number for number, value in FEATURE_FORMAT.items()}
-_RULE = {pb.RULE_COUPLED: Rule.COUPLED, pb.RULE_REJECTION: Rule.REJECTION}
-_SCHEDULE = {
-    pb.SCHEDULE_TRIE: Schedule.TRIE,
-    pb.SCHEDULE_SEQUENTIAL: Schedule.SEQUENTIAL,
-    pb.SCHEDULE_PARALLEL: Schedule.PARALLEL,
-}
-_RULE_OUT = {value: number for number, value in _RULE.items()}
-_SCHEDULE_OUT = {value: number for number, value in _SCHEDULE.items()}
+
+def _members(names: type[_E], wire: Any) -> dict[int, _E]:
+    """By their numbers on the wire, where each is named after its kind as well."""
+    kind = re.sub("(?<=[a-z])(?=[A-Z])", "_", wire.DESCRIPTOR.name).upper()
+    return {wire.Value(f"{kind}_{member.name}"): member for member in names}
+
+
+def _numbers(members: dict[int, _E]) -> dict[_E, Any]:
+    return {member: number for number, member in members.items()}
+
+
+SOURCE = _members(messages.Source, pb.Source)
+SOURCE_OUT: dict[messages.SourceName, pb.Source] = _numbers(SOURCE)  # type: ignore[assignment]  # a source is a name
+FEATURE_FORMAT = _members(messages.FeatureFormat, pb.FeatureFormat)
+FEATURE_FORMAT_OUT = _numbers(FEATURE_FORMAT)
+RULE, SCHEDULE = _members(messages.Rule, pb.Rule), _members(messages.Schedule, pb.Schedule)
+RULE_OUT, SCHEDULE_OUT = _numbers(RULE), _numbers(SCHEDULE)
+FINISH, CODE = _members(messages.FinishReason, pb.Finish), _members(messages.RefusalCode, pb.Code)
+FINISH_OUT, CODE_OUT = _numbers(FINISH), _numbers(CODE)
 
 
 def _same(message: object, names: Sequence[str]) -> dict[str, Any]:
@@ -108,12 +92,12 @@ def at_most(field: str, count: int, limit: int) -> None:
         raise ValueError(f"{field} has {count} entries; at most {limit} are allowed")
 
 
-def names_in(sources: Collection[SourceName]) -> list[SourceName]:
+def names_in(sources: Collection[messages.SourceName]) -> list[messages.SourceName]:
     """Those without a number, each once, in an order that depends on nothing else."""
     return sorted(set(sources) - SOURCE_OUT.keys()) if sources else []
 
 
-def read_names(field: str, names: Sequence[str]) -> tuple[SourceName, ...]:
+def read_names(field: str, names: Sequence[str]) -> tuple[messages.SourceName, ...]:
     """Names of draft sources as they came. Raises ValueError."""
     at_most(field, len(names), MAX_SOURCES)
     for name in names:
@@ -140,7 +124,7 @@ class AskedLogprobs:
         return MAX_PLAIN_BYTES + committed + prompt
 
 
-Asked = Callable[[SessionId, int], AskedLogprobs | None]
+Asked = Callable[[messages.SessionId, int], AskedLogprobs | None]
 """Of a session under an epoch; None: it is not open there, or not any more."""
 
 
@@ -149,7 +133,7 @@ def check_asked(message: pb.Verification, asked: Asked) -> pb.Verification:
 
     That is, of a session that is no longer open.
     """
-    wanted = asked(SessionId(message.session), message.epoch)
+    wanted = asked(messages.SessionId(message.session), message.epoch)
     if wanted is None:
         message.ClearField("logprobs")
         message.ClearField("prompt_logprobs")
@@ -160,8 +144,7 @@ def check_asked(message: pb.Verification, asked: Asked) -> pb.Verification:
     return message
 
 
-def encode_open(message: Open) -> pb.Open:
-    """As it is sent."""
+def _encode_open(message: messages.Open) -> pb.Open:
     limits, speculation, request_options = message.limits, message.speculation, message.request_options
     return pb.Open(
         **_same(message, OPEN),
@@ -171,8 +154,8 @@ def encode_open(message: Open) -> pb.Open:
         speculation=pb.Speculation(
             enabled=speculation.enabled,
             max_depth=speculation.max_depth,
-            rule=_RULE_OUT[speculation.rule],
-            schedule=_SCHEDULE_OUT[speculation.schedule],
+            rule=RULE_OUT[speculation.rule],
+            schedule=SCHEDULE_OUT[speculation.schedule],
             **_sources(speculation.sources),
         ),
         grammar=request_options.grammar,
@@ -184,8 +167,7 @@ def encode_open(message: Open) -> pb.Open:
     )
 
 
-def decode_open(message: pb.Open) -> Open:
-    """As it was sent; raises ValueError."""
+def _decode_open(message: pb.Open) -> messages.Open:
     speculation = message.speculation
     at_most("tokens", len(message.tokens), MAX_TOKENS)
     at_most("limits.stop_tokens", len(message.limits.stop_tokens), MAX_STOP_TOKENS)
@@ -193,16 +175,16 @@ def decode_open(message: pb.Open) -> Open:
         raise ValueError("tokens is empty; a session has at least one token")
     if message.limits.end <= len(message.tokens):
         raise ValueError(f"limits.end is {message.limits.end}; it must be above the {len(message.tokens)} tokens sent")
-    return Open(
+    return messages.Open(
         **_same(message, OPEN),
         tokens=tuple(message.tokens),
         sampling=_read_sampling(message.sampling),
-        limits=Limits(message.limits.end, frozenset(message.limits.stop_tokens), message.limits.min_end),
-        speculation=Speculation(
+        limits=messages.Limits(message.limits.end, frozenset(message.limits.stop_tokens), message.limits.min_end),
+        speculation=messages.Speculation(
             enabled=speculation.enabled,
             max_depth=speculation.max_depth,
-            rule=_RULE.get(speculation.rule, Rule.COUPLED),
-            schedule=_SCHEDULE.get(speculation.schedule, Schedule.TRIE),
+            rule=RULE.get(speculation.rule, messages.Rule.COUPLED),
+            schedule=SCHEDULE.get(speculation.schedule, messages.Schedule.TRIE),
             sources=_read_sources(speculation),
             remember=not message.not_remembered,
         ),
@@ -210,25 +192,25 @@ def decode_open(message: pb.Open) -> Open:
     )
 
 
-def _sources(sources: Sources) -> dict[str, Any]:
+def _sources(sources: messages.Sources) -> dict[str, Any]:
     """The fields of ``pb.Speculation`` that say them. Routers and workers that know no names read the numbers alone."""
-    names = sources.names if isinstance(sources, AllBut) else sources
+    names = sources.names if isinstance(sources, messages.AllBut) else sources
     return {
         "sources": sorted(SOURCE_OUT[name] for name in names if name in SOURCE_OUT),
         "named": names_in(names),
-        "all_but": isinstance(sources, AllBut),
+        "all_but": isinstance(sources, messages.AllBut),
     }
 
 
-def _read_sources(message: pb.Speculation) -> Sources:
+def _read_sources(message: pb.Speculation) -> messages.Sources:
     numbered = frozenset(SOURCE[number] for number in message.sources if number in SOURCE)
     if not message.HasField("all_but"):
-        return numbered or AllBut()
+        return numbered or messages.AllBut()
     names = numbered | frozenset(read_names("speculation.named", message.named))
-    return AllBut(names) if message.all_but else names
+    return messages.AllBut(names) if message.all_but else names
 
 
-def _sampling(sampling: Sampling) -> pb.Sampling:
+def _sampling(sampling: messages.Sampling) -> pb.Sampling:
     return pb.Sampling(
         **_same(sampling, SAMPLING),
         repetition_penalty=sampling.repetition_penalty,
@@ -239,12 +221,12 @@ def _sampling(sampling: Sampling) -> pb.Sampling:
     )
 
 
-def _read_sampling(sampling: pb.Sampling) -> Sampling:
+def _read_sampling(sampling: pb.Sampling) -> messages.Sampling:
     shaped = len(sampling.bias_tokens) + len(sampling.allowed) + sum(len(each.tokens) for each in sampling.banned)
     at_most("sampling.bias, allowed and banned", shaped, MAX_SHAPED)
     if len(sampling.bias_tokens) != len(sampling.bias_values):
         raise ValueError(f"bias has {len(sampling.bias_values)} values for {len(sampling.bias_tokens)} tokens")
-    return Sampling(
+    return messages.Sampling(
         **_same(sampling, SAMPLING),
         repetition_penalty=sampling.repetition_penalty or 1.0,
         bias=tuple(zip(sampling.bias_tokens, sampling.bias_values, strict=True)),
@@ -253,11 +235,11 @@ def _read_sampling(sampling: pb.Sampling) -> Sampling:
     )
 
 
-def _read_request_options(message: pb.Open) -> RequestOptions:
+def _read_request_options(message: pb.Open) -> messages.RequestOptions:
     at_most("grammar", len(message.grammar), MAX_GRAMMAR)
     at_most("prediction", len(message.prediction), MAX_TOKENS)
     at_most("logprobs", max(message.logprobs, message.prompt_logprobs), MAX_LOGPROBS)
-    return RequestOptions(
+    return messages.RequestOptions(
         grammar=message.grammar,
         prediction=tuple(message.prediction),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
@@ -266,13 +248,13 @@ def _read_request_options(message: pb.Open) -> RequestOptions:
     )
 
 
-def encode_loading(loading: Loading) -> bytes:
+def encode_loading(loading: messages.Loading) -> bytes:
     """One entry of a worker's frame."""
     wire = pb.Loading(doing=loading.doing[:MAX_TEXT], fraction=loading.fraction, model=loading.model)
     return pb.FromWorker(loading=wire).SerializeToString()
 
 
-def decode_loading(entry: bytes) -> Loading | None:
+def decode_loading(entry: bytes) -> messages.Loading | None:
     """What an entry of a worker's frame says of its loading; None: it is something else."""
     try:
         message = pb.FromWorker.FromString(entry)
@@ -282,13 +264,15 @@ def decode_loading(entry: bytes) -> Loading | None:
         return None
     loading = message.loading
     known = loading.HasField("fraction") and 0 <= loading.fraction <= 1
-    return Loading(loading.doing[:MAX_TEXT], round(loading.fraction, 3) if known else None, loading.model[:MAX_TEXT])
+    return messages.Loading(
+        loading.doing[:MAX_TEXT], round(loading.fraction, 3) if known else None, loading.model[:MAX_TEXT]
+    )
 
 
 # -- what a worker says of itself --------------------------------------------------------------------------------------
 
 
-def encode_load(message: Load, known: Sequence[str]) -> pb.Load:
+def encode_load(message: messages.Load, known: Sequence[str]) -> pb.Load:
     """As it is sent; the names of counters that are ``known`` on this stream are left out."""
     names = tuple(message.counters)
     return pb.Load(
@@ -298,18 +282,17 @@ def encode_load(message: Load, known: Sequence[str]) -> pb.Load:
     )
 
 
-def decode_load(message: pb.Load, known: Sequence[str]) -> Load:
+def decode_load(message: pb.Load, known: Sequence[str]) -> messages.Load:
     """As it was sent; raises ValueError."""
     if max(len(message.counters), len(message.counter_names)) > MAX_COUNTERS:
         raise ValueError(f"counters has {len(message.counters)} entries; at most {MAX_COUNTERS} are allowed")
     names = tuple(message.counter_names or known) if message.counters else ()
     if not len(message.counters) == len(names) == len(set(names)):
         raise ValueError(f"counters has {len(message.counters)} entries for {len(set(names))} names")
-    return Load(**_same(message, LOAD), counters=dict(zip(names, message.counters, strict=True)))
+    return messages.Load(**_same(message, LOAD), counters=dict(zip(names, message.counters, strict=True)))
 
 
-def encode_welcome(message: Welcome) -> pb.Welcome:
-    """As it is sent."""
+def _encode_welcome(message: messages.Welcome) -> pb.Welcome:
     return pb.Welcome(
         **_same(message, (*WELCOME, "started", "sources")),
         **_texts(message, WELCOME_TEXTS),
@@ -318,44 +301,46 @@ def encode_welcome(message: Welcome) -> pb.Welcome:
     )
 
 
-def decode_welcome(message: pb.Welcome) -> Welcome:
-    """As it was sent, as far as it makes sense."""
-    return Welcome(
+def _decode_welcome(message: pb.Welcome) -> messages.Welcome:
+    return messages.Welcome(
         **_same(message, WELCOME),
         **_texts(message, WELCOME_TEXTS),
         speculates=not message.no_speculation,
         started=message.started if math.isfinite(message.started) else 0.0,
         sources=tuple(name for name in message.sources[:MAX_SOURCES] if NAME.fullmatch(name)),
-        features=read_format(message.features),
+        features=_read_format(message.features),
     )
 
 
 # -- features ----------------------------------------------------------------------------------------------------------
 
 
-def encode_subscribe(message: Subscribe) -> pb.Subscribe:
-    """As it is sent."""
+def _encode_subscribe(message: messages.Subscribe) -> pb.Subscribe:
     return pb.Subscribe(**_same(message, SUBSCRIBE), format=FEATURE_FORMAT_OUT[message.format])
 
 
-def decode_subscribe(message: pb.Subscribe) -> Subscribe:
-    """As it was sent."""
-    return Subscribe(**_same(message, SUBSCRIBE), format=read_format(message.format))
+def _decode_subscribe(message: pb.Subscribe) -> messages.Subscribe:
+    return messages.Subscribe(**_same(message, SUBSCRIBE), format=_read_format(message.format))
 
 
-def encode_features(message: Features) -> pb.Features:
-    """As they are sent."""
+def _encode_features(message: messages.Features) -> pb.Features:
     return pb.Features(**_same(message, FEATURES), format=FEATURE_FORMAT_OUT[message.format])
 
 
-def decode_features(message: pb.Features) -> Features:
-    """As they were sent; raises ValueError."""
+def _decode_features(message: pb.Features) -> messages.Features:
     at_most("values", len(message.values), MAX_FEATURE_BYTES)
     if message.width > MAX_WIDTH:
         raise ValueError(f"width is {message.width}; at most {MAX_WIDTH} numbers a token are allowed")
-    return Features(**_same(message, FEATURES), format=read_format(message.format))
+    return messages.Features(**_same(message, FEATURES), format=_read_format(message.format))
 
 
-def read_format(number: int) -> FeatureFormat:
+def _read_format(number: int) -> messages.FeatureFormat:
     """What a number means; one that is not known here, as of a newer peer, is read as bf16 and fails by its size."""
-    return FEATURE_FORMAT.get(number, FeatureFormat.BF16)  # type: ignore[call-overload, no-any-return]  # any number
+    return FEATURE_FORMAT.get(number, messages.FeatureFormat.BF16)
+
+
+OPEN_KIND = messages.Open, _encode_open, _decode_open
+WELCOME_KIND = messages.Welcome, _encode_welcome, _decode_welcome
+SUBSCRIBE_KIND = messages.Subscribe, _encode_subscribe, _decode_subscribe
+FEATURES_KIND = messages.Features, _encode_features, _decode_features
+"""Kinds of messages: the value, how it is written, and how it is read, which raises ValueError."""

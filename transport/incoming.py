@@ -108,15 +108,10 @@ class Heading(NamedTuple):
     """Whether these are features, of which whoever passes them on reads no more than this."""
 
 
-def heading(entry: bytes) -> Heading | None:
-    """Of one entry of a worker's frame; None: something else, long, or written in an unusual way."""
-    return None if len(entry) > MAX_RELAYED_BYTES and not is_features(entry) else heading_of_any(entry)
-
-
-def heading_of_any(entry: bytes) -> Heading | None:
-    """The same, however long it is."""
+def heading(entry: bytes, *, long: bool = False) -> Heading | None:
+    """Of one entry of a worker's frame; None: something else, long unless it may be, or written in an unusual way."""
     kind = RELAYED.get(entry[:1])
-    if kind is None:
+    if kind is None or (len(entry) > MAX_RELAYED_BYTES and not long and not is_features(entry)):
         return None
     try:
         length, start = _read_varint(entry, 1)
@@ -300,7 +295,7 @@ class Incoming:
         """
         if self._role != "target" or len(entry) <= MAX_PLAIN_BYTES:
             return False
-        head = heading_of_any(entry)
+        head = heading(entry, long=True)
         if head is None or head.role != self._role:
             raise MalformedMessage(f"a message of {len(entry)} bytes; at most {MAX_PLAIN_BYTES} are allowed")
         asked = self._asked(head.session, head.epoch)

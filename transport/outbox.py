@@ -118,16 +118,16 @@ class Outbox:
         """Have the next frame carry it, and go out at once. One that still waits is lost."""
         self._line.put(probe)
 
-    def close(self) -> None:
-        """Let ``next_frame`` return None once everything queued was handed out; what is held back is lost."""
+    def close(self, *, lose: bool = False) -> None:
+        """Let ``next_frame`` return None once what is queued was handed out, unless it is to ``lose`` it.
+
+        What is held back is lost.
+        """
+        if lose:
+            self._entries.clear()
         self._closed = True
         self._line.close()
         self._ready.set()
-
-    def abandon(self) -> None:
-        """Close it, and lose all that was queued."""
-        self._entries.clear()
-        self.close()
 
     async def next_frame(self) -> pb.Frame | None:
         """Everything that waits, up to the frame size; an empty frame after a heartbeat's silence; None at the end."""

@@ -20,14 +20,7 @@ from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
 from speculation.messages import FromWorker, Load, Loading, RefusalCode, Refused, ToWorker, Welcome
 from transport import address as addresses
-from transport.codec import (
-    MAYBE_RELAYED,
-    MalformedMessage,
-    UnknownKind,
-    decode_to_worker,
-    encode_from_worker,
-    is_features,
-)
+from transport import codec
 from transport.codec_parts import encode_loading
 from transport.outbox import MAX_FRAME_ENTRIES, MAX_MESSAGE_BYTES, Outbox, PeerTooSlow, Probe
 from transport.tls import Identity, objection_to
@@ -71,7 +64,7 @@ class Link:
             if isinstance(message, Loading):
                 self.put(encode_loading(message))
                 return
-            entry = encode_from_worker(message, self._counter_names)
+            entry = codec.encode_from_worker(message, self._counter_names)
             if isinstance(message, Load):
                 self._counter_names = tuple(message.counters)
             self.put(entry)
@@ -81,15 +74,15 @@ class Link:
         if not self.alive:
             return
         try:
-            self.outbox.put(entry, hint=is_features(entry))
+            self.outbox.put(entry, hint=codec.is_features(entry))
         except PeerTooSlow as error:
             log.warning("router %s does not read: %s", self.peer, error)
             self.cut()
 
     def cut(self) -> None:
         """Give the router up. Nobody waits until it has read what is queued: that is lost."""
-        self.close()
-        self.outbox.abandon()
+        self.alive = False
+        self.outbox.close(lose=True)
         self._lost()
 
     def close(self) -> None:
@@ -111,24 +104,44 @@ class Handler(Protocol):
         """A router went; its sessions are to be forgotten."""
 
 
-class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
-    """Both services have the same shape; the role decides which one is registered."""
+class WorkerServer(rpc.TargetServicer, rpc.DraftServicer):
+    """A listening worker. Both services have the same shape; the role decides which one is registered."""
 
-    def __init__(self, handler: Handler, *, secure: bool) -> None:
-        self.handler, self._secure = handler, secure
-        self.links: set[Link] = set()
+    address: str
+
+    def __init__(self, handler: Handler, server: grpc.aio.Server, *, secure: bool) -> None:
+        self._handler, self._server, self._secure = handler, server, secure
+        self._links: set[Link] = set()
+
+    def hand_over(self, handler: Handler) -> None:
+        """From now on this is the worker, and introduces itself to routers that are there."""
+        self._handler = handler
+        for link in list(self._links):
+            link.send(handler.connected(link))
+
+    def tell(self, loading: Loading) -> None:
+        """Say to all routers what is done before the worker can introduce itself."""
+        for link in list(self._links):
+            link.send(loading)
+
+    async def stop(self, grace: float = 1.0) -> None:
+        """End all streams and stop listening."""
+        for link in list(self._links):
+            link.close()
+        await self._server.stop(grace)
 
     async def Run(  # noqa: N802 - named by the proto
         self, request_iterator: AsyncIterator[pb.Frame], context: grpc.aio.ServicerContext[pb.Frame, pb.Frame]
     ) -> AsyncIterator[pb.Frame]:
+        """The stream of one router."""
         if self._secure and (objection := objection_to(context.auth_context())):
             log.warning("refused %s: %s", context.peer(), objection)
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, objection)
         link = Link(str(context.peer()), lambda: self._forget(link))
-        self.links.add(link)
+        self._links.add(link)
         reader = asyncio.create_task(self._read(link, request_iterator))
         try:
-            link.send(self.handler.connected(link))
+            link.send(self._handler.connected(link))
             while (frame := await link.outbox.next_frame()) is not None:
                 yield frame
         finally:
@@ -140,9 +153,9 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
     def _forget(self, link: Link) -> None:
         """The router is gone, whether what was queued for it has been sent or not."""
         link.close()
-        if link in self.links:
-            self.links.remove(link)
-            self.handler.disconnected(link)
+        if link in self._links:
+            self._links.remove(link)
+            self._handler.disconnected(link)
 
     async def _read(self, link: Link, frames: AsyncIterator[pb.Frame]) -> None:
         """Pass messages on until the router is done, silent or broken; then it is forgotten."""
@@ -157,7 +170,7 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
                     self._break(link, f"a frame of {len(frame.messages)} messages")
                 messages = await self._decoded_all(link, frame)
                 if messages and link.alive:
-                    self.handler.received(link, messages)
+                    self._handler.received(link, messages)
         except StopAsyncIteration:
             pass
         except TimeoutError:
@@ -182,14 +195,14 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
 
     def _decoded(self, link: Link, entry: bytes) -> ToWorker | None:
         try:
-            return decode_to_worker(entry)
-        except MalformedMessage as error:
+            return codec.decode_to_worker(entry)
+        except codec.MalformedMessage as error:
             link.malformed += 1
             if link.malformed.bit_count() == 1:  # the 1st, 2nd, 4th ...: a broken drafter must not flood the log
                 log.warning("malformed message %d from router %s: %s", link.malformed, link.peer, error)
             if error.session is not None and error.opening:
                 link.send(Refused(error.session, error.epoch or 0, RefusalCode.INVALID, str(error)))
-            elif entry[:1] not in MAYBE_RELAYED and not isinstance(error, UnknownKind):
+            elif entry[:1] not in codec.MAYBE_RELAYED and not isinstance(error, codec.UnknownKind):
                 link.garbage += 1
                 if link.garbage > MAX_GARBAGE:
                     self._break(link, f"{link.garbage} messages that are none")
@@ -202,31 +215,6 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
             link.cut()
 
 
-class WorkerServer:
-    """A listening worker."""
-
-    def __init__(self, server: grpc.aio.Server, servicer: _Servicer, address: str) -> None:
-        self._server, self._servicer = server, servicer
-        self.address = address
-
-    def hand_over(self, handler: Handler) -> None:
-        """From now on this is the worker, and introduces itself to routers that are there."""
-        self._servicer.handler = handler
-        for link in list(self._servicer.links):
-            link.send(handler.connected(link))
-
-    def tell(self, loading: Loading) -> None:
-        """Say to all routers what is done before the worker can introduce itself."""
-        for link in list(self._servicer.links):
-            link.send(loading)
-
-    async def stop(self, grace: float = 1.0) -> None:
-        """End all streams and stop listening."""
-        for link in list(self._servicer.links):
-            link.close()
-        await self._server.stop(grace)
-
-
 async def serve(handler: Handler, role: str, listen: str, identity: Identity | None = None) -> WorkerServer:
     """Listen on ``HOST:PORT`` (port 0: any), in plain text without an ``identity``.
 
@@ -235,11 +223,11 @@ async def serve(handler: Handler, role: str, listen: str, identity: Identity | N
     addresses.check_free(listen)
     host, _ = addresses.parse(listen)
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    servicer = _Servicer(handler, secure=identity is not None)
+    worker = WorkerServer(handler, server, secure=identity is not None)
     if role == "target":
-        rpc.add_TargetServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+        rpc.add_TargetServicer_to_server(worker, server)  # type: ignore[no-untyped-call]
     else:
-        rpc.add_DraftServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+        rpc.add_DraftServicer_to_server(worker, server)  # type: ignore[no-untyped-call]
     try:
         if identity is None:
             port = server.add_insecure_port(listen)
@@ -248,4 +236,5 @@ async def serve(handler: Handler, role: str, listen: str, identity: Identity | N
     except RuntimeError as error:
         raise addresses.AddressError(f"cannot listen on {listen}: {error}") from error
     await server.start()
-    return WorkerServer(server, servicer, addresses.join(host, port))
+    worker.address = addresses.join(host, port)
+    return worker

@@ -22,7 +22,7 @@ from benchmarks.chaos.settings import Body, FaultOptions
 from benchmarks.chaos.stage import POLL_SECONDS, Stage, StageError
 from benchmarks.chaos.workload import FaultResult, Reply, Workload, tally
 from benchmarks.harness.options import BenchError
-from router.sessions.event_log import EventKind
+from router.sessions.run import EventKind
 from speculation.events import Role
 
 CONTROLLER_SECONDS = 60.0

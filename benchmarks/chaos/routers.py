@@ -35,7 +35,7 @@ from benchmarks.chaos.workload import (
 from benchmarks.harness.processes import READY, WorkerPlan, all_running, child
 from cluster.config.environment import BUNDLED
 from cluster.processes.child import HeldPort
-from router.sessions.event_log import EventKind
+from router.sessions.run import EventKind
 from speculation.events import Role
 from transport.address import parse
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from cluster.doctor.finding import Finding, ok, problem, warning
-from router.sessions.models import same_tokenizer
+from router.sessions.choice import same_tokenizer
 from simulation.agreement import made_up
 from simulation.costs import Costs, Curve
 from simulation.simulate import Bounds, SimulationSettings, simulate

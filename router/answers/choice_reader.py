@@ -7,11 +7,11 @@ choice fails or nobody listens. Streamed answers send the chunks, the others gat
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import assert_never
+from dataclasses import dataclass, field, replace
+from typing import Any, assert_never
 
 from router.answers.logprobs import ShownToken, shown_token
 from router.generation import Committed, Details, Ended, GenerationError, Generator
@@ -19,9 +19,12 @@ from router.schema.requests import ApiRequest
 from router.text.text import Delta, Piece, TextRules, TextStream
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import Found, ToolCall, parser_of
-from speculation.events import Origin, StepMetadata, origins, refused
+from speculation.events import Origin, Own, StepMetadata, origins, refused
 from speculation.frozen import frozen
-from speculation.messages import FinishReason, SourceName, Token, TokenLogprobs
+from speculation.messages import FinishReason, Source, SourceName, Token, TokenLogprobs
+
+DIGITS = 6
+"""Of seconds: microseconds are what workers tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +51,12 @@ class TextChunk:
     tokens: int = 0
     accepted: int = 0
     offered: int = 0
-    cached: int = 0
     finish: FinishReason | None = None
+    commit: Committed | None = None
+    """That it comes of; None: it has no tokens, or is no more than what is shown of the prompt."""
     position: int = 0
     """Where the tokens stand in the whole sequence, prompt included."""
     origins: tuple[Origin, ...] = ()
-    refused: tuple[SourceName, ...] = ()
-    """Where each draft came from that was not kept."""
-    took: float = 0.0
-    """Seconds that the target's step took."""
-    waited: float = 0.0
-    """Seconds that it had waited for drafts before it."""
-    details: Details | None = None
     prompt: PromptShown | None = None
     """Comes once, before any commit, where something of the prompt is shown."""
     shown: tuple[ShownToken, ...] = ()
@@ -69,8 +66,11 @@ class TextChunk:
     calls: tuple[ToolCall, ...] = ()
     called: bool = False
     """With the finish: the model called a tool."""
-    more: bool = False
-    """Whether the next chunk of the choice, or its failure, is there already."""
+
+    @property
+    def more(self) -> bool:
+        """Whether the next chunk of the choice, or its failure, is there already."""
+        return self.commit is not None and self.commit.more
 
     @property
     def plain(self) -> bool:
@@ -84,6 +84,106 @@ class TextChunk:
         return "".join(piece.text for piece in self.pieces) if self.content is None else self.content
 
 
+@dataclass(slots=True)
+class Usage:
+    """Counts of one request over the chunks of all its choices, and what became of drafts; ``add`` takes every chunk.
+
+    What is said of a prompt is counted once, of the first of its ``n`` choices: the others find it in the cache.
+    """
+
+    prompt: int
+    n: int = 1
+    choices: int = 1
+    """Of all prompts together."""
+    completion: int = 0
+    cached: int = 0
+    ended: int = 0
+    steps: int = 0
+    drafts: int = 0
+    waits: int = 0
+    wait_seconds: float = 0.0
+    came: Counter[Origin] = field(default_factory=Counter)
+    refused: Counter[SourceName] = field(default_factory=Counter)
+    kept: Counter[int] = field(default_factory=Counter)
+    """By how many drafts were kept: how many of the steps that verified some."""
+    latest: dict[int, Details] = field(default_factory=dict)
+    drafters: dict[int, str] = field(default_factory=dict)
+    """By choice: where it was last."""
+
+    def add(self, chunk: TextChunk) -> None:
+        """Count a chunk."""
+        self.ended += chunk.finish is not None
+        commit = chunk.commit
+        if commit is not None and chunk.index % self.n == 0:
+            self.cached += commit.cached
+        if not chunk.tokens or commit is None:
+            return
+        self.completion += chunk.tokens
+        self.steps += 1
+        self.came.update(chunk.origins)
+        self.waits += commit.metadata.waited_us > 0
+        self.wait_seconds += commit.metadata.waited_us / 1e6
+        if commit.offered > commit.accepted:
+            self.refused.update(refused(commit.accepted, commit.offered, commit.metadata))
+        if chunk.offered:
+            self.drafts += 1
+            self.kept[chunk.accepted] += 1
+        if commit.details is not None:
+            self.latest[chunk.index] = commit.details
+            if commit.details.draft is not None:
+                self.drafters[chunk.index] = commit.details.draft
+
+    @property
+    def accepted(self) -> Counter[SourceName]:
+        """Drafts that were kept, by their source."""
+        return Counter({origin: count for origin, count in self.came.items() if not isinstance(origin, Own)})
+
+    def body(self) -> dict[str, Any]:
+        """The ``usage`` object. Counts of drafts of all sources, and, by OpenAI's names, of those of the prediction."""
+        accepted = self.accepted
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {
+                "accepted_draft_tokens": accepted.total(),
+                "rejected_draft_tokens": self.refused.total(),
+                "accepted_prediction_tokens": accepted[Source.PREDICTION],
+                "rejected_prediction_tokens": self.refused[Source.PREDICTION],
+            },
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """``speculation.summary``; of the steps that verified drafts, the share that kept at least one, two, and so on.
+
+        docs/api.md explains it ("What was drafted").
+        """
+        accepted = self.accepted
+        drafted = accepted | self.refused
+        seen = [*(source for source in Source if source in drafted), *sorted(drafted.keys() - set(Source))]
+        by_source = {
+            str(source): {"accepted": accepted[source], "offered": accepted[source] + self.refused[source]}
+            for source in seen
+        }
+        by_position = [
+            round(sum(steps for kept, steps in self.kept.items() if kept >= place) / self.drafts, 4)
+            for place in range(1, max(self.kept, default=0) + 1)
+        ]
+        return {
+            "steps": self.steps,
+            "waits": self.waits,
+            "wait_seconds": round(self.wait_seconds, DIGITS),
+            "by_source": by_source,
+            "own": {own.value: self.came[own] for own in Own},
+            "by_position": by_position,
+            "mean_acceptance_length": 1 + accepted.total() / self.drafts if self.drafts else None,
+            "reopened": sum(details.reopened for details in self.latest.values()),
+            "target": sorted({details.target for details in self.latest.values()}),
+            "draft": sorted(set(self.drafters.values())),
+        }
+
+
 class ChoiceReader:
     """Reads one choice."""
 
@@ -93,13 +193,11 @@ class ChoiceReader:
         self._form, self._tools = request.form, request.tools
         self._prompt = request.prompts[index // request.n]
         self._prompt_only = request.prompt_only
-        rules = TextRules(
-            request.stop,
-            generation.stop_tokens,
-            self._form.stop_string,
-            generation.min_tokens,
-            _hidden(request, tokenizer),
-        )
+        hidden = frozenset[Token]() if self._form.special else None
+        if self._tools.form is not None and hidden is None:
+            hidden = tokenizer.hidden - {tokenizer.token_of(mark) for mark in self._tools.form.marks}
+        stop_kept, unsearched = self._form.stop_string, generation.min_tokens
+        rules = TextRules(request.stop, generation.stop_tokens, stop_kept, unsearched, hidden)
         self._shows = self._form.logprobs is not None or self._form.token_ids
         after = generation.prompt if request.continues else ()
         self._text = TextStream(tokenizer, rules, after, placed=self._shows)
@@ -110,17 +208,12 @@ class ChoiceReader:
         self._position = len(generation.prompt)
         self._begun = False
 
-    @property
-    def knows_all(self) -> bool:
-        """Whether nothing has to be generated."""
-        return self._prompt_only and self._form.of_prompt is None
-
     def read(self, item: Committed | Ended) -> Iterator[TextChunk]:
         """What an item of the generation adds; nothing follows a chunk with ``finish``."""
         match item:
             case Committed():
                 if not self._begun and (self._form.echo or self._form.token_ids or self._form.of_prompt is not None):
-                    yield replace(self.prompt(item.metadata), cached=item.cached if self._prompt_only else 0)
+                    yield replace(self.prompt(item.metadata), commit=item if self._prompt_only else None)
                 self._begun = True
                 come_from = origins(len(item.tokens), item.accepted, item.offered, item.metadata)
                 delta, found = self._taken(item, come_from)
@@ -168,15 +261,10 @@ class ChoiceReader:
             tokens=delta.tokens,
             accepted=accepted,
             offered=commit.offered - (commit.accepted - accepted),
-            cached=commit.cached,
             finish=FinishReason.STOP if delta.stopped else None,
+            commit=commit,
             position=position,
             origins=come_from[: delta.tokens],
-            refused=refused(commit.accepted, commit.offered, commit.metadata),
-            took=commit.metadata.took_us / 1e6,
-            waited=commit.metadata.waited_us / 1e6,
-            details=commit.details,
-            more=commit.more,
             shown=self._out(delta) if self._shows else (),
         )
 
@@ -213,9 +301,11 @@ class ChoiceReader:
         if self._parser is None:
             return found
         text = "".join(piece.text for piece in delta.pieces)
-        for part in [text] if self._tools.several else text:
-            found = found.then(self._parser.push(part))
-            if found.calls and not self._tools.several:
+        if self._tools.several:
+            return self._parser.push(text)
+        for character in text:
+            found = found.then(self._parser.push(character))
+            if found.calls:
                 break
         return found
 
@@ -231,15 +321,6 @@ class ChoiceReader:
         self._calls += len(calls)
         called = finish is FinishReason.STOP and self._calls > 0
         return replace(chunk, content=found.content, calls=tuple(calls), finish=finish, called=called)
-
-
-def _hidden(request: ApiRequest, tokenizer: Tokenizer) -> frozenset[Token] | None:
-    """Tokens that do not show in the text; None: the tokenizer's special ones."""
-    if request.form.special:
-        return frozenset()
-    if request.tools.form is None:
-        return None
-    return tokenizer.hidden - {tokenizer.token_of(mark) for mark in request.tools.form.marks}
 
 
 QUEUED_CHUNKS = 32
@@ -278,13 +359,9 @@ async def run_choices(request: ApiRequest, generator: Generator, tokenizer: Toke
             else:
                 yield item
     finally:
-        await _cancel(tasks)
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _choice(
@@ -292,7 +369,7 @@ async def _choice(
 ) -> AsyncGenerator[TextChunk]:
     """One choice, up to its end or its first stop string."""
     reader = ChoiceReader(request, index, tokenizer)
-    if reader.knows_all:
+    if request.prompt_only and request.form.of_prompt is None:  # nothing has to be generated
         yield reader.prompt()
         return
     async with aclosing(generator.generate(request.generations[index])) as items:

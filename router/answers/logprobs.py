@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.schema.answer_fields import AnswerForm
+from router.schema.requests import AnswerForm
 from router.text.tokenizer import Tokenizer
 from speculation.messages import Token, TokenLogprobs
 

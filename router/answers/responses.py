@@ -1,7 +1,7 @@
 """Answers in OpenAI's JSON, streamed and not, and errors.
 
 Decides shapes, which events a chunk has, and which of them are written at once. Of our own are ``speculation``
-(:mod:`router.answers.speculation_answer`) and two counts in ``usage.completion_tokens_details``.
+(docs/api.md, "What was drafted") and two counts in ``usage.completion_tokens_details``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.answers.choice_reader import PromptShown, TextChunk
+from router.answers.choice_reader import DIGITS, PromptShown, TextChunk, Usage
 from router.answers.logprobs import ShownToken, of_chat, of_completion, of_prompt
-from router.answers.speculation_answer import Statistics, commit_body
 from router.errors import CODES, ErrorCode, code_of
-from router.generation import GenerationError
+from router.generation import GenerationError, Passed
 from router.schema.requests import ApiRequest
 from router.text.text import Piece
 from router.text.tokenizer import Tokenizer
@@ -64,39 +63,43 @@ INTERNAL_ERROR = error_body(CODES["internal"], "internal error")
 """For a fault of this server: says nothing of what went wrong, which the log does."""
 
 
-@dataclass(slots=True)
-class Usage:
-    """Counts of one request; ``add`` takes every chunk of it.
-
-    What is said of a prompt is counted once, of the first of its ``n`` choices: the others find it in the cache.
-    """
-
-    prompt: int
-    n: int = 1
-    choices: int = 1
-    """Of all prompts together."""
-    completion: int = 0
-    cached: int = 0
-    ended: int = 0
-    statistics: Statistics = field(default_factory=Statistics)
-
-    def add(self, chunk: TextChunk) -> None:
-        """Count a chunk."""
-        self.completion += chunk.tokens
-        self.ended += chunk.finish is not None
-        self.statistics.add(chunk)
-        if chunk.index % self.n == 0:
-            self.cached += chunk.cached
-
-    def body(self) -> Json:
-        """The ``usage`` object."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-            "completion_tokens_details": self.statistics.usage(),
+def commit_body(chunk: TextChunk, tokenizer: Tokenizer) -> Json:
+    """What a chunk says of its commit."""
+    body: Json = {
+        "accepted": chunk.accepted,
+        "offered": chunk.offered,
+        "tokens": chunk.tokens,
+        "position": chunk.position,
+        "pieces": [
+            {"text": piece.text, "drafted": piece.drafted, "source": str(piece.origin)} for piece in chunk.pieces
+        ],
+    }
+    if chunk.commit is not None and (details := chunk.commit.details) is not None:
+        end, metadata = details.at, chunk.commit.metadata
+        body["step"] = {
+            "start": round(end - metadata.took_us / 1e6, DIGITS),
+            "end": round(end, DIGITS),
+            "waited": round(metadata.waited_us / 1e6, DIGITS),
         }
+        body["proposals"] = [_proposal(passed, tokenizer) for passed in details.passed]
+    return body
+
+
+def _proposal(passed: Passed, tokenizer: Tokenizer) -> Json:
+    proposal = passed.proposal
+    return {
+        "source": proposal.source.value,
+        "start": round(passed.at - proposal.took_us / 1e6, DIGITS),
+        "end": round(passed.at, DIGITS),
+        "anchor": proposal.anchor_position,
+        "after": passed.after,
+        "tokens": [
+            {"id": token, "text": tokenizer.decode([token]), "number": number}
+            for token, number in zip(proposal.tokens, passed.numbers, strict=True)
+        ],
+        "parents": list(proposal.parents),
+        "confidence": [round(value, 3) for value in proposal.confidence],
+    }
 
 
 @dataclass(slots=True)
@@ -133,15 +136,14 @@ class Envelope:
     id: str
     created: int
     tokenizer: Tokenizer
+    chat: bool = field(init=False)
     _called: dict[int, int] = field(default_factory=dict)
     """Tool calls that each choice of a stream has made."""
     _around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
     """What stands before and behind the text in the plain events of each choice."""
 
-    @property
-    def chat(self) -> bool:
-        """Whether it is a chat's."""
-        return self.request.kind == "chat"
+    def __post_init__(self) -> None:
+        self.chat = self.request.kind == "chat"
 
     @property
     def plain(self) -> bool:
@@ -166,7 +168,7 @@ class Envelope:
         body = self._outer(name, bodies) | {"usage": usage.body()}
         if self.request.details:
             told = [{"index": chunk.index} | commit_body(chunk, self.tokenizer) for chunk in commits]
-            body["speculation"] = {"commits": told, "summary": usage.statistics.summary()}
+            body["speculation"] = {"commits": told, "summary": usage.summary()}
         return body | self._of_prompt(choices[0].prompt) if self.chat else body
 
     def opening(self, index: int, prompt: PromptShown | None) -> Json:
@@ -194,7 +196,7 @@ class Envelope:
         """The last chunk of a choice; that of the last choice has the summary."""
         body = self._chunk([self._choice(chunk.index, {}, "", finish_name(chunk))])
         if self.request.details and usage.ended == usage.choices:
-            body["speculation"] = {"summary": usage.statistics.summary()}
+            body["speculation"] = {"summary": usage.summary()}
         return body
 
     def usage(self, usage: Usage) -> Json:

@@ -24,28 +24,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from router import page
-from router.answers.choice_reader import run_choices
-from router.answers.responses import INTERNAL_ERROR, Envelope, Json, Usage, events, whole
+from router.answers.choice_reader import Usage, run_choices
+from router.answers.responses import INTERNAL_ERROR, Envelope, Json, events, whole
 from router.errors import ApiError, ErrorCode, code_of, code_of_status
 from router.generation import GenerationError, Generator, ServedModel
-from router.http import openapi
-from router.http.admission import RATE_HEADERS, AdmissionSettings, Admit, admitted, in_time, seconds_allowed
-from router.http.asgi import (
-    REQUEST_ID_HEADER,
-    BodyBudget,
-    DrainRefused,
-    EventStream,
-    RequestIds,
-    json_response,
-    read_body,
-    refusal,
-    while_connected,
-)
+from router.http import asgi, openapi
+from router.http.admission import RATE_HEADERS, AdmissionSettings, Admit, seconds_allowed
 from router.http.auth import PICKER_PATH, ApiKeys, RequireKey
 from router.http.exhaustion import ExhaustionLog, is_exhausted
 from router.http.prompt_recorder import PromptRecorder, RecordedPrompt
 from router.http.request_reader import RequestReader
-from router.limits import Account
+from router.limits import Account, admitted, in_time
 from router.schema.request_schema import Kind
 from router.schema.requests import ApiRequest, ModelEntry, no_such_model
 from router.sessions.snapshot import Snapshot
@@ -88,7 +77,7 @@ class ApiSettings:
 _CORS: dict[str, Any] = {
     "allow_methods": ("GET", "POST"),
     "allow_headers": ("*",),  # keys come in a header, never in a cookie, so no header needs to be kept out
-    "expose_headers": (REQUEST_ID_HEADER, "retry-after", "x-should-retry", *RATE_HEADERS),
+    "expose_headers": (asgi.REQUEST_ID_HEADER, "retry-after", "x-should-retry", *RATE_HEADERS),
 }
 
 
@@ -109,7 +98,7 @@ def build_app(
     settings = settings or ApiSettings()
     metrics = metrics or RouterMetrics(RouterCounters(), Snapshot)
     metrics.accounts = accounts = dict[str, Account]()
-    middleware = [Middleware(DrainRefused), Middleware(RequestIds)]
+    middleware = [Middleware(asgi.HttpEdge)]
     if origins := settings.admission.cors_origins:
         middleware.append(Middleware(CORSMiddleware, allow_origins=origins, **_CORS))
     if settings.api_keys is not None:
@@ -169,7 +158,7 @@ class _Api:
         self._metrics = metrics
         self._tally = metrics.tally
         self._recorder = recorder
-        self._bodies = BodyBudget(settings.max_bodies_bytes)
+        self._bodies = asgi.BodyBudget(settings.max_bodies_bytes)
         self._cluster = ClusterView(metrics)
         self._description = openapi.description(own_version())  # at once: it brings modules and reads files
         self._exhaustion = ExhaustionLog()
@@ -178,7 +167,7 @@ class _Api:
     async def models(self, _request: Request) -> Response:
         """What is served now: none while no target worker was connected."""
         models = [self._model_body(*named) for named in self._reader.models().items()]
-        return json_response({"object": "list", "data": models})
+        return asgi.json_response({"object": "list", "data": models})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -186,16 +175,16 @@ class _Api:
         models = self._reader.models()
         if name not in models:
             raise no_such_model(name, models)
-        return json_response(self._model_body(name, models[name]))
+        return asgi.json_response(self._model_body(name, models[name]))
 
     async def health(self, _request: Request) -> Response:
         """200 as long as the process serves, whatever the workers do."""
-        return json_response({"status": "ok"})
+        return asgi.json_response({"status": "ok"})
 
     async def ready(self, _request: Request) -> Response:
         """200 while requests can be served, 503 with the reason while not; and what workers do that are not up yet."""
         readiness = self._metrics.snapshot().readiness
-        return json_response(readiness, status=200 if readiness["status"] == "ready" else 503)
+        return asgi.json_response(readiness, status=200 if readiness["status"] == "ready" else 503)
 
     async def exposition(self, request: Request) -> Response:
         """The metrics of this router, for Prometheus."""
@@ -205,11 +194,11 @@ class _Api:
 
     async def description(self, _request: Request) -> Response:
         """What this API takes and gives, in OpenAPI's terms."""
-        return json_response(self._description)
+        return asgi.json_response(self._description)
 
     async def cluster(self, _request: Request) -> Response:
         """What this router knows of the cluster; see :mod:`router.telemetry.cluster_view`."""
-        return json_response(dict(self._cluster()), headers={"cache-control": "no-store"})
+        return asgi.json_response(dict(self._cluster()), headers={"cache-control": "no-store"})
 
     def _model_body(self, name: str, model: ServedModel) -> Json:
         entry = {"id": name, "object": "model", "created": self._started, "owned_by": "paceline"}
@@ -218,12 +207,12 @@ class _Api:
     async def generate(self, kind: Kind, request: Request) -> Response:
         arrived = self._tally.clock()
         with self._bodies.share() as take:
-            body = await read_body(request, self._settings.max_body_bytes, take)
-            parsed, served = await while_connected(request.receive, self._parse(request, kind, body))
+            body = await asgi.read_body(request, self._settings.max_body_bytes, take)
+            parsed, served = await asgi.while_connected(request.receive, self._parse(request, kind, body))
             del body
         async with AsyncExitStack() as unless_answered:
             answering = self._answer(request, parsed, served, arrived, unless_answered)
-            answer = await while_connected(request.receive, answering)
+            answer = await asgi.while_connected(request.receive, answering)
             unless_answered.pop_all()
         return answer
 
@@ -251,7 +240,7 @@ class _Api:
         lease = request.state.lease
         seconds = seconds_allowed(parsed.timeout, request.headers, self._settings.admission)
         lease.take_sessions(len(parsed.generations))
-        lease.take_prompt(parsed.prompt_tokens)
+        lease.take_prompt(parsed.prompt_tokens, time.monotonic())
         prefix = "chatcmpl" if parsed.kind == "chat" else "cmpl"
         envelope = Envelope(parsed, f"{prefix}-{uuid.uuid4().hex}", int(time.time()), served.tokenizer)
         chunks = self._tally.observed(
@@ -264,8 +253,8 @@ class _Api:
             failed = partial(self._failed_midway, request)
             unless_answered.push_async_callback(chunks.aclose)
             first = await anext(chunks)
-            return EventStream(events(first, chunks, envelope, usage, failed), chunks, lease.end(seconds))
-        return json_response(await whole(chunks, envelope, usage))
+            return asgi.EventStream(events(first, chunks, envelope, usage, failed), chunks, lease.end(seconds))
+        return asgi.json_response(await whole(chunks, envelope, usage))
 
     def _failed_midway(self, request: Request, code: ErrorCode, error: Exception) -> None:
         """A stream that had begun ends with an error."""
@@ -303,9 +292,9 @@ class _Api:
     async def on_crash(self, request: Request, _error: Exception) -> Response:
         """The framework raises the error again afterwards, so that the server logs it."""
         # The handler of last resort stands outside the middleware that adds the id.
-        headers = {REQUEST_ID_HEADER: str(getattr(request.state, "request_id", ""))}
+        headers = {asgi.REQUEST_ID_HEADER: str(getattr(request.state, "request_id", ""))}
         self._tally.answered(code_of("internal"))
-        return json_response(INTERNAL_ERROR, code_of("internal").status, headers)
+        return asgi.json_response(INTERNAL_ERROR, code_of("internal").status, headers)
 
     def _refusal(
         self,
@@ -317,4 +306,4 @@ class _Api:
     ) -> Response:
         self._tally.answered(code)
         wait = (retry_after or self._settings.retry_after_s) if code.retryable else None
-        return refusal(code, message, param, headers, wait, closing=code.name in CLOSING)
+        return asgi.refusal(code, message, param, headers, wait, closing=code.name in CLOSING)

@@ -39,6 +39,8 @@ DRAIN_SECONDS = 10.0
 client that sends first and reads then never sees why."""
 CUT = "cut"
 """The name, in a request's state, of what ends its connection at once."""
+TOLD = "headers"
+"""Of what gives the headers that every response to it has besides."""
 _UPGRADE = b"upgrade:"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -264,40 +266,24 @@ class BoundedHttp(HttpToolsProtocol):
             self._stalled = None
 
 
-class RequestIds:
-    """Middleware: every request has an id, the client's own if it is sane, and every response names it."""
+class HttpEdge:
+    """Middleware around all others.
+
+    Every request has an id, the client's own if it is sane, and every response names it, and what :data:`TOLD` of
+    ``request.state`` gives. What is refused before its body has come is answered at once, and ends with the body.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Put the id into ``request.state.request_id`` and the response's header."""
+        """Put the id into ``request.state.request_id``. See :data:`MAX_DRAINED_BYTES`."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         given = Request(scope).headers.get(REQUEST_ID_HEADER, "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
-
-
-class DrainRefused:
-    """Middleware: what is refused before its body has come is answered at once, and ends with the body."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See :data:`MAX_DRAINED_BYTES`."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        state = scope.setdefault("state", {})
+        request_id = state["request_id"] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         # Who asks before it sends a body sends none once it is refused.
         more, refused = all(name != b"expect" for name, _ in scope["headers"]), False
 
@@ -318,6 +304,8 @@ class DrainRefused:
             nonlocal refused
             if message["type"] == "http.response.start":
                 refused = message["status"] >= 400
+                told = state[TOLD]() if TOLD in state else {}
+                MutableHeaders(scope=message).update({REQUEST_ID_HEADER: request_id, **told})
             elif refused and more and not message.get("more_body"):
                 await send({**message, "more_body": True})
                 await drain()

@@ -21,8 +21,51 @@ _REFUSED = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 """Statuses of errors that any request for text can end with."""
 
 
+def _object(properties: Mapping[str, Any], *optional: str) -> Schema:
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": dict(properties), "required": required}
+
+
+def _array(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _json(schema: Schema) -> Schema:
+    return {"application/json": {"schema": schema}}
+
+
+_ERROR = {
+    "message": _STRING,
+    "type": {"enum": sorted({row.type.value for row in CODES.values()})},
+    "param": _or_null(_STRING),
+    "code": {"enum": sorted(CODES)},
+}
+_FUNCTION = _object({"name": _STRING, "arguments": _STRING})
+_CALLS = _array(_object({"id": _STRING, "type": {"const": "function"}, "function": _FUNCTION}))
+_MESSAGE = {"role": {"const": "assistant"}, "content": _or_null(_STRING), "refusal": {"type": "null"}}
+_COMPLETION_LOGPROBS = {
+    "tokens": _array(_STRING),
+    "token_logprobs": _array(_or_null(_NUMBER)),
+    "top_logprobs": _array(_or_null({"type": "object", "additionalProperties": _NUMBER})),
+    "text_offset": _array(_INTEGER),
+}
+_TOKEN = {"token": _STRING, "logprob": _NUMBER, "bytes": _or_null(_array(_INTEGER))}
+_TOKENS = _array(_object(_TOKEN | {"top_logprobs": _array(_object(_TOKEN))}))
+_CHAT_LOGPROBS = {"content": _TOKENS, "refusal": {"type": "null"}}
+_MODEL = {"id": _STRING, "object": _STRING, "created": _INTEGER, "owned_by": _STRING, "max_model_len": _INTEGER}
+
+
 def description(version: str) -> Schema:
     """The whole document."""
+    message = _object(_MESSAGE | {"tool_calls": _CALLS}, "tool_calls")
     return {
         "openapi": "3.1.0",
         "info": {
@@ -33,12 +76,12 @@ def description(version: str) -> Schema:
         "paths": _paths(),
         "components": {
             "schemas": {
-                "Error": _error(),
+                "Error": _object({"error": _object(_ERROR)}),
                 "CompletionRequest": _body(json_schema(BODIES["completion"])),
                 "ChatCompletionRequest": _body(json_schema(BODIES["chat"])),
-                "Completion": _answer({"text": _STRING}, _completion_logprobs()),
-                "ChatCompletion": _answer({"message": _message()}, _chat_logprobs()),
-                "Model": _model(),
+                "Completion": _answer({"text": _STRING}, _object(_COMPLETION_LOGPROBS)),
+                "ChatCompletion": _answer({"message": message}, _object(_CHAT_LOGPROBS)),
+                "Model": _object(_MODEL),
             },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
@@ -115,12 +158,6 @@ def _property(field: Schema, required: bool) -> Schema:
     return _or_null(field) | around
 
 
-def _error() -> Schema:
-    types = {"enum": sorted({row.type.value for row in CODES.values()})}
-    inner = {"message": _STRING, "type": types, "param": _or_null(_STRING), "code": {"enum": sorted(CODES)}}
-    return _object({"error": _object(inner)})
-
-
 def _answer(content: Mapping[str, Schema], logprobs: Schema) -> Schema:
     finish = {"enum": ["stop", "length", "tool_calls"]}
     choice = {"index": _INTEGER, **content, "logprobs": _or_null(logprobs), "finish_reason": finish}
@@ -134,48 +171,3 @@ def _answer(content: Mapping[str, Schema], logprobs: Schema) -> Schema:
     details = {"type": "object", "additionalProperties": _INTEGER}
     usage = _object(counts | {"prompt_tokens_details": details, "completion_tokens_details": details})
     return _object(outer | {"usage": usage} | prompt, *prompt)
-
-
-def _message() -> Schema:
-    function = _object({"name": _STRING, "arguments": _STRING})
-    calls = _array(_object({"id": _STRING, "type": {"const": "function"}, "function": function}))
-    fields = {"role": {"const": "assistant"}, "content": _or_null(_STRING), "refusal": {"type": "null"}}
-    return _object(fields | {"tool_calls": calls}, "tool_calls")
-
-
-def _completion_logprobs() -> Schema:
-    likeliest = _or_null({"type": "object", "additionalProperties": _NUMBER})
-    lists = {"tokens": _STRING, "token_logprobs": _or_null(_NUMBER), "top_logprobs": likeliest, "text_offset": _INTEGER}
-    return _object({name: _array(item) for name, item in lists.items()})
-
-
-def _chat_logprobs() -> Schema:
-    token = {"token": _STRING, "logprob": _NUMBER, "bytes": _or_null(_array(_INTEGER))}
-    content = _array(_object(token | {"top_logprobs": _array(_object(token))}))
-    return _object({"content": content, "refusal": {"type": "null"}})
-
-
-def _model() -> Schema:
-    fields = {"id": _STRING, "object": _STRING, "created": _INTEGER, "owned_by": _STRING, "max_model_len": _INTEGER}
-    return _object(fields)
-
-
-def _object(properties: Mapping[str, Any], *optional: str) -> Schema:
-    required = [name for name in properties if name not in optional]
-    return {"type": "object", "properties": dict(properties), "required": required}
-
-
-def _array(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
-
-
-def _or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def _ref(name: str) -> Schema:
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def _json(schema: Schema) -> Schema:
-    return {"application/json": {"schema": schema}}

@@ -82,8 +82,13 @@ class GrammarQueue:
 
     def _admitted(self, name: str) -> _Caller:
         caller = self._callers.get(name)
-        if caller is None:
-            caller = self._callers[name] = self._newcomer(name)
+        if caller is None and not name:
+            caller = _Caller(asyncio.Semaphore(self._threads), self._max_waiting, None)
+        elif caller is None:
+            budget = Bucket(TRIAL_SECONDS_PER_MINUTE, self._clock())
+            turns, max_requests = asyncio.Semaphore(max(self._threads // 2, 1)), max(self._max_waiting // SHARE, 1)
+            caller = _Caller(turns, max_requests, budget)
+        self._callers[name] = caller
         if len(self) >= self._max_waiting:
             raise _refusal(f"{self._max_waiting} requests wait for their grammars to be tried")
         if caller.requests >= caller.max_requests:
@@ -93,12 +98,6 @@ class GrammarQueue:
             raise _refusal(why, caller.budget.wait(1, now))
         caller.requests += 1
         return caller
-
-    def _newcomer(self, name: str) -> _Caller:
-        if not name:
-            return _Caller(asyncio.Semaphore(self._threads), self._max_waiting, None)
-        budget = Bucket.full(TRIAL_SECONDS_PER_MINUTE, self._clock())
-        return _Caller(asyncio.Semaphore(max(self._threads // 2, 1)), max(self._max_waiting // SHARE, 1), budget)
 
     def _ended(self, caller: _Caller, seconds: list[float], job: asyncio.Future[T]) -> None:
         if not job.cancelled():

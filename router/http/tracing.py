@@ -20,7 +20,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.answers.responses import Usage
+from router.answers.choice_reader import Usage
 from router.generation import GenerationError
 from router.schema.requests import ApiRequest
 from router.sessions.run import NullTracer
@@ -48,7 +48,17 @@ class TraceRequests:
             return
         tracing, status = self._tracing, 0
         parent = tracing.propagator.extract(Headers(scope=scope))
-        span = tracing.tracer.start_span(operation, parent, SpanKind.SERVER, _of_scope(scope, operation))
+        state = scope["state"]
+        about = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "paceline",
+            "http.request.method": scope["method"],
+            "url.path": scope["path"],
+            "paceline.request": state["request_id"],
+        }
+        if name := state.get("api_key_name"):
+            about["paceline.api_key"] = name
+        span = tracing.tracer.start_span(operation, parent, SpanKind.SERVER, about)
 
         async def send_noting_status(message: Message) -> None:
             nonlocal status
@@ -60,19 +70,8 @@ class TraceRequests:
             with use_span(span):
                 await self._app(scope, receive, send_noting_status)
         finally:
-            _note_answer(span, scope["state"], status)
+            _note_answer(span, state, status)
             span.end()
-
-
-def _of_scope(scope: Scope, operation: str) -> dict[str, str]:
-    found = {
-        "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": "paceline",
-        "http.request.method": scope["method"],
-        "url.path": scope["path"],
-        "paceline.request": scope["state"]["request_id"],
-    }
-    return found | ({"paceline.api_key": name} if (name := scope["state"].get("api_key_name")) else {})
 
 
 def _note_answer(span: Span, state: Mapping[str, Any], status: int) -> None:
@@ -80,32 +79,24 @@ def _note_answer(span: Span, state: Mapping[str, Any], status: int) -> None:
     request, usage = state.get("parsed"), state.get("usage")
     if isinstance(request, ApiRequest):
         span.update_name(f"{request.kind if request.kind == 'chat' else 'text_completion'} {request.model}")
-        span.set_attributes(_of_request(request))
+        first, sampling = request.generations[0], request.generations[0].sampling
+        asked: dict[str, Any] = {
+            "gen_ai.request.model": request.model,
+            "gen_ai.response.model": request.model,
+            "gen_ai.request.choice.count": len(request.generations),
+            "gen_ai.request.max_tokens": first.max_tokens,
+            "gen_ai.request.stop_sequences": request.stop,
+            "gen_ai.usage.input_tokens": request.prompt_tokens,
+            "paceline.stream": request.stream,
+        }
+        drawn = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
+        span.set_attributes(asked | {f"gen_ai.request.{name}": getattr(sampling, name) for name in drawn})
     if isinstance(usage, Usage):
         span.set_attribute("gen_ai.usage.output_tokens", usage.completion)
     span.set_attribute("http.response.status_code", status)
     if error := state.get("error") or (str(status) if status >= FAILURE else None):
         span.set_attribute("error.type", error)
         span.set_status(Status(StatusCode.ERROR))
-
-
-def _of_request(request: ApiRequest) -> dict[str, Any]:
-    first = request.generations[0]
-    sampling = first.sampling
-    return {
-        "gen_ai.request.model": request.model,
-        "gen_ai.response.model": request.model,
-        "gen_ai.request.choice.count": len(request.generations),
-        "gen_ai.request.max_tokens": first.max_tokens,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-        "gen_ai.request.presence_penalty": sampling.presence_penalty,
-        "gen_ai.request.stop_sequences": request.stop,
-        "gen_ai.usage.input_tokens": request.prompt_tokens,
-        "paceline.stream": request.stream,
-    }
 
 
 class SessionSpans(NullTracer):

@@ -10,21 +10,6 @@ export function withoutSpeculation(run) {
   return { ...body, ...limit, speculation: { enabled: false, details: true, remember: false } };
 }
 
-/** What there is to say once both are over. */
-function judge(run, plain) {
-  const [fast, slow] = [run.figures(run.over), plain.figures(plain.over)];
-  const stopped = run.finish === null; // cut off anywhere, also within a commit that had been made
-  const same = stopped ? plain.text.startsWith(run.text) || run.text.startsWith(plain.text) : plain.text === run.text;
-  const ratio = fast.tokensPerSecond / slow.tokensPerSecond;
-  return { ratio, same, differsAt: same ? null : firstDifference(run.text, plain.text) };
-}
-
-function firstDifference(a, b) {
-  let at = 0;
-  while (at < a.length && a[at] === b[at]) at++;
-  return at;
-}
-
 export class ComparisonView {
   constructor(container) {
     this.container = container;
@@ -52,9 +37,13 @@ export class ComparisonView {
 
   #verdict(run, plain) {
     if (plain.over === null) return element("p", { class: "muted", text: "Running without speculation …" });
-    const { ratio, same, differsAt } = judge(run, plain);
+    const ratio = run.figures(run.over).tokensPerSecond / plain.figures(plain.over).tokensPerSecond;
+    const stopped = run.finish === null; // cut off anywhere, also within a commit that had been made
+    let at = 0;
+    while (at < run.text.length && run.text[at] === plain.text[at]) at++;
+    const same = stopped ? at === Math.min(run.text.length, plain.text.length) : plain.text === run.text;
     const times = Number.isFinite(ratio) ? `${number(ratio, ratio < 10 ? 2 : 0)}× as fast` : "Too short to compare";
-    const text = same ? "The text is identical." : `The text differs from character ${differsAt + 1} on.`;
+    const text = same ? "The text is identical." : `The text differs from character ${at + 1} on.`;
     const verdict = element("p", { class: "verdict", "data-same": String(same) }, element("b", { text: times }));
     verdict.append(Number.isFinite(ratio) ? ` with speculation. ${text}` : `. ${text}`);
     return verdict;

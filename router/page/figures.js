@@ -2,14 +2,12 @@
 
 import { duration, element, number, percent, rate, UNKNOWN } from "./dom.js";
 
-const HELP = {
-  acceptance: "Share of the draft tokens offered to the target that it kept",
-  acceptanceLength: "Tokens committed by a step that had drafts to verify, on average",
-};
+const KEPT = "Share of the draft tokens offered to the target that it kept";
+const LENGTH = "Tokens committed by a step that had drafts to verify, on average";
 const FIGURES = [
   { key: "tokensPerSecond", name: "Tokens/s", text: rate },
-  { key: "acceptance", name: "Acceptance", text: percent },
-  { key: "acceptanceLength", name: "Acceptance length", text: (value) => number(value, 2) },
+  { key: "acceptance", name: "Acceptance", text: percent, help: KEPT },
+  { key: "acceptanceLength", name: "Acceptance length", text: (value) => number(value, 2), help: LENGTH },
   { key: "tokensPerStep", name: "Tokens a step", text: (value) => number(value, 2) },
   { key: "firstToken", name: "First token", text: duration },
   { key: "tokens", name: "Tokens", text: (value) => (value ? String(value) : UNKNOWN) },
@@ -20,8 +18,8 @@ const FIGURES = [
 export class Figures {
   constructor(list) {
     this.values = FIGURES.map(({ key }) => element("dd", { "data-figure": key, text: UNKNOWN }));
-    const rows = FIGURES.map(({ key, name }, index) =>
-      element("div", { title: HELP[key] }, element("dt", { text: name }), this.values[index]),
+    const rows = FIGURES.map(({ name, help }, index) =>
+      element("div", { title: help }, element("dt", { text: name }), this.values[index]),
     );
     list.replaceChildren(...rows);
   }

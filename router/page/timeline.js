@@ -86,7 +86,6 @@ export class Timeline {
     const steps = (this.run?.timed ?? []).map((step) => ({ step, from: step.start - step.waited, end: step.end }));
     this.bars = [];
     this.drawing.replaceChildren(
-      hatching(),
       ...this.#axis(width),
       ...this.#track("Drafting", TRACKS.draft, width),
       ...this.#track("Verification", TRACKS.verify, width),
@@ -238,18 +237,4 @@ export class Timeline {
 
 function when({ start, end }) {
   return `from ${duration(start)} to ${duration(end)}`;
-}
-
-/** The pattern of waits. */
-function hatching() {
-  return svg(
-    "defs",
-    {},
-    svg(
-      "pattern",
-      { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
-      svg("rect", { class: "hatch-ground", width: 6, height: 6 }),
-      svg("rect", { class: "hatch-line", width: 2, height: 6 }),
-    ),
-  );
 }

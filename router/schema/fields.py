@@ -13,17 +13,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    GetJsonSchemaHandler,
-    Tag,
-    ValidationError,
-    model_validator,
-)
+import pydantic
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
@@ -96,12 +86,15 @@ def json_type(value: object) -> str:
 
 One = TypeVar("One")
 Many = TypeVar("Many")
-Array = Annotated[list[Many], Field(fail_fast=True)]
+Array = Annotated[list[Many], pydantic.Field(fail_fast=True)]
 """All entries of which are alike; the first that is not is the one that an error is about."""
-StringOr = Annotated[Annotated[One, Tag("<string>")] | Annotated[Many, Tag("<array>")], Discriminator(json_type)]
+StringOr = Annotated[
+    Annotated[One, pydantic.Tag("<string>")] | Annotated[Many, pydantic.Tag("<array>")],
+    pydantic.Discriminator(json_type),
+]
 
 
-def at_most(entries: int) -> BeforeValidator:
+def at_most(entries: int) -> pydantic.BeforeValidator:
     """The size of an object is looked at before what is in it: there may be millions of wrong values."""
 
     def check(value: object) -> object:
@@ -109,7 +102,7 @@ def at_most(entries: int) -> BeforeValidator:
             raise PydanticCustomError("too_long", "too long")
         return value
 
-    return BeforeValidator(check)
+    return pydantic.BeforeValidator(check)
 
 
 class RefusedField(NamedTuple):
@@ -120,10 +113,10 @@ class RefusedField(NamedTuple):
     """The values, besides null, that ask for nothing: client libraries send them unasked."""
 
 
-class Fields(BaseModel):
+class Fields(pydantic.BaseModel):
     """A JSON object. A docstring says what a field does and, after "Default:", what holds without it."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
     names: ClassVar[frozenset[str]] = frozenset()
     """Of the fields that are carried out."""
@@ -135,7 +128,7 @@ class Fields(BaseModel):
         cls.names = frozenset(field.alias or name for name, field in cls.__pydantic_fields__.items())
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> Schema:
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: pydantic.GetJsonSchemaHandler) -> Schema:
         """With the refused fields."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         for name, (reason, neutral) in cls.refused.items():
@@ -147,10 +140,10 @@ class Fields(BaseModel):
         """An object as ``json.loads`` gives it. Raises :class:`ApiError`."""
         try:
             return cls.model_validate(raw)
-        except ValidationError as error:
+        except pydantic.ValidationError as error:
             raise _refusal(cls, raw, error.errors(include_url=False)[0]) from None
 
-    @model_validator(mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
     def asked(cls, raw: Any) -> Any:
         """What is left without the fields that ask for nothing. What is not known is refused."""
@@ -298,7 +291,7 @@ class _Plain(GenerateJsonSchema):
 
 
 @cache
-def json_schema(model: type[BaseModel]) -> Schema:
+def json_schema(model: type[pydantic.BaseModel]) -> Schema:
     """A model's JSON Schema without references, and without the null that any absent field may be."""
     schema = model.model_json_schema(schema_generator=_Plain)
     parts = schema.pop("$defs", {}) | {model.__name__: schema}

@@ -1,8 +1,8 @@
 """The prompt of a request as token ids: texts, token arrays, lists of either, and chat messages.
 
 Decides which forms are taken, what of a chat goes into the model's template, what is cut off where a caller says so,
-and checks that every id is one of the model's. What is too large to be looked at is refused unread: tokenising takes
-seconds for megabytes. How long a prompt may be in tokens is decided in :mod:`router.schema.answer_fields`.
+how long prompt and text may be in tokens, and checks that every id is one of the model's. What is too large to be
+looked at is refused unread: tokenising takes seconds for megabytes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.errors import ApiError
-from router.schema.answer_fields import check_ids
-from router.schema.fields import missing, nearest, shortened, wrong_type, wrong_value
+from router.generation import ServedModel
+from router.schema.fields import missing, nearest, shortened, show, wrong_type, wrong_value
 from router.schema.request_objects import Message as Written
 from router.schema.request_objects import text_of
-from router.schema.request_schema import MAX_MESSAGES, Body, ChatBody, CompletionBody
-from router.schema.tools import NO_TOOLS, Tools
+from router.schema.request_schema import COMPLETION_MAX_TOKENS, MAX_MESSAGES, Body, ChatBody, CompletionBody
+from router.schema.structured import NO_TOOLS, Tools
 from router.text.chat_template import RESERVED, ChatTemplate, Message, TemplateError
 from router.text.text import Detokenizer
 from router.text.tokenizer import Tokenizer
@@ -242,3 +242,57 @@ def _up_to(mark: str, text: str, last: Message) -> str:
         message = f"{where} must be false: the chat template does not write the last message as it is"
         raise ApiError("invalid_value", message, where)
     return prompt
+
+
+def length_asked(body: Body, *, minimum: int) -> tuple[str, int]:
+    """``max_tokens`` or ``max_completion_tokens``, and its value; no name and 1 where neither is given.
+
+    ``minimum``: 0 where no token is an answer too. Raises :class:`ApiError`.
+    """
+    given = {name: getattr(body, name) for name in ("max_tokens", "max_completion_tokens")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) == 2:
+        raise ApiError("invalid_value", "give max_tokens or max_completion_tokens, not both", "max_completion_tokens")
+    for field, asked in given.items():
+        if asked < minimum:
+            raise wrong_value(field, f"an integer of at least {minimum}", asked)
+        return field, asked
+    return "", 1
+
+
+def max_tokens_of(body: Body, prompt: int, context: int) -> int:
+    """How many tokens may follow a prompt of this many. Raises :class:`ApiError`."""
+    room, chat = context - prompt, isinstance(body, ChatBody)
+    if room < 1:
+        message = f"the prompt has {prompt} tokens; the model's context of {context} leaves at most {context - 1}"
+        raise ApiError("context_length_exceeded", message, "messages" if chat else "prompt")
+    field, asked = length_asked(body, minimum=0)
+    if not field:
+        return room if chat else min(COMPLETION_MAX_TOKENS, room)
+    if asked > room:
+        message = (
+            f"{field} is {show(asked)}, but a prompt of {prompt} tokens leaves at most {room} in the model's context "
+            f"of {context}"
+        )
+        raise ApiError("context_length_exceeded", message, field)
+    return asked
+
+
+def prediction_of(body: Body, tokenizer: Tokenizer, model: ServedModel) -> tuple[Token, ...]:
+    """The field ``prediction`` as tokens; none if it is absent. Raises :class:`ApiError`."""
+    text = "" if body.prediction is None else text_of(body.prediction.content)
+    tokens = tokenizer.encode(text, special=False) if text else ()
+    where = "prediction.content"
+    if len(tokens) > model.context:
+        message = f"{where} has {len(tokens)} tokens; the model's context is {model.context}"
+        raise ApiError("context_length_exceeded", message, where)
+    check_ids(tokens, where, model.vocabulary)
+    return tokens
+
+
+def check_ids(tokens: Sequence[Token], where: str, vocabulary: int) -> None:
+    """Also for ids of our own: a tokenizer may know tokens for which the model has no row. Raises :class:`ApiError`."""
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            message = f"{where} has token id {token}; the model's ids go from 0 to {vocabulary - 1}"
+            raise ApiError("invalid_value", message, where)

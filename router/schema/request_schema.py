@@ -14,22 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from router.schema import request_objects as objects
 from router.schema.fields import Array, Fields, RefusedField, StringOr, at_most
-from router.schema.request_objects import (
-    INSTEAD_TOOLS,
-    TEXT_ONLY,
-    CacheOptions,
-    Choices,
-    JsonSchema,
-    Message,
-    Prediction,
-    ResponseFormat,
-    Steering,
-    StreamOptions,
-    StructuredOutputs,
-    Tool,
-    ToolChoice,
-)
 from speculation.messages import MAX_PRIORITY
 
 Kind = Literal["completion", "chat"]
@@ -128,7 +114,7 @@ class Body(Fields):
     truncate_prompt_tokens: int | None = Field(None, ge=-1, examples=[3, -1])
     """Only so many of the last tokens of the prompt; -1: as many as fit. Not 0. Default: all"""
 
-    response_format: ResponseFormat | None = Field(
+    response_format: objects.ResponseFormat | None = Field(
         None,
         examples=[
             {"type": "text"},
@@ -138,22 +124,22 @@ class Body(Fields):
     )
     """`text`, `json_object`, or `json_schema` with `json_schema.schema`. Only one of this, `structured_outputs` and
     `guided_*`. Where `tools` are offered, the model may write calls instead. Default: text"""
-    structured_outputs: StructuredOutputs | None = Field(
+    structured_outputs: objects.StructuredOutputs | None = Field(
         None, examples=[{"regex": "[a-z]+"}, {"choice": ["yes", "no"]}, {"json": {"type": "integer"}}]
     )
     """Exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`, and how JSON is laid out."""
-    guided_json: JsonSchema = Field(None, examples=[{"type": "boolean"}])
+    guided_json: objects.JsonSchema = Field(None, examples=[{"type": "boolean"}])
     """The older name of `structured_outputs.json`."""
     guided_regex: str | None = Field(None, examples=["[0-9]+"])
     """Of `structured_outputs.regex`."""
-    guided_choice: Choices | None = Field(None, examples=[["a", "b"]])
+    guided_choice: objects.Choices | None = Field(None, examples=[["a", "b"]])
     """Of `structured_outputs.choice`."""
     guided_grammar: str | None = Field(None, examples=['start: "yes" | "no"'])
     """Of `structured_outputs.grammar`."""
 
     stream: bool = Field(False, examples=[True])
     """Send the text as it is decided, in server-sent events."""
-    stream_options: StreamOptions | None = None
+    stream_options: objects.StreamOptions | None = None
     """Only with `stream`."""
     prompt_logprobs: Logprobs | None = Field(None, examples=[2])
     """The same for the prompt, in vLLM's form; not with `stream`. The prompt is then computed without the cache.
@@ -168,7 +154,9 @@ class Body(Fields):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(None, examples=["tenant 7"])
     """Only requests with the same salt, and of the same API key where there are keys, find what was computed of this
     prompt and its text. It never changes a text."""
-    prediction: Prediction | None = Field(None, examples=[{"type": "content", "content": "there was a little girl"}])
+    prediction: objects.Prediction | None = Field(
+        None, examples=[{"type": "content", "content": "there was a little girl"}]
+    )
     """What the text will probably be: drafts that need no draft model."""
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, examples=[-3])
     """The lower, the sooner it is served where not all can be."""
@@ -178,7 +166,7 @@ class Body(Fields):
     store: bool | None = Field(None, examples=[False])
     """False: the prompt is not recorded. True: only where the server records prompts (`--record-prompts`). Answers are
     never kept. Default: true where prompts are recorded"""
-    speculation: Steering | None = None
+    speculation: objects.Steering | None = None
     """How drafting goes; the text is the same however it does, but for `rule`."""
 
     user: Label | None = Field(None, examples=["somebody"])
@@ -191,7 +179,7 @@ class Body(Fields):
     """No effect. Labels."""
     prompt_cache_key: Label | None = Field(None, examples=["a"])
     """No effect. A hint: prefixes are found by what they say."""
-    prompt_cache_options: CacheOptions | None = Field(None, examples=[{"mode": "implicit"}])
+    prompt_cache_options: objects.CacheOptions | None = Field(None, examples=[{"mode": "implicit"}])
     """No effect. A hint, likewise."""
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = Field(None, examples=["24h"])
     """No effect. A hint: they are kept while there is room."""
@@ -206,7 +194,7 @@ class Body(Fields):
         "request_id": RefusedField("send it as the header X-Request-Id"),
         "kv_transfer_params": RefusedField("caches do not move between workers"),
         "vllm_xargs": RefusedField("there are no arguments for plugins", ({},)),
-        "mm_processor_kwargs": RefusedField(TEXT_ONLY, ({},)),
+        "mm_processor_kwargs": RefusedField(objects.TEXT_ONLY, ({},)),
     }
 
 
@@ -236,7 +224,7 @@ class CompletionBody(Body):
 class ChatBody(Body):
     """Of ``POST /v1/chat/completions``."""
 
-    messages: Array[Message] = Field(min_length=1, title="an array of at least one message")
+    messages: Array[objects.Message] = Field(min_length=1, title="an array of at least one message")
     """The conversation, put into the model's chat template."""
     max_completion_tokens: int | None = Field(None, ge=1, examples=[12])
     """The newer name of `max_tokens`; one of them."""
@@ -254,10 +242,10 @@ class ChatBody(Body):
         None, examples=["none"]
     )
     """For templates that have such a variable."""
-    tools: Array[Tool] = Field([], max_length=128)
+    tools: Array[objects.Tool] = Field([], max_length=128)
     """Functions the model may call, where its chat template has a place for them and shows a form of calls that is
     known here (Hermes and Qwen, Llama 3)."""
-    tool_choice: ToolChoice | None = Field(None, examples=["none", "auto"])
+    tool_choice: objects.ToolChoice | None = Field(None, examples=["none", "auto"])
     """`none`: tools are left out of the prompt. `required` or a name: the text is held to the form of a call, without
     idle whitespace. Default: auto"""
     parallel_tool_calls: bool = Field(True, examples=[True, False])
@@ -266,11 +254,11 @@ class ChatBody(Body):
     refused: ClassVar[Mapping[str, RefusedField]] = {
         **Body.refused,
         "echo": RefusedField("the template's text is not part of an answer; use /v1/completions", (False,)),
-        "media_io_kwargs": RefusedField(TEXT_ONLY, ({},)),
-        "functions": RefusedField(INSTEAD_TOOLS, ([],)),
-        "function_call": RefusedField(INSTEAD_TOOLS, ("none", "auto")),
-        "modalities": RefusedField(TEXT_ONLY, (["text"],)),
-        "audio": RefusedField(TEXT_ONLY),
+        "media_io_kwargs": RefusedField(objects.TEXT_ONLY, ({},)),
+        "functions": RefusedField(objects.INSTEAD_TOOLS, ([],)),
+        "function_call": RefusedField(objects.INSTEAD_TOOLS, ("none", "auto")),
+        "modalities": RefusedField(objects.TEXT_ONLY, (["text"],)),
+        "audio": RefusedField(objects.TEXT_ONLY),
         "moderation": RefusedField("nothing is moderated"),
         "verbosity": RefusedField("say it in a message", ("medium",)),
         "web_search_options": RefusedField("the server reads no web pages; offer a tool"),

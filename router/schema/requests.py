@@ -1,30 +1,42 @@
 """From the bytes of a request body to a request that can run, or an error that names the field at fault.
 
-Parse, don't validate: what comes out of :func:`parse_completion` and :func:`parse_chat` needs no further
-checks. The fields are declared in :mod:`router.schema.request_schema`; what depends on the model, the server or other
-fields is read in modules of their own, by what they are about. Knows nothing of HTTP.
+Parse, don't validate: what comes out of :func:`request_of` needs no further checks. The fields are declared in
+:mod:`router.schema.request_schema`; what depends on the model, the server or other fields is read here, and in modules
+of their own: prompts, and the form of the text. Knows nothing of HTTP.
+
+Values mean what they mean to vLLM and OpenAI; what is out of bounds is refused, never clipped. Nothing of speculation
+bears on the text, but for ``speculation.rule``, and that not on its law. With speculation off a prediction is checked
+like any other and then of no use: so the same request can be sent with and without.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import secrets
 from codecs import BOM_UTF8
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from router.errors import ApiError
 from router.generation import Generation, ServedModel
-from router.schema import answer_fields
-from router.schema.answer_fields import AnswerForm
 from router.schema.fields import missing, nearest, show, wrong_value
-from router.schema.prompts import Prompt, chat_prompt, check_sizes, completion_prompts, truncated
+from router.schema.prompts import (
+    Prompt,
+    chat_prompt,
+    check_sizes,
+    completion_prompts,
+    length_asked,
+    max_tokens_of,
+    prediction_of,
+    truncated,
+)
 from router.schema.request_objects import StreamOptions
-from router.schema.request_schema import BODIES, Body, ChatBody, CompletionBody, Kind
-from router.schema.structured import text_grammar
-from router.schema.tools import Tools, grammar_of, tools_of
+from router.schema.request_schema import BODIES, MAX_SEED, Body, ChatBody, CompletionBody, Kind
+from router.schema.structured import Tools, grammar_of, text_grammar, tools_of
 from router.text.tokenizer import Tokenizer
-from speculation.messages import RequestOptions, Speculation
+from speculation.messages import RequestOptions, Sampling, Source, SourceName, Speculation, Token
 
 MAX_MODEL_CHARACTERS = 256
 MAX_MODELS_NAMED = 16
@@ -43,6 +55,32 @@ class ModelEntry:
     """What a request gets that does not say otherwise."""
     records: bool = False
     """Whether prompts are kept; see :mod:`router.http.prompt_recorder`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What an answer shows."""
+
+    logprobs: int | None = None
+    """With each token its log-probability and those of so many of the likeliest; None: without any."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt, in vLLM's form."""
+    echo: bool = False
+    """The answer begins with the prompt, with log-probabilities if there are any."""
+    token_ids: bool = False
+    """With the ids of the tokens of prompt and text."""
+    names_as_ids: bool = False
+    """Tokens are named ``token_id:5``."""
+    special: bool = False
+    """Special tokens show in the text."""
+    stop_string: bool = False
+    """The text ends after a stop string instead of before it."""
+
+    @property
+    def of_prompt(self) -> int | None:
+        """Of how many tokens the target has to tell log-probabilities at each place of the prompt."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in wanted if count is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,25 +197,26 @@ def request_of(body: Body, model_entry: ModelEntry, request_id: str) -> ApiReque
     tools = tools_of(body, tokenizer) if isinstance(body, ChatBody) else Tools()
     prompts = _prompts(body, n, model_entry, tools)
     options = _stream_options(body)
-    form = answer_fields.answer_form_of(body)
-    field, asked = answer_fields.length_asked(body, minimum=0 if form.echo else 1)
+    form = answer_form_of(body)
+    field, asked = length_asked(body, minimum=0 if form.echo else 1)
     prompts = truncated(body, prompts, model.context, max(asked, 1))
-    limits = [answer_fields.max_tokens_of(body, len(prompt.tokens), model.context) for prompt in prompts]
+    limits = [max_tokens_of(body, len(prompt.tokens), model.context) for prompt in prompts]
     prompt_only = bool(field) and asked == 0
-    sampling = answer_fields.sampling_of(body, model.vocabulary, tokenizer)
-    details = answer_fields.wants_details(body)
+    sampling = sampling_of(body, model.vocabulary, tokenizer)
+    details = body.speculation is not None and body.speculation.details
     first = Generation(
         prompt=(),
         sampling=sampling,
         max_tokens=0,
-        stop_tokens=answer_fields.stop_tokens_of(body, model.vocabulary, tokenizer),
-        speculation=answer_fields.speculation_of(body, model_entry.speculation, model.sources),
+        min_tokens=_min_tokens(body, limits),
+        stop_tokens=_stop_tokens(body, model.vocabulary, tokenizer),
+        speculation=speculation_of(body, model_entry.speculation, model.sources),
         request_id=request_id,
         priority=body.priority,
         model=model,
         request_options=RequestOptions(
             grammar=grammar_of(tools, text_grammar(body), tokenizer),
-            prediction=answer_fields.prediction_of(body, tokenizer, model),
+            prediction=prediction_of(body, tokenizer, model),
             logprobs=form.logprobs,
             prompt_logprobs=form.of_prompt,
             cache_salt=body.cache_salt or "",
@@ -191,9 +230,8 @@ def request_of(body: Body, model_entry: ModelEntry, request_id: str) -> ApiReque
             replace(
                 first,
                 prompt=prompt.tokens,
-                sampling=answer_fields.with_own_seed(sampling, number * n + choice),
+                sampling=with_own_seed(sampling, number * n + choice),
                 max_tokens=1 if prompt_only else limit,
-                min_tokens=answer_fields.min_tokens_of(body, limit),
             )
             for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
             for choice in range(n)
@@ -227,6 +265,13 @@ def _prompts(body: Body, n: int, model_entry: ModelEntry, tools: Tools) -> tuple
     return prompts
 
 
+def _min_tokens(body: Body, limits: Sequence[int]) -> int:
+    for limit in limits:
+        if body.min_tokens > limit:
+            raise wrong_value("min_tokens", f"an integer from 0 to {limit}", body.min_tokens)
+    return body.min_tokens
+
+
 def _store(body: Body, model_entry: ModelEntry) -> bool:
     """``store``. Nobody can have kept what no router keeps."""
     if body.store and not model_entry.records:
@@ -242,3 +287,112 @@ def _stream_options(body: Body) -> StreamOptions:
         given = body.stream_options.model_dump(exclude_unset=True)
         raise wrong_value("stream_options", "left out unless stream is true", given)
     return body.stream_options
+
+
+def answer_form_of(body: Body) -> AnswerForm:
+    """Raises :class:`ApiError`."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError("invalid_value", "prompt_logprobs cannot be streamed; set stream to false", "prompt_logprobs")
+    return AnswerForm(
+        logprobs=_logprobs(body),
+        prompt_logprobs=body.prompt_logprobs,
+        echo=isinstance(body, CompletionBody) and body.echo,
+        token_ids=body.return_token_ids,
+        names_as_ids=body.return_tokens_as_token_ids,
+        special=not body.skip_special_tokens,
+        stop_string=body.include_stop_str_in_output,
+    )
+
+
+def _logprobs(body: Body) -> int | None:
+    if not isinstance(body, ChatBody):
+        return body.logprobs if isinstance(body, CompletionBody) else None
+    if body.top_logprobs and not body.logprobs:
+        raise wrong_value("top_logprobs", "0 or left out, unless logprobs is true", body.top_logprobs)
+    return body.top_logprobs if body.logprobs else None
+
+
+def speculation_of(body: Body, default: Speculation, registered: Sequence[SourceName] = ()) -> Speculation:
+    """The field ``speculation`` over what the server does by default. Raises :class:`ApiError`.
+
+    ``registered``: draft sources there are besides the built-in ones.
+    """
+    if body.speculation is None:
+        return default
+    given = body.speculation.model_dump(exclude_none=True, exclude={"details"})
+    if "sources" in given:
+        names = (*Source, *registered)
+        if any(source not in names for source in given["sources"]):
+            raise wrong_value(
+                "speculation.sources", f"a list of draft sources, among {', '.join(names)}", given["sources"]
+            )
+        given["sources"] = frozenset(given["sources"])
+    return replace(default, **given)
+
+
+def _stop_tokens(body: Body, vocabulary: int, tokenizer: Tokenizer) -> frozenset[Token]:
+    """The caller's and, unless ``ignore_eos``, the model's own."""
+    own = () if body.ignore_eos else tokenizer.stop_tokens
+    given = known_tokens("stop_token_ids", body.stop_token_ids, vocabulary)
+    return frozenset((*given, *(token for token in own if token < vocabulary)))
+
+
+def sampling_of(body: Body, vocabulary: int, tokenizer: Tokenizer) -> Sampling:
+    """How the tokens of a request's first choice are drawn. Raises :class:`ApiError`."""
+    return Sampling(
+        temperature=body.temperature,
+        top_k=min(max(body.top_k, 0), vocabulary),  # -1 is vLLM's "off"
+        top_p=body.top_p,
+        min_p=body.min_p,
+        seed=secrets.randbits(64) if body.seed is None else body.seed & MAX_SEED,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        bias=_bias(body, vocabulary),
+        allowed=tuple(sorted(set(known_tokens("allowed_token_ids", body.allowed_token_ids or (), vocabulary)))),
+        banned=_banned(body, vocabulary, tokenizer),
+    )
+
+
+def with_own_seed(sampling: Sampling, choice: int) -> Sampling:
+    """Choices share no noise. The first keeps the request's seed, so a larger ``n`` does not change it."""
+    if choice == 0:
+        return sampling
+    digest = hashlib.blake2b(f"{sampling.seed}/{choice}".encode(), digest_size=8).digest()
+    return replace(sampling, seed=int.from_bytes(digest, "big"))
+
+
+def known_tokens(where: str, tokens: Sequence[Token], vocabulary: int) -> Sequence[Token]:
+    """The same tokens, all of which the model has. Raises :class:`ApiError`."""
+    wrong = next((token for token in tokens if token >= vocabulary), None)
+    if wrong is not None:
+        raise wrong_value(where, f"an array of token ids below {vocabulary}; there is no {show(wrong)}", [*tokens])
+    return tokens
+
+
+def _bias(body: Body, vocabulary: int) -> tuple[tuple[Token, float], ...]:
+    """``logit_bias``: JSON has no integer keys, so token ids are written as strings."""
+    for name in body.logit_bias:
+        if not _is_token(name, vocabulary):
+            expected = f"an object whose keys are token ids from 0 to {vocabulary - 1}; {name[:20]!r} is none"
+            raise wrong_value("logit_bias", expected, body.logit_bias)
+    return tuple(sorted((int(name), bias) for name, bias in body.logit_bias.items() if bias))
+
+
+def _is_token(name: str, vocabulary: int) -> bool:
+    digits = name.isascii() and name.isdigit() and len(name) <= len(str(vocabulary))
+    return digits and str(int(name)) == name and int(name) < vocabulary
+
+
+def _banned(body: Body, vocabulary: int, tokenizer: Tokenizer) -> tuple[tuple[Token, ...], ...]:
+    """``bad_words``: each as a text begins with it and as it follows a space, in as many tokens as that takes."""
+    banned: dict[tuple[Token, ...], None] = {}
+    for index, word in enumerate(body.bad_words):
+        first = tokenizer.encode(word.lstrip(), special=False)
+        spaced = tokenizer.encode(" " + word.lstrip(), special=False)
+        if not word.strip() or not first or max(first) >= vocabulary:
+            raise wrong_value(f"bad_words[{index}]", "a word the model can write", word)
+        banned[first] = None
+        if max(spaced) < vocabulary:
+            banned[spaced] = None
+    return tuple(banned)

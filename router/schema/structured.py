@@ -1,21 +1,30 @@
-"""Structured outputs: from what a request demands of the text's form to one grammar that workers can follow.
+"""What a request demands of the text's form, as one grammar that workers can follow: structured outputs, tool calls.
 
 Reads OpenAI's ``response_format``, vLLM's ``structured_outputs`` and its older ``guided_*`` fields. Every grammar is
 tried before a worker sees it (:mod:`router.text.grammar_checker`), so that one that is invalid, too large, endless or
 impossible is refused with the name of its field.
+
+And the tools: which functions a model may call, whether it must, and the grammar that holds calls to them. Each tool's
+arguments are a grammar of their own, so that a reference in their schema (``#``, ``#/$defs/...``) means what it means
+in the request. Marks that are tokens of their own are written as such: a grammar does not find a token by the letters
+of its name.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from router.errors import ApiError
 from router.schema.fields import loads, missing, show, wrong_value
-from router.schema.request_objects import ResponseFormat, StructuredOutputs
+from router.schema.request_objects import NamedTool, ResponseFormat, StructuredOutputs
 from router.schema.request_schema import Body, ChatBody
 from router.text.grammar_checker import GrammarChecker, GrammarRefused
+from router.text.tokenizer import Tokenizer
+from router.text.tool_calls import CLOSE, OPEN, PYTHON_TAG, ToolForm
 from speculation.settings import MAX_GRAMMAR_BYTES
 
 FORMS = ("json", "regex", "choice", "grammar")
@@ -26,6 +35,11 @@ MAX_FORM_BYTES = MAX_GRAMMAR_BYTES // 2
 MAX_WHITESPACE_PATTERN = 256
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 """Between the parts of JSON: as the model likes, but no endless run of it."""
+
+NO_TOOLS = "the model's chat template has no place for tools"
+CALL_WHITESPACE = r"\x20"
+"""Between the parts of a call that a grammar demands, or nothing: a model that cannot end must not go on with white."""
+_ANY = r"(.|\n)"
 
 _checker = GrammarChecker()
 
@@ -71,12 +85,6 @@ def json_schema_grammar(schema: object, field: str, options: Mapping[str, object
     return _grammar(
         "json", {} if schema is True else schema, field, {"whitespace_pattern": WHITESPACE, **(options or {})}
     )
-
-
-def tried(grammar: str, field: str, tags: Sequence[str]) -> str:
-    """A grammar of ours, tried. ``field``: what in the request it is made for. ``tags``: the tokens that it names."""
-    _check_size(grammar, field)
-    return _tried("llguidance", grammar, field, tags=tags)
 
 
 def _grammar(form: str, text: object, field: str, options: Mapping[str, object] | None = None) -> str:
@@ -165,3 +173,166 @@ def _form_grammar(form: str, value: Any, where: str, options: Mapping[str, objec
     if isinstance(value, str) and not value.strip():
         raise wrong_value(where, "not empty", value)
     return _grammar(form, value, where)
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What a request offers."""
+
+    offered: Sequence[dict[str, Any]] = ()
+    """As the caller wrote them, for the chat template."""
+    form: ToolForm | None = None
+    """How calls are written in the text; None: it is not searched for any."""
+    several: bool = True
+    """False: the answer ends with its first call."""
+    demanded: Sequence[int] = ()
+    """Of which functions, by their places in ``offered``, one must be called; none: there need not be a call."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the functions."""
+        return frozenset(tool["function"]["name"] for tool in self.offered)
+
+    @property
+    def strict(self) -> bool:
+        """Whether the arguments of some function have to follow its schema, if it is called."""
+        return any(tool["function"].get("strict") for tool in self.offered)
+
+
+def _demanded(body: ChatBody) -> list[int]:
+    """Numbers of the tools of which one has to be called; none: the model is free."""
+    chosen = body.tool_choice
+    if isinstance(chosen, NamedTool):
+        return [index for index, tool in enumerate(body.tools) if tool.function["name"] == chosen.function.name]
+    return list(range(len(body.tools))) if chosen == "required" else []
+
+
+def tools_of(body: ChatBody, tokenizer: Tokenizer) -> Tools:
+    """``tools``, ``tool_choice`` and ``parallel_tool_calls``. Raises :class:`ApiError`."""
+    template, chosen = tokenizer.chat_template, body.tool_choice
+    tools = [{"type": tool.type, "function": tool.function} for tool in body.tools]
+    demanded = _demanded(body)
+    if isinstance(chosen, NamedTool) and not demanded:
+        raise wrong_value("tool_choice.function.name", "the name of one of tools", chosen.function.name)
+    if chosen == "required" and not tools:
+        raise wrong_value("tool_choice", "left out where there are no tools", chosen)
+    if not tools or chosen == "none" or template is None:  # without template there is no chat at all
+        return Tools()
+    if not template.knows_tools:
+        raise ApiError("unsupported_parameter", f"tools cannot be offered: {NO_TOOLS}", "tools")
+    if template.tool_form is None:
+        forms = " and ".join(ToolForm)
+        message = f"tools cannot be offered: the model's chat template shows no form of calls known here ({forms})"
+        raise ApiError("unsupported_parameter", message, "tools")
+    several = body.parallel_tool_calls and not isinstance(chosen, NamedTool)
+    return Tools(tools, template.tool_form, several, demanded)
+
+
+def grammar_of(tools: Tools, answer: str, tokenizer: Tokenizer) -> str:
+    """What a request holds its text to; empty: nothing.
+
+    ``answer``: the grammar of a text without calls; empty: any. Where it is not any text, a text is an answer or calls,
+    nothing of both. Where it is, and no tool is strict, nothing is asked. Raises :class:`ApiError`.
+    """
+    if tools.form is None:
+        return answer
+    if tools.demanded:
+        if answer:
+            message = "tool_choice makes the text a call, and another field wants it in another form; give one of them"
+            raise ApiError("invalid_value", message, "tool_choice")
+        return _tried_rules(["start: calls", *_calls(tools, tokenizer)], tokenizer.tags)
+    if answer:
+        return _tried_with(answer, ["start: @answer | calls", *_calls(tools, tokenizer)], tokenizer.tags)
+    if not tools.strict:
+        return ""
+    free = _beside_hermes if tools.form is ToolForm.HERMES else _beside_llama
+    return _tried_rules([*free(tools, tokenizer), *_calls(tools, tokenizer)], tokenizer.tags)
+
+
+def _calls(tools: Tools, tokenizer: Tokenizer) -> Iterator[str]:
+    """The rule ``calls``: of one, or of several, to a function that may be called."""
+    assert tools.form is not None
+    more = f" ({json.dumps(tools.form.between)} call)*" if tools.several else ""
+    yield f"calls: call{more}"
+    if tools.form is ToolForm.HERMES:
+        yield f"call: {_mark(OPEN, tokenizer.tags)} called"
+        yield f'called: "\\n" one "\\n" {_mark(CLOSE, tokenizer.tags)}'
+    else:
+        yield "call: one"
+    yield from _one(tools, tools.form.arguments)
+
+
+def _beside_hermes(tools: Tools, tokenizer: Tokenizer) -> Iterator[str]:
+    """Any text, but what opens a call is one. An opening mark counts in letters too: that is how it is read."""
+    yield "start: opened* text" if tools.several else "start: opened | text"
+    yield f"opened: text {_either('spelt', OPEN, tokenizer.tags)} called"
+    yield f"spelt[lazy]: /{_ANY}*{re.escape(OPEN)}/"
+    yield f"text: ({' | '.join(('TEXT', *_others(tools, tokenizer)))})*"
+    yield f"TEXT: /{_ANY}+/"
+
+
+def _beside_llama(tools: Tools, tokenizer: Tokenizer) -> Iterator[str]:
+    """Calls, or a text that does not begin as one."""
+    others = _others(tools, tokenizer)
+    yield f"start: {_either(json.dumps(PYTHON_TAG), PYTHON_TAG, tokenizer.tags)}? calls | text"
+    yield f"text: PLAIN? (({' | '.join(others)}) TEXT?)*" if others else "text: PLAIN?"
+    yield rf"PLAIN: TEXT & ~/[\s\x1c-\x1f]*(\{{|{re.escape(PYTHON_TAG)}){_ANY}*/"  # as Python sees white space
+    yield f"TEXT: /{_ANY}+/"
+
+
+def _others(tools: Tools, tokenizer: Tokenizer) -> list[str]:
+    """Tokens that a text may have beside letters: all that show in it, but the marks of calls."""
+    assert tools.form is not None
+    out = tokenizer.hidden | tokenizer.stop_tokens
+    return sorted(tag for tag, token in tokenizer.tags.items() if token not in out and tag not in tools.form.marks)
+
+
+def _one(tools: Tools, arguments: str) -> Iterator[str]:
+    """The rule ``one``: the JSON object of a call."""
+    indices = tools.demanded or range(len(tools.offered))
+    yield f'one: "{{" gap {_string("name")} gap ":" gap ({" | ".join(f"call_{index}" for index in indices)}) gap "}}"'
+    yield f'arguments: gap "," gap {_string(arguments)} gap ":" gap'
+    yield f"gap: /{CALL_WHITESPACE}/?"
+    for index in indices:
+        name = tools.offered[index]["function"]["name"]
+        yield f"call_{index}: {_string(name)} arguments %json {json.dumps(_parameters(tools, index))}"
+
+
+def _parameters(tools: Tools, index: int) -> Mapping[str, Any]:
+    """The schema that a function's arguments have to follow."""
+    function = tools.offered[index]["function"]
+    schema = {"type": "object"}
+    if tools.demanded or function.get("strict"):
+        schema |= function.get("parameters") or {}
+        json_schema_grammar(schema, f"tools[{index}].function.parameters")
+    return schema | {"x-guidance": {"whitespace_pattern": CALL_WHITESPACE}}
+
+
+def _mark(mark: str, tags: Collection[str]) -> str:
+    return mark if mark in tags else json.dumps(mark)
+
+
+def _either(letters: str, mark: str, tags: Collection[str]) -> str:
+    return f"({letters} | {mark})" if mark in tags else letters
+
+
+def _string(text: str) -> str:
+    """A JSON string, as a grammar names it."""
+    return json.dumps(json.dumps(text))
+
+
+def _tried_with(answer: str, rules: Iterable[str], tags: Collection[str]) -> str:
+    """``answer``: a Lark grammar, or JSON that holds one grammar.
+
+    While a text may still be either, its white space is that of the answer. Of a call in Llama's form there can then be
+    none before the arguments, if the answer in JSON may be alike so far and has no object there.
+    """
+    (inner,) = json.loads(answer)["grammars"] if answer.startswith("{") else ({"lark_grammar": answer},)
+    outer = {"name": "answer or calls", "lark_grammar": "\n".join(rules)}
+    return _tried_rules([json.dumps({"grammars": [outer, inner | {"name": "answer"}]})], tags)
+
+
+def _tried_rules(rules: Iterable[str], tags: Collection[str]) -> str:
+    grammar = "\n".join(rules)
+    _check_size(grammar, "tools")
+    return _tried("llguidance", grammar, "tools", tags=[tag for tag in sorted(tags) if tag in grammar])

@@ -1,4 +1,7 @@
-"""Which worker takes a session: filter, then score, then pick.
+"""Which models a router serves, and which worker takes a session: filter, then score, then pick.
+
+Models are known by what targets say of themselves. One whose last target has left the list of workers is served for a
+while yet: a target may come back, and until then its requests wait instead of being refused.
 
 Pure: what is known of the workers and what the session needs come in, one worker goes out. No sockets, no clock;
 randomness is passed in. :mod:`router.sessions.pool` gathers what is known.
@@ -7,11 +10,12 @@ randomness is passed in. :mod:`router.sessions.pool` gathers what is known.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from random import Random
 
-from router.sessions.models import revision_ages, same_tokenizer
+from router.generation import ServedModel
 from speculation.digest import empty_of, extend_block
 from speculation.events import PeerId
 from speculation.messages import Load, Token, Welcome
@@ -22,6 +26,9 @@ MAX_BLOCKS = 512
 """Blocks of one prompt that are looked at: beyond, sharing the beginning decides."""
 REMEMBERED_BLOCKS = 16_384
 """Blocks remembered of one target; the least recently used go first."""
+
+FORGET_SECONDS = 300.0
+"""How long a model is served on whose last target has left the list of workers: it may come back."""
 
 
 def blocks_of(tokens: Sequence[Token], scope: str = "") -> tuple[int, ...]:
@@ -52,12 +59,69 @@ class Prefixes:
 
     def known_tokens(self, blocks: Sequence[int]) -> int:
         """How many tokens of a prompt were sent before."""
-        count = 0
-        for block in blocks:
-            if block not in self._known:
-                break
-            count += 1
-        return count * BLOCK
+        return BLOCK * sum(1 for _ in takewhile(self._known.__contains__, blocks))
+
+
+def same_tokenizer(one: int, other: int) -> bool:
+    """Whether two digests allow the same token ids; an unknown one does not object."""
+    return one == other or 0 in (one, other)
+
+
+def why_useless(drafter: Welcome, tokenizers: Sequence[int], heads: Collection[int]) -> str:
+    """Why a drafter has nothing to do beside targets with these tokenizers and EAGLE heads, if so."""
+    if tokenizers and not any(same_tokenizer(drafter.tokenizer, tokenizer) for tokenizer in tokenizers):
+        return "its tokenizer is that of no served model; start it with --target-tokenizer"
+    if heads and drafter.head not in {0, *heads}:
+        return "no target makes features for its EAGLE head; give both the same head, of the same target"
+    return ""
+
+
+def revision_ages(welcomes: Iterable[Welcome]) -> dict[int, float]:
+    """When each revision came up, in seconds since 1970: the later, the newer.
+
+    That of its oldest worker counts, so that an old revision does not become the newest by starting a worker again.
+    """
+    since: dict[int, float] = {}
+    for welcome in welcomes:
+        since[welcome.revision] = min(welcome.started, since.get(welcome.revision, welcome.started))
+    return since
+
+
+class ServedModels:
+    """All models that have, or lately had, a target."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, tuple[Welcome, float]] = {}
+        """By name: what its newest target said, and when a target of it was last on the list."""
+
+    def served(self, listed: Sequence[Welcome], up: Sequence[Welcome], now: float) -> dict[str, ServedModel]:
+        """The models by name, for new requests: of each what the newest target says.
+
+        ``listed``: how targets on the list of workers last introduced themselves; ``up``: those that are connected.
+        """
+        for welcome in listed:
+            known, _ = self._newest.get(welcome.model, (welcome, now))
+            self._newest[known.model] = known, now
+        for name, (_, seen) in list(self._newest.items()):
+            connected = [welcome for welcome in up if welcome.model == name]
+            ages = revision_ages(connected)
+            if connected:
+                self._newest[name] = max(connected, key=lambda welcome: ages[welcome.revision]), seen
+            if now - seen > FORGET_SECONDS:
+                del self._newest[name]
+        return {name: _served(welcome, listed) for name, (welcome, _) in sorted(self._newest.items())}
+
+
+def _served(newest: Welcome, listed: Iterable[Welcome]) -> ServedModel:
+    alike = [newest, *(welcome for welcome in listed if welcome.model == newest.model)]
+    return ServedModel(
+        newest.model,
+        newest.vocabulary,
+        newest.context,
+        newest.tokenizer,
+        newest.source,
+        tuple(sorted({name for welcome in alike for name in welcome.sources})),
+    )
 
 
 SESSIONS = 16

@@ -15,39 +15,16 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from router.generation import ServedModel
-from router.sessions.acceptance import AcceptanceRecord
-from router.sessions.choice import (
-    KnownTarget,
-    Prefixes,
-    StandbyTargets,
-    WantedWorker,
-    WorkerCandidate,
-    choose_drafter,
-    choose_target,
-    idle_targets,
-)
-from router.sessions.event_log import EventKind, EventLog
-from router.sessions.models import ServedModels, why_useless
-from router.sessions.run import JoinedEnd, JoinedWorkers, OpenSessions
-from router.sessions.tally import Recent
+from router.sessions import choice
+from router.sessions.run import EventKind, EventLog, JoinedEnd, OpenSession
+from router.sessions.tally import AcceptanceRecord, Recent
+from speculation import messages
 from speculation.events import Available, Draining, PeerId, Role, Stays
-from speculation.messages import (
-    Close,
-    FromWorker,
-    Load,
-    Loading,
-    Open,
-    Proposal,
-    Refused,
-    SessionId,
-    ToWorker,
-    Verification,
-    Welcome,
-)
 from speculation.request.placement import Opening
 from transport.client import Traffic, WorkerConnection
 from transport.codec import MalformedMessage
 from transport.codec_parts import AskedLogprobs
+from transport.incoming import Route
 from transport.tls import Identity
 
 log = logging.getLogger(__name__)
@@ -63,7 +40,7 @@ class PoolEvents:
     changed: Callable[[Available | Draining | Stays], None]
     lost: Callable[[Role, PeerId, bool], None]
     """A worker is gone; whether it was expected to go."""
-    received: Callable[[PeerId, FromWorker], None]
+    received: Callable[[PeerId, messages.FromWorker], None]
     malformed: Callable[[PeerId, MalformedMessage], None]
 
 
@@ -74,15 +51,15 @@ class Peer:
     peer: PeerId
     role: Role
     pool: WorkerPool
-    welcome: Welcome | None = None
+    welcome: messages.Welcome | None = None
     """None while it is down."""
-    described: Welcome | None = None
+    described: messages.Welcome | None = None
     """As it last introduced itself, also while it is down."""
-    doing: Loading | None = None
+    doing: messages.Loading | None = None
     """What it does before it can come up, as far as it says so."""
-    load: Load = Load()
-    opened: OpenSessions = field(default_factory=OpenSessions)
-    prefixes: Prefixes = field(default_factory=Prefixes)
+    load: messages.Load = messages.Load()
+    opened: dict[messages.SessionId, OpenSession] = field(default_factory=dict)
+    prefixes: choice.Prefixes = field(default_factory=choice.Prefixes)
     connection: WorkerConnection | None = None
     task: asyncio.Task[None] | None = None
     since: float = 0.0
@@ -97,7 +74,7 @@ class Peer:
         """Whether nothing new is to be opened there."""
         return self.load.draining or not self.listed
 
-    def up(self, welcome: Welcome) -> None:
+    def up(self, welcome: messages.Welcome) -> None:
         """The worker introduced itself; one of another role is not used."""
         self.doing = None
         if welcome.role != self.role.value:
@@ -107,13 +84,13 @@ class Peer:
         log.info("worker %s %s%s", self.peer, what, welcome.exactness and ", " + welcome.exactness)
         self.note(EventKind.WORKER_UP, what)
         if self.described is None or self.described.instance != welcome.instance:
-            self.prefixes = Prefixes()
+            self.prefixes = choice.Prefixes()
         self.welcome = self.described = welcome
-        self.opened, self.load, self.work = OpenSessions(), Load(), None
+        self.opened, self.load, self.work = {}, messages.Load(), None
         self.pool.warn_of(self, welcome)
         self.pool.events.changed(Available(self.role))
 
-    def loading(self, loading: Loading | None) -> None:
+    def loading(self, loading: messages.Loading | None) -> None:
         """The worker is there, and will be up."""
         if loading is not None and self.doing is None:
             log.info("worker %s is there and loads %s", self.peer, loading.model)
@@ -125,37 +102,39 @@ class Peer:
         connection = self.connection
         return Traffic(connection.sent_bytes, connection.received_bytes) if connection else Traffic()
 
-    def received(self, message: FromWorker) -> None:
-        """The worker sent a message."""
+    def received(self, message: messages.FromWorker) -> None:
+        """The worker sent a message. With its load it says how busy it is, and what it has counted."""
         match message:
-            case Load():
-                self._load_changed(message)
-            case Refused():
-                if self.opened.epoch(message.session) == message.epoch:  # and not an older one
+            case messages.Load():
+                leaving, self.load = self.leaving, message
+                now, totals = self.pool.clock(), tuple(message.counters.get(name, 0) for name in WORK[self.role])
+                if self.work is None:
+                    self.work = Recent(now, *totals)
+                else:
+                    self.work.set(now, *totals)
+                if self.leaving and not leaving:
+                    log.info("worker %s drains", self.peer)
+                    self.note(EventKind.WORKER_DRAINING, "drains")
+                    self.pool.events.changed(Draining(self.peer))
+            case messages.Refused():
+                opened = self.opened.get(message.session)
+                if opened is not None and opened.epoch == message.epoch:  # and not an older one
                     self.pool.closed(self.peer, message.session)
                 self.pool.events.received(self.peer, message)
             case _:
-                if not isinstance(message, Welcome):
-                    told_prompt = isinstance(message, Verification) and bool(message.prompt_logprobs)
-                    self.opened.answered(message.session, told_prompt=told_prompt)
+                if (
+                    not isinstance(message, messages.Welcome)
+                    and (opened := self.opened.get(message.session)) is not None
+                ):
+                    opened.unanswered = 0
+                    if isinstance(message, messages.Verification) and message.prompt_logprobs:
+                        opened.asked = replace(opened.asked, prompt=None)
                 self.pool.events.received(self.peer, message)
 
-    def _load_changed(self, load: Load) -> None:
-        """The worker said how busy it is, and what it has counted of its steps and tokens."""
-        leaving, self.load = self.leaving, load
-        now, totals = self.pool.clock(), tuple(load.counters.get(name, 0) for name in WORK[self.role])
-        if self.work is None:
-            self.work = Recent(now, *totals)
-        else:
-            self.work.set(now, *totals)
-        if self.leaving and not leaving:
-            log.info("worker %s drains", self.peer)
-            self.note(EventKind.WORKER_DRAINING, "drains")
-            self.pool.events.changed(Draining(self.peer))
-
-    def asked(self, session: SessionId, epoch: int) -> AskedLogprobs | None:
+    def asked(self, session: messages.SessionId, epoch: int) -> AskedLogprobs | None:
         """What it may tell of a session's tokens; None: it is not open there under this epoch."""
-        return self.opened.asked(session, epoch)
+        opened = self.opened.get(session)
+        return opened.asked if opened is not None and opened.epoch == epoch else None
 
     def malformed(self, error: MalformedMessage) -> None:
         """The worker sent a message that breaks the protocol."""
@@ -167,7 +146,7 @@ class Peer:
             expected = self.leaving
             log.log(logging.INFO if expected else logging.WARNING, "worker %s is gone: %s", self.peer, why)
             self.note(EventKind.WORKER_GONE if expected else EventKind.WORKER_LOST, f"is gone: {why}")
-            self.welcome, self.opened, self.load = None, OpenSessions(), Load()
+            self.welcome, self.opened, self.load = None, {}, messages.Load()
             self.pool.events.lost(self.role, self.peer, expected)
         self.pool.let_go(self)
 
@@ -192,12 +171,13 @@ class WorkerPool:
     at any time."""
     identity: Identity | None = None
     """Who the router is to the workers; None: connections are in plain text."""
-    standby: Mapping[str, StandbyTargets] = field(default_factory=dict)
+    standby: Mapping[str, choice.StandbyTargets] = field(default_factory=dict)
     """By the name of a model, or under no name for any: those of which targets are to stand by."""
     unrouted: int = 0  # features that nobody waited for, of workers that have left
-    _joined: JoinedWorkers = field(default_factory=JoinedWorkers)
+    _joined: dict[messages.SessionId, tuple[JoinedEnd | None, JoinedEnd | None]] = field(default_factory=dict)
+    """The target and the drafter of each session that say something to each other."""
     _departed: dict[Role, Traffic] = field(default_factory=dict)
-    _models: ServedModels = field(default_factory=ServedModels)
+    _models: choice.ServedModels = field(default_factory=choice.ServedModels)
 
     def models(self) -> dict[str, ServedModel]:
         """All models that have, or lately had, a target. New requests are for what the newest target of each says."""
@@ -214,10 +194,10 @@ class WorkerPool:
         """Connect to new workers of a role and let go of those no longer listed, as soon as sessions have left them."""
         wanted = {PeerId(f"{role}@{address}"): address for address in addresses}
         for peer in [peer for peer in self.peers.values() if peer.role is role and peer.peer not in wanted]:
-            self._retire(peer)
+            self._list(peer, listed=False)
         for name, address in wanted.items():
             if name in self.peers:
-                self._relist(self.peers[name])
+                self._list(self.peers[name], listed=True)
             else:
                 peer = self.peers[name] = Peer(name, role, self, since=self.clock())
                 peer.connection = WorkerConnection(
@@ -234,21 +214,40 @@ class WorkerPool:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-    def send(self, peer: PeerId, message: ToWorker) -> None:
+    def send(self, peer: PeerId, message: messages.ToWorker) -> None:
         """Pass a message on; dropped if the worker is not connected."""
         known = self.peers.get(peer)
         if known is not None and known.connection is not None:
             known.connection.send(message)
 
-    def relay(self, peer: PeerId, message: Proposal | Verification, epoch: int) -> None:
+    def relay(self, peer: PeerId, message: messages.Proposal | messages.Verification, epoch: int) -> None:
         """Pass on what another worker sent, under this epoch, unless that was done already."""
         if message.passed != epoch:
             self.send(peer, replace(message, epoch=epoch))
 
-    def join(self, session: SessionId, target: Opening | None, draft: Opening | None) -> None:
-        """From now on, have what these two say of a session passed on to each other at once, and nobody else's word."""
-        for connection, message in self._joined.join(session, self._end(target), self._end(draft)):
-            connection.send(message)
+    def join(self, session: messages.SessionId, target: Opening | None, draft: Opening | None) -> None:
+        """From now on, have what these two say of a session passed on to each other at once, and nobody else's word.
+
+        And the target is told whether the drafter it is joined to has an EAGLE head, for which it then sends features.
+        No drafter can ask for features of a session that is not open at it.
+        """
+        before = self._joined.pop(session, (None, None))
+        for end in before:
+            if end is not None:
+                end.connection.routes.pop(session, None)
+        there, drafting = now = self._end(target), self._end(draft)
+        if there is not None or drafting is not None:
+            self._joined[session] = now
+        if there is not None and drafting is not None:
+            there.connection.routes[session] = Route(there.epoch, drafting.connection, drafting.epoch)
+            drafting.connection.routes[session] = Route(drafting.epoch, there.connection, there.epoch)
+        if before == now or there is None:
+            return
+        if drafting is not None and (drafter := drafting.with_head):
+            # For another drafter too: what the target has kept of the text is sent again.
+            there.connection.send(messages.Subscribe(session, there.epoch, drafter.head, drafter.features))
+        elif before[0] == there and before[1] is not None and before[1].with_head:
+            there.connection.send(messages.Subscribe(session, there.epoch, 0))
 
     def _end(self, opening: Opening | None) -> JoinedEnd | None:
         peer = self.peers.get(opening.peer) if opening is not None else None
@@ -257,7 +256,11 @@ class WorkerPool:
         return JoinedEnd(peer.connection, opening.epoch, peer.welcome)
 
     def choose(
-        self, role: Role, avoid: frozenset[PeerId], wanted: WantedWorker = WantedWorker(), target: PeerId | None = None
+        self,
+        role: Role,
+        avoid: frozenset[PeerId],
+        wanted: choice.WantedWorker = choice.WantedWorker(),
+        target: PeerId | None = None,
     ) -> PeerId | None:
         """Where a session goes. ``target``: where it already is, when a drafter is to be found for it.
 
@@ -268,33 +271,33 @@ class WorkerPool:
         if role is Role.TARGET:
             idle = self.idle()
             known = [self._candidate(peer, wanted, idle=peer.peer in idle) for peer in usable]
-            return choose_target(known, wanted, self.rng)
+            return choice.choose_target(known, wanted, self.rng)
         if not self.speculates(target):
             return None
         verifier = self.peers.get(target) if target is not None else None
         wanted = replace(wanted, head=verifier.welcome.head if verifier and verifier.welcome else 0)
-        return choose_drafter([self._candidate(peer, wanted) for peer in usable], wanted, self.rng)
+        return choice.choose_drafter([self._candidate(peer, wanted) for peer in usable], wanted, self.rng)
 
     def idle(self) -> set[PeerId]:
         """The targets that stand by: they take sessions only where no other one can."""
         targets = [peer for peer in self.peers.values() if peer.role is Role.TARGET]
         up = {peer.peer for peer in targets if peer.welcome and not peer.leaving}
-        known = [KnownTarget(peer.peer, peer.described, peer.peer in up, peer.listed) for peer in targets]
-        return idle_targets(known, self.standby)
+        known = [choice.KnownTarget(peer.peer, peer.described, peer.peer in up, peer.listed) for peer in targets]
+        return choice.idle_targets(known, self.standby)
 
     def speculates(self, target: PeerId | None) -> bool:
         """Whether drafts are of use to what runs there; assumed where that is not known."""
         known = self.peers.get(target) if target is not None else None
         return known is None or known.welcome is None or known.welcome.speculates
 
-    def _candidate(self, peer: Peer, wanted: WantedWorker, *, idle: bool = False) -> WorkerCandidate:
+    def _candidate(self, peer: Peer, wanted: choice.WantedWorker, *, idle: bool = False) -> choice.WorkerCandidate:
         assert peer.welcome is not None
-        return WorkerCandidate(
+        return choice.WorkerCandidate(
             peer.peer,
             peer.welcome,
             peer.load,
             sessions=len(peer.opened),
-            opening_tokens=peer.opened.unanswered,
+            opening_tokens=sum(opened.unanswered for opened in peer.opened.values()),
             known_tokens=peer.prefixes.known_tokens(wanted.blocks),
             round_trip=peer.connection.round_trip if peer.connection else None,
             acceptance=self.record.expected(wanted.model, peer.welcome.model, peer.peer),
@@ -306,32 +309,31 @@ class WorkerPool:
         welcomes = (peer.welcome for peer in self.peers.values() if peer.role is Role.TARGET and peer.welcome)
         return {welcome.revision for welcome in welcomes if welcome.model == model}
 
-    def opened(self, peer: PeerId, opening: Open, blocks: Sequence[int]) -> None:
+    def opened(self, peer: PeerId, opening: messages.Open, blocks: Sequence[int]) -> None:
         """A session is sent there, of a prompt of these blocks."""
         known = self.peers.get(peer)
         if known is not None:
             unanswered = max(len(opening.tokens) - known.prefixes.known_tokens(blocks), 0)
             wanted = opening.request_options
             asked = AskedLogprobs(wanted.logprobs, wanted.prompt_logprobs, len(opening.tokens))
-            known.opened.open(opening.session, opening.epoch, unanswered, asked)
+            known.opened[opening.session] = OpenSession(opening.epoch, unanswered, asked)
             if known.role is Role.TARGET:
                 known.prefixes.note(blocks)
 
-    def closed(self, peer: PeerId, session: SessionId) -> None:
+    def closed(self, peer: PeerId, session: messages.SessionId) -> None:
         """A session has left; harmless if it was not there."""
         known = self.peers.get(peer)
         if known is not None:
-            known.opened.close(session)
+            known.opened.pop(session, None)
             self.let_go(known)
 
-    def end_session(self, session: SessionId) -> None:
+    def end_session(self, session: messages.SessionId) -> None:
         """Pass nothing on any more, and tell whoever still holds it, as where it did not end as it should."""
         self.join(session, None, None)
-        opened = [(peer.peer, peer.opened.epoch(session)) for peer in self.peers.values()]
-        for peer, epoch in opened:
-            if epoch is not None:
-                self.send(peer, Close(session, epoch))
-                self.closed(peer, session)
+        for peer in list(self.peers.values()):
+            if (opened := peer.opened.get(session)) is not None:
+                self.send(peer.peer, messages.Close(session, opened.epoch))
+                self.closed(peer.peer, session)
 
     def drafted(self, target: PeerId, drafter: PeerId, kept: int, offered: int) -> None:
         """So many drafts were offered in a step of a session at these two, and so many of them kept."""
@@ -339,27 +341,27 @@ class WorkerPool:
         if verifier and proposer and verifier.welcome and proposer.welcome:
             self.record.add(target, verifier.welcome.model, drafter, proposer.welcome.model, kept, offered)
 
-    def _retire(self, peer: Peer) -> None:
-        """Let go of a worker that is no longer listed, but not of its sessions."""
-        leaving, peer.listed = peer.leaving, False
-        if peer.opened and not leaving:
+    def _list(self, peer: Peer, *, listed: bool) -> None:
+        """Let go of a worker that is no longer listed, but not of its sessions; or have it back."""
+        leaving, peer.listed = peer.leaving, listed
+        if not listed and peer.opened and not leaving:
             peer.note(EventKind.WORKER_DRAINING, "left the list of workers; its sessions leave it")
             self.events.changed(Draining(peer.peer))
-        self.let_go(peer)
-
-    def _relist(self, peer: Peer) -> None:
-        leaving, peer.listed = peer.leaving, True
-        if leaving and not peer.leaving:
+        elif listed and leaving and not peer.leaving:
             peer.note(EventKind.WORKER_UP, "is on the list of workers again")
             self.events.changed(Stays(peer.peer))
+        self.let_go(peer)
 
-    def warn_of(self, peer: Peer, welcome: Welcome) -> None:
-        """Log what is odd about a worker that has come up."""
+    def warn_of(self, peer: Peer, welcome: messages.Welcome) -> None:
+        """Log what is odd about a worker that has come up: a drafter may have nothing to do beside all targets."""
         heads = {other.welcome.head for other in self.peers.values() if other.role is Role.TARGET and other.welcome}
-        if peer.role is Role.TARGET and self.revisions(welcome.model) != {welcome.revision}:
-            log.warning("targets of %s are of different revisions: no text moves from one to another", welcome.model)
-        why = why_useless(welcome, [model.tokenizer for model in self.models().values()], heads)
-        if peer.role is Role.DRAFT and why:
+        if peer.role is Role.TARGET:
+            if self.revisions(welcome.model) != {welcome.revision}:
+                name = welcome.model
+                log.warning("targets of %s are of different revisions: no text moves from one to another", name)
+            return
+        why = choice.why_useless(welcome, [model.tokenizer for model in self.models().values()], heads)
+        if why:
             log.warning("drafter %s has nothing to do: %s", peer.peer, why)
 
     def let_go(self, peer: Peer) -> None:

@@ -8,73 +8,119 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import NamedTuple
 
 from router.generation import Committed, Details, Ended, Generation, GenerationError, Passed, ServedModel
 from router.sessions.choice import WantedWorker
-from router.sessions.event_log import EventKind, EventLog
 from router.sessions.tally import SessionTally
 from speculation import digest as digests
 from speculation.events import Emit, PeerId, Role
-from speculation.messages import ANCHOR, FinishReason, FromWorker, Limits, Open, Proposal, SessionId, Subscribe, Welcome
+from speculation.messages import ANCHOR, FinishReason, FromWorker, Limits, Open, Proposal, SessionId, Welcome
 from speculation.request.session import Session, SessionLimits, Workers
 from transport.client import WorkerConnection
 from transport.codec import MalformedMessage
 from transport.codec_parts import AskedLogprobs
-from transport.incoming import Route
 from transport.tracing import SessionLog
 
+MAX_EVENTS = 100
+TOGETHER_SECONDS = 1.0
+LONGEST = 300
+"""Characters of a line."""
+LOOK_BACK = 16
+"""Lines among which the same is looked for."""
 
-class _There(NamedTuple):
-    """A session at a worker."""
+
+class EventKind(StrEnum):
+    """What happened. Stable names."""
+
+    WORKER_UP = "worker_up"
+    WORKER_DRAINING = "worker_draining"
+    WORKER_GONE = "worker_gone"
+    """As it was expected to."""
+    WORKER_LOST = "worker_lost"
+    SESSION_REOPENED = "session_reopened"
+    SESSION_MOVED = "session_moved"
+    SESSION_CONDEMNED = "session_condemned"
+    DRAFTER_QUARANTINED = "drafter_quarantined"
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedEvent:
+    """One line, with the fields that ``GET /cluster`` shows of it."""
+
+    number: int
+    """Counted from 1, also those that have left the ring."""
+    time: float
+    """Seconds since 1970."""
+    kind: EventKind
+    text: str
+    worker: PeerId
+    session: int | None = None
+    request: str = ""
+    times: int = 1
+    """How often it happened within a second; ``text``, ``session`` and ``request`` are those of the first."""
+
+
+class EventLog:
+    """What lately happened to the workers and sessions of a router, one line each, for views of the cluster.
+
+    A ring of bounded length. A lost target can take a thousand sessions with it: the same thing happening again at the
+    same worker within a second counts as once, several times over, so that it does not push the reason for it out.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lines: deque[LoggedEvent] = deque(maxlen=MAX_EVENTS)
+        self._number = 0
+
+    @property
+    def lines(self) -> tuple[LoggedEvent, ...]:
+        """Oldest first."""
+        return tuple(self._lines)
+
+    def note(self, kind: EventKind, text: str, worker: PeerId, session: int | None = None, request: str = "") -> None:
+        """It happens now."""
+        now = self._clock()
+        for back in range(1, min(len(self._lines), LOOK_BACK) + 1):
+            line = self._lines[-back]
+            if line.kind is kind and line.worker == worker and abs(now - line.time) < TOGETHER_SECONDS:
+                self._lines[-back] = replace(line, times=line.times + 1)
+                return
+        self._number += 1
+        shortened = " ".join(text.split())[:LONGEST]
+        self._lines.append(LoggedEvent(self._number, now, kind, shortened, worker, session, request))
+
+
+NUMBERS_PER_COMMIT = 8
+"""Log-probabilities, or draft tokens in details, that take as much memory as a commit without: under 1 KB."""
+
+
+class JoinedEnd(NamedTuple):
+    """A session as it is open at one worker."""
+
+    connection: WorkerConnection
+    epoch: int
+    welcome: Welcome | None
+
+    @property
+    def with_head(self) -> Welcome | None:
+        """Of a drafter that has an EAGLE head."""
+        return self.welcome if self.welcome is not None and self.welcome.head else None
+
+
+@dataclass(slots=True)
+class OpenSession:
+    """A session that this router has open at a worker."""
 
     epoch: int
     unanswered: int
+    """Tokens that the worker was sent and has not answered yet."""
     asked: AskedLogprobs
-
-
-class OpenSessions:
-    """The sessions that this router has open at one worker: under which epoch, and what of them is still unanswered."""
-
-    def __init__(self) -> None:
-        self.unanswered = 0
-        """Tokens that the worker was sent and has not answered yet, of all sessions together."""
-        self._open: dict[SessionId, _There] = {}
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def epoch(self, session: SessionId) -> int | None:
-        """Under which it is open; None: it is not."""
-        opened = self._open.get(session)
-        return None if opened is None else opened.epoch
-
-    def asked(self, session: SessionId, epoch: int) -> AskedLogprobs | None:
-        """What the worker may tell of the session's tokens; None: it is not open there under this epoch."""
-        opened = self._open.get(session)
-        return opened.asked if opened is not None and opened.epoch == epoch else None
-
-    def open(self, session: SessionId, epoch: int, unanswered: int, asked: AskedLogprobs) -> None:
-        """It is open, perhaps again, and has to answer so many tokens."""
-        self.close(session)
-        self._open[session] = _There(epoch, unanswered, asked)
-        self.unanswered += unanswered
-
-    def answered(self, session: SessionId, *, told_prompt: bool = False) -> None:
-        """The worker said something of it, perhaps the prompt's log-probabilities; harmless if it is not open."""
-        opened = self._open.get(session)
-        if opened is None or not (opened.unanswered or told_prompt):
-            return
-        self.unanswered -= opened.unanswered
-        asked = replace(opened.asked, prompt=None) if told_prompt else opened.asked
-        self._open[session] = _There(opened.epoch, 0, asked)
-
-    def close(self, session: SessionId) -> None:
-        """It has left; harmless if it was not there."""
-        if opened := self._open.pop(session, None):
-            self.unanswered -= opened.unanswered
 
 
 class NullTracer:
@@ -117,9 +163,8 @@ class SpeculationTrace:
         self._began = began
         self._passed: list[Passed] = []
         self._tokens = 0
-        self._numbers: dict[int, int] = {}
+        self._numbers: defaultdict[int, int] = defaultdict(itertools.count(1).__next__)
         """Of every draft token, by the digest of the text that ends with it."""
-        self._last = 0
 
     def proposed(self, now: float, proposal: Proposal) -> None:
         """A proposal was passed on to the target."""
@@ -133,10 +178,6 @@ class SpeculationTrace:
         places: list[int] = []
         for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
             places.append(digests.extend(proposal.anchor_digest if parent == ANCHOR else places[parent], token))
-        for place in places:
-            if place not in self._numbers:
-                self._last += 1
-                self._numbers[place] = self._last
         numbers = tuple(self._numbers[place] for place in places)
         while len(self._numbers) > MAX_NUMBERS:
             del self._numbers[next(iter(self._numbers))]
@@ -215,7 +256,7 @@ class RunningSession:
             assert workers.target is not None
             details = self.details.committed(now, workers.target, workers.draft, self.session.reopened)
         committed = Committed(tokens, accepted, offered, emit.cached, emit.metadata, details)
-        self.put(committed, committed.weight)
+        self.put(committed, weight(committed))
 
     def failed(self, error: GenerationError) -> None:
         """It has no whole text."""
@@ -235,6 +276,14 @@ class RunningSession:
         """It is worth an entry in the event log."""
         number = self.session.session
         self.event_log.note(kind, f"session {number} {text}", worker, number, self.generation.request_id)
+
+
+def weight(committed: Committed) -> int:
+    """As how many commits of tokens alone it counts, by its memory. What is said of the prompt, once, is free."""
+    numbers = sum(1 + len(token.tokens) for token in committed.metadata.logprobs)
+    if committed.details is not None:
+        numbers += sum(len(passed.proposal.tokens) for passed in committed.details.passed)
+    return 1 + numbers // NUMBERS_PER_COMMIT
 
 
 def session_of(number: SessionId, generation: Generation, limits: SessionLimits, traceparent: str) -> Session:
@@ -264,51 +313,3 @@ def outside_vocabulary(message: FromWorker, vocabulary: int) -> MalformedMessage
         return None
     why = f"token {worst} is outside the vocabulary of {vocabulary}"
     return MalformedMessage(why, message.session, message.epoch)
-
-
-class JoinedEnd(NamedTuple):
-    """A session as it is open at one worker."""
-
-    connection: WorkerConnection
-    epoch: int
-    welcome: Welcome | None
-
-
-@dataclass(slots=True)
-class JoinedWorkers:
-    """The two workers of each session, joined: what one says of it is passed on to the other at once.
-
-    And the target is told whether the drafter it is joined to has an EAGLE head, for which it then sends features. No
-    drafter can ask for features of a session that is not open at it.
-    """
-
-    _pairs: dict[SessionId, tuple[JoinedEnd | None, JoinedEnd | None]] = field(default_factory=dict)
-    """Targets and drafters."""
-
-    def join(
-        self, session: SessionId, target: JoinedEnd | None, draft: JoinedEnd | None
-    ) -> Iterator[tuple[WorkerConnection, Subscribe]]:
-        """From now on, have what these two say passed on to each other, and nobody else's word.
-
-        What has to be said to targets for that.
-        """
-        before = self._pairs.pop(session, (None, None))
-        for end in before:
-            if end is not None:
-                end.connection.routes.pop(session, None)
-        if target is not None or draft is not None:
-            self._pairs[session] = target, draft
-        if target is not None and draft is not None:
-            target.connection.routes[session] = Route(target.epoch, draft.connection, draft.epoch)
-            draft.connection.routes[session] = Route(draft.epoch, target.connection, target.epoch)
-        if before == (target, draft) or target is None:
-            return
-        if drafter := _with_head(draft):
-            # For another drafter too: what the target has kept of the text is sent again.
-            yield target.connection, Subscribe(session, target.epoch, drafter.head, drafter.features)
-        elif before[0] == target and _with_head(before[1]):
-            yield target.connection, Subscribe(session, target.epoch, 0)
-
-
-def _with_head(draft: JoinedEnd | None) -> Welcome | None:
-    return draft.welcome if draft is not None and draft.welcome is not None and draft.welcome.head else None

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from router.generation import ServedModel
-from router.sessions.acceptance import AcceptanceWatch
-from router.sessions.event_log import LoggedEvent
 from router.sessions.pool import Peer, WorkerPool
+from router.sessions.run import LoggedEvent
+from router.sessions.tally import AcceptanceRecord
 from speculation.events import PeerId, Role
 from speculation.messages import Load, Loading, Welcome
 from speculation.request.session import Phase, Session
@@ -55,19 +55,16 @@ class WorkerView:
     @classmethod
     def of(cls, peer: Peer, acceptance: float | None, *, standby: bool = False) -> WorkerView:
         """What is known of it now."""
+        known = cls(peer.peer, peer.role, WorkerState.DOWN, described=peer.described, since=peer.since)
         if peer.welcome is None:
-            described, loading = peer.described, peer.doing
-            return cls(peer.peer, peer.role, WorkerState.DOWN, described=described, since=peer.since, loading=loading)
-        return cls(
-            peer.peer,
-            peer.role,
-            WorkerState.DRAINING if peer.leaving else WorkerState.UP,
-            peer.welcome.model,
-            peer.load,
-            peer.connection.round_trip if peer.connection else None,
-            described=peer.described,
+            return replace(known, loading=peer.doing)
+        return replace(
+            known,
+            state=WorkerState.DRAINING if peer.leaving else WorkerState.UP,
+            model=peer.welcome.model,
+            load=peer.load,
+            round_trip=peer.connection.round_trip if peer.connection else None,
             sessions=len(peer.opened),
-            since=peer.since,
             acceptance=acceptance,
             rates=peer.work.rates(peer.pool.clock()) if peer.work else None,
             standby=standby,
@@ -116,7 +113,7 @@ class Snapshot:
     models: tuple[ServedModel, ...] = ()
     logged_events: tuple[LoggedEvent, ...] = ()
     totals: Totals = field(default_factory=Totals)
-    watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)
+    record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
     placing: int = 0
     """Sessions that wait for a target worker."""
     running: int = 0
@@ -138,7 +135,7 @@ class Snapshot:
             models=tuple(pool.models().values()),
             logged_events=pool.event_log.lines,
             totals=totals,
-            watch=pool.record.watch,
+            record=pool.record,
             placing=sum(session.phase is Phase.PLACING for session in sessions),
             running=sum(session.phase is Phase.RUNNING for session in sessions),
             traffic={role: pool.traffic(role) for role in Role},

@@ -91,7 +91,7 @@ class ClusterView:
             "refused": self._tally.refused.total(),
             "malformed_messages": totals.malformed,
             "stale_messages": totals.stale,
-            "acceptance_collapses": snapshot.watch.collapses,
+            "acceptance_collapses": snapshot.record.collapses,
         }
 
     def _model(self, model: ServedModel, targets: list[WorkerView]) -> Json:

@@ -25,7 +25,7 @@ from prometheus_client.exposition import choose_encoder
 
 from router.limits import Account
 from router.sessions.snapshot import Snapshot
-from router.sessions.tally import Buckets, ModelCounts, RouterCounters
+from router.sessions.tally import RouterCounters
 from router.telemetry.worker_metrics import collect_for_pickers, collect_workers, counter, gauge, histogram
 from speculation.events import Role
 
@@ -38,7 +38,7 @@ UNREADABLE = 0.0
 
 
 class RouterMetrics:
-    """What one router tells of itself. A collector in the sense of ``prometheus_client``, in a registry of its own."""
+    """What one router tells of itself, in a registry of its own."""
 
     def __init__(self, tally: RouterCounters, snapshot: Callable[[], Snapshot]) -> None:
         self.tally, self.snapshot = tally, snapshot
@@ -47,7 +47,7 @@ class RouterMetrics:
         self.accounts: Mapping[str, Account] = {}
         """By the name of the API key; one without a name where there are no keys."""
         self._registry, self._for_pickers = CollectorRegistry(), CollectorRegistry()
-        self._registry.register(self)
+        self._registry.register(_Families(self.collect))
         for registry in (self._registry, self._for_pickers):
             registry.register(_Families(lambda: collect_for_pickers(self.snapshot())))
 
@@ -61,10 +61,6 @@ class RouterMetrics:
         except (TypeError, ValueError):  # of a header that is malformed
             encode, content_type = choose_encoder("")
         return encode(self._for_pickers if for_pickers else self._registry), content_type
-
-    def describe(self) -> Iterator[Metric]:
-        """Nothing to be known in advance; keeps the registry from collecting when this is registered."""
-        return iter(())
 
     def collect(self) -> Iterator[Metric]:
         """All families, as of now, but for those whose names are not ours."""
@@ -83,8 +79,8 @@ class RouterMetrics:
 
     def _of_models(self) -> Iterator[Metric]:
         models = self.tally.models
-        for name, about, value in _MODEL_COUNTERS:
-            yield counter(name, about + PER_ROUTER, ("model",), {(m,): value(counts) for m, counts in models.items()})
+        for name, about, count in _MODEL_COUNTERS:
+            yield counter(name, about + PER_ROUTER, ("model",), {(m,): getattr(c, count) for m, c in models.items()})
         yield counter(
             "spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens accepted at each place of the draft, 0 first." + PER_ROUTER,
@@ -103,7 +99,9 @@ class RouterMetrics:
             {(m,): 1 + c.accepted_tokens / c.drafts for m, c in models.items() if c.drafts},
         )
         for name, about, buckets in _MODEL_HISTOGRAMS:
-            yield histogram(name, about + PER_ROUTER, ("model",), {(m,): buckets(c) for m, c in models.items()})
+            yield histogram(
+                name, about + PER_ROUTER, ("model",), {(m,): getattr(c, buckets) for m, c in models.items()}
+            )
         yield counter(
             "request_success",
             "Choices of requests that ended well, by reason; abort: the client went." + PER_ROUTER,
@@ -120,35 +118,35 @@ class RouterMetrics:
             yield counter(name, f"{about}, by the code of the error.{PER_ROUTER}", ("code",), values)
 
     def _of_acceptance(self, snapshot: Snapshot) -> Iterator[Metric]:
-        watch, pairs = snapshot.watch, list(snapshot.watch.pairs())
+        record = snapshot.record
         yield counter(
             "acceptance_collapses",
             "Times that the acceptance of a pair of workers fell far below its usual value." + PER_ROUTER,
             (),
-            {(): watch.collapses},
+            {(): record.collapses},
         )
         yield gauge(
             "acceptance_collapsed",
             "1 while the acceptance of this pair of workers is far below its usual value. Take the maximum of routers.",
             ("target", "draft"),
-            {(target, draft): pair.collapsed for target, draft, pair in pairs},
+            {pair: known.collapsed for pair, known in record.watched.items()},
         )
         yield gauge(
             "acceptance_ratio",
             "Accepted of the last 2000 or so draft tokens offered for this pair of workers. Per router.",
             ("target", "draft"),
-            {(target, draft): pair.latest for target, draft, pair in pairs if pair.latest is not None},
+            {pair: known.latest for pair, known in record.watched.items() if known.latest is not None},
         )
 
 
 class _Families:
-    """A collector of some families."""
+    """A collector in the sense of ``prometheus_client``."""
 
     def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
         self.collect = collect
 
     def describe(self) -> Iterator[Metric]:
-        return iter(())
+        return iter(())  # nothing to be known in advance; else the registry collects when this is registered
 
 
 def _of_accounts(accounts: Mapping[str, Account]) -> Iterator[Metric]:
@@ -187,34 +185,26 @@ def _of_sessions(snapshot: Snapshot) -> Iterator[Metric]:
     yield gauge("router_ready", "1 while a request can be served, as /ready says. Per router.", (), {(): ready})
 
 
-_MODEL_COUNTERS: tuple[tuple[str, str, Callable[[ModelCounts], int]], ...] = (
-    ("prompt_tokens", "Tokens of prompts.", lambda c: c.prompt_tokens),
-    ("prompt_tokens_cached", "Tokens of prompts that the target found in its cache.", lambda c: c.cached_prompt_tokens),
-    ("generation_tokens", "Tokens committed.", lambda c: c.generated_tokens),
-    ("spec_decode_num_drafts", "Verifications of at least one draft token.", lambda c: c.drafts),
-    (
-        "spec_decode_num_draft_tokens",
-        "Draft tokens verified, all branches of a tree counted.",
-        lambda c: c.draft_tokens,
-    ),
-    ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", lambda c: c.accepted_tokens),
+_MODEL_COUNTERS = (
+    ("prompt_tokens", "Tokens of prompts.", "prompt_tokens"),
+    ("prompt_tokens_cached", "Tokens of prompts that the target found in its cache.", "cached_prompt_tokens"),
+    ("generation_tokens", "Tokens committed.", "generated_tokens"),
+    ("spec_decode_num_drafts", "Verifications of at least one draft token.", "drafts"),
+    ("spec_decode_num_draft_tokens", "Draft tokens verified, all branches of a tree counted.", "draft_tokens"),
+    ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", "accepted_tokens"),
 )
-
-_MODEL_HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelCounts], Buckets]], ...] = (
-    ("time_to_first_token_seconds", "From the arrival of a request to its first token.", lambda c: c.first_token),
+_MODEL_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "From the arrival of a request to its first token.", "first_token"),
     (
         "inter_token_latency_seconds",
         "Time between commits, divided among their tokens; each token counts once.",
-        lambda c: c.inter_token,
+        "inter_token",
     ),
-    ("commit_interval_seconds", "Time between two commits of a session.", lambda c: c.commit_interval),
-    ("e2e_request_latency_seconds", "From the arrival of a request to the end of a choice.", lambda c: c.latency),
-    (
-        "draft_lead_tokens",
-        "How far ahead targets wanted drafters to run, at each verification; 0: rest.",
-        lambda c: c.lead,
-    ),
+    ("commit_interval_seconds", "Time between two commits of a session.", "commit_interval"),
+    ("e2e_request_latency_seconds", "From the arrival of a request to the end of a choice.", "latency"),
+    ("draft_lead_tokens", "How far ahead targets wanted drafters to run, at each verification; 0: rest.", "lead"),
 )
+"""The attributes of :class:`router.sessions.tally.ModelCounts` that metrics tell."""
 
 
 def own_version() -> str:

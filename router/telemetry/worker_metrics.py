@@ -126,8 +126,6 @@ BY_SOURCE = (
     ("worker_accepted_tokens", "Draft tokens accepted, by draft source.", "accepted_from_"),
 )
 INSERT_RESULTS = "proposals_"
-TOTALS_OF_SOURCES = frozenset({"offered", "accepted"})
-"""Of a target: what :data:`BY_SOURCE` tells in more detail."""
 
 
 def collect_workers(snapshot: Snapshot) -> Iterator[Metric]:

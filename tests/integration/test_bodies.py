@@ -14,7 +14,7 @@ from router.errors import ApiError
 from router.http import asgi
 from router.http.admission import AdmissionSettings
 from router.http.api import ApiSettings
-from router.http.asgi import BodyBudget, DrainRefused
+from router.http.asgi import BodyBudget, HttpEdge
 from router.limits import Allowance
 from tests.fakes import FakeGenerator
 from tests.http_server import serve
@@ -56,7 +56,7 @@ async def refused(parts: Iterator[bytes], headers: tuple[tuple[bytes, bytes], ..
     async def send(message: Message) -> None:
         sent.append(message)
 
-    await DrainRefused(refuse)({"type": "http", "headers": list(headers)}, receive, send)
+    await HttpEdge(refuse)({"type": "http", "headers": list(headers)}, receive, send)
     return sent
 
 

@@ -16,7 +16,7 @@ from engine.loading.checkpoint import revision_of
 from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Generation, GenerationError
 from router.service import Router, RouterSettings
-from router.sessions.models import ServedModels
+from router.sessions.choice import ServedModels
 from speculation.events import PeerId, Role
 from speculation.messages import Sampling, Schedule, Source, Speculation
 from speculation.request.session import SessionLimits

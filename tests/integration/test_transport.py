@@ -276,7 +276,7 @@ async def test_what_drafters_got_wrong_costs_no_router_its_link():
 
 
 async def test_a_long_frame_is_decoded_while_others_are_heard():
-    servicer = server._Servicer(Bare(), secure=False)
+    servicer = server.WorkerServer(Bare(), grpc.aio.server(), secure=False)
     link = server.Link("router", lambda: None)
     close = Close(SessionId(1), 1)
     frame = pb.Frame(messages=[encode_to_worker(close)] * (3 * server.DECODED_AT_ONCE))

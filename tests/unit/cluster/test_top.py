@@ -16,7 +16,7 @@ from cluster.commands import top
 from cluster.commands.top import look_at, number, screen, span, watch
 from cluster.console import CommandError
 from router.generation import ServedModel
-from router.sessions.event_log import EventKind, LoggedEvent
+from router.sessions.run import EventKind, LoggedEvent
 from router.sessions.snapshot import Snapshot, Totals, WorkerState, WorkerView
 from router.sessions.tally import RouterCounters
 from router.telemetry.cluster_view import ClusterView

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -15,7 +15,7 @@ from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Details, Ended, Generation, GenerationError, Passed
 from router.sessions.choice import StandbyTargets
 from router.sessions.pool import Peer
-from router.sessions.run import session_of
+from router.sessions.run import session_of, weight
 from speculation import digest as digests
 from speculation.events import Event, Fail, PeerId, Placed, PoisonRequest, Role, Start, StepMetadata, Tick
 from speculation.messages import (
@@ -139,12 +139,35 @@ class Served:
             if isinstance(item, Committed):
                 self.commits.append(item)
 
+    async def begins(self, *arguments: int, **options: RequestOptions) -> asyncio.Task[None]:
+        """A text is under way."""
+        serving = asyncio.create_task(self.serve(*arguments, **options))
+        await asyncio.sleep(0)
+        return serving
 
-async def test_a_text_that_begins_while_its_target_is_replaced_stays_with_its_revision():
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
     served = Served()
-    served.up("old")
-    serving = asyncio.create_task(served.serve())
+    yield served
+    await served.dispatcher.pool.close()
+
+
+async def begun(served: Served, max_tokens: int = 100) -> AsyncGenerator[Committed | Ended]:
+    """A text whose client has read its first token."""
+    reading = served.dispatcher.generate(
+        Generation(PROMPT, Sampling(), max_tokens, model=served.dispatcher.models["m"])
+    )
+    first = asyncio.ensure_future(anext(reading))
     await asyncio.sleep(0)
+    served.verify("a", 11)
+    served.commits.append(await first)
+    return reading
+
+
+async def test_a_text_that_begins_while_its_target_is_replaced_stays_with_its_revision(served):
+    served.up("old")
+    serving = await served.begins()
     served.up("new", revision=2)
     served.drain("old")
     migration_target = served.wires["new"].last
@@ -167,19 +190,16 @@ async def test_a_text_that_begins_while_its_target_is_replaced_stays_with_its_re
     assert [commit.tokens for commit in served.commits] == [(11,), (12,), (13,), (14,)]
     named = [commit.details.target for commit in served.commits if commit.details]
     assert named == ["old", "old", "old", "other"]
-    await served.dispatcher.pool.close()
 
 
-async def test_targets_that_compute_differently_are_told_of_and_take_over_no_text(caplog):
+async def test_targets_that_compute_differently_are_told_of_and_take_over_no_text(served, caplog):
     caplog.set_level(logging.WARNING, "router.sessions.pool")  # which benchmarks in this process may have silenced
-    served = Served()
     served.up("a")
     served.up("like a")
     assert not caplog.messages
     served.up("split", revision=2)
     assert caplog.messages == ["targets of m are of different revisions: no text moves from one to another"]
-    serving = asyncio.create_task(served.serve())
-    await asyncio.sleep(0)
+    serving = await served.begins()
     assert served.wires["split"].last.tokens == PROMPT  # the newest
     served.verify("split", 11)
     await served.read(1)
@@ -189,15 +209,13 @@ async def test_targets_that_compute_differently_are_told_of_and_take_over_no_tex
     assert served.wires["split too"].last.tokens == (*PROMPT, 11)
     served.verify("split too", 12, finish=FinishReason.LENGTH)
     await serving
-    await served.dispatcher.pool.close()
 
 
 async def test_a_target_that_stands_by_takes_over_at_once_and_its_successor_stands_by():
     served = Served(DispatchLimits(standby={"": StandbyTargets(active=1, idle=1)}))
     served.up("first", started=1.0)
     served.up("second", started=2.0)
-    serving = asyncio.create_task(served.serve())
-    await asyncio.sleep(0)
+    serving = await served.begins()
     served.verify("first", 11)
     await served.read(1)
     assert not served.wires["second"].sent
@@ -220,11 +238,9 @@ async def test_a_target_that_stands_by_takes_over_at_once_and_its_successor_stan
     await served.dispatcher.pool.close()
 
 
-async def test_a_target_may_tell_of_tokens_only_what_it_was_asked_for_and_of_the_prompt_once():
-    served = Served()
+async def test_a_target_may_tell_of_tokens_only_what_it_was_asked_for_and_of_the_prompt_once(served):
     served.up("a")
-    serving = asyncio.create_task(served.serve(request_options=RequestOptions(logprobs=1, prompt_logprobs=0)))
-    await asyncio.sleep(0)
+    serving = await served.begins(request_options=RequestOptions(logprobs=1, prompt_logprobs=0))
     opened, peer = served.wires["a"].last, served.dispatcher.pool.peers[PeerId("a")]
     assert peer.asked(opened.session, opened.epoch) == AskedLogprobs(tokens=1, prompt=0, prompt_tokens=len(PROMPT))
     assert peer.asked(opened.session, opened.epoch + 1) is None
@@ -237,14 +253,11 @@ async def test_a_target_may_tell_of_tokens_only_what_it_was_asked_for_and_of_the
     served.verify("a", 12, finish=FinishReason.LENGTH)
     await serving
     assert peer.asked(opened.session, opened.epoch) is None
-    await served.dispatcher.pool.close()
 
 
-async def test_a_target_that_refused_to_take_over_keeps_no_account_of_the_session():
-    served = Served()
+async def test_a_target_that_refused_to_take_over_keeps_no_account_of_the_session(served):
     served.up("a")
-    serving = asyncio.create_task(served.serve())
-    await asyncio.sleep(0)
+    serving = await served.begins()
     served.verify("a", 11)
     await served.read(1)
     served.up("b")
@@ -256,15 +269,12 @@ async def test_a_target_that_refused_to_take_over_keeps_no_account_of_the_sessio
     served.verify("a", 12, finish=FinishReason.LENGTH)
     await serving
     assert served.dispatcher._poison_detector.on_probation == 0
-    await served.dispatcher.pool.close()
 
 
-async def test_a_drafter_that_says_what_targets_say_throws_suspicion_on_nobody():
-    served = Served()
+async def test_a_drafter_that_says_what_targets_say_throws_suspicion_on_nobody(served):
     served.up("a")
     served.up("d", role=Role.DRAFT)
-    serving = asyncio.create_task(served.serve(100))
-    await asyncio.sleep(0)
+    serving = await served.begins(100)
     served.verify("a", 11)
     await served.read(1)
     opened = served.wires["d"].last
@@ -278,14 +288,11 @@ async def test_a_drafter_that_says_what_targets_say_throws_suspicion_on_nobody()
     served.up("c")
     served.verify("c", 50, finish=FinishReason.STOP)
     await serving
-    await served.dispatcher.pool.close()
 
 
-async def test_a_target_that_comes_back_to_the_list_keeps_its_texts():
-    served = Served()
+async def test_a_target_that_comes_back_to_the_list_keeps_its_texts(served):
     served.up("target@a:1")
-    serving = asyncio.create_task(served.serve())
-    await asyncio.sleep(0)
+    serving = await served.begins()
     served.up("target@b:1")
     served.dispatcher.pool.set_workers(Role.TARGET, ["b:1"])
     served.dispatcher.pool.set_workers(Role.TARGET, ["a:1", "b:1"])
@@ -295,14 +302,11 @@ async def test_a_target_that_comes_back_to_the_list_keeps_its_texts():
     served.verify("target@a:1", 11, finish=FinishReason.LENGTH)
     await serving
     assert (run.session.moved, run.session.reopened) == (0, 0)
-    await served.dispatcher.pool.close()
 
 
-async def test_a_text_whose_target_drains_has_one_timer_however_long_there_is_no_other():
-    served = Served()
+async def test_a_text_whose_target_drains_has_one_timer_however_long_there_is_no_other(served):
     served.up("a")
-    serving = asyncio.create_task(served.serve())
-    await asyncio.sleep(0)
+    serving = await served.begins()
     served.drain("a")
     (run,) = served.dispatcher._runs.values()
     scheduled = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
@@ -311,28 +315,22 @@ async def test_a_text_whose_target_drains_has_one_timer_however_long_there_is_no
         assert sum(not timer.cancelled() for timer in scheduled) <= 1
     served.verify("a", 11, finish=FinishReason.LENGTH)
     await serving
-    await served.dispatcher.pool.close()
 
 
-async def test_who_is_condemned_where_it_still_runs_does_not_count_as_failed(monkeypatch):
-    served = Served()
+async def test_who_is_condemned_where_it_still_runs_does_not_count_as_failed(served, monkeypatch):
     served.up("a")
-    serving = asyncio.create_task(served.serve())
-    await asyncio.sleep(0)
+    serving = await served.begins()
     monkeypatch.setattr(served.dispatcher._poison_detector, "place", lambda *_: PoisonRequest(2))
     served.drain("a")
     assert served.dispatcher.snapshot().totals.condemned == 0
     served.verify("a", 11, finish=FinishReason.LENGTH)
     await serving
     assert served.dispatcher.snapshot().totals.failed == 0
-    await served.dispatcher.pool.close()
 
 
-async def test_a_refusal_of_an_older_opening_leaves_the_account_of_the_newer():
-    served = Served()
+async def test_a_refusal_of_an_older_opening_leaves_the_account_of_the_newer(served):
     served.up("a")
-    serving = asyncio.create_task(served.serve())
-    await asyncio.sleep(0)
+    serving = await served.begins()
     first = served.wires["a"].last
     served.up("b")
     served.hear("a", Refused(first.session, first.epoch, RefusalCode.INTERNAL, "broken"))
@@ -342,17 +340,11 @@ async def test_a_refusal_of_an_older_opening_leaves_the_account_of_the_newer():
     served.verify("b", 11, finish=FinishReason.LENGTH)
     await serving
     assert len(served.dispatcher.pool.peers[PeerId("b")].opened) == 0
-    await served.dispatcher.pool.close()
 
 
-async def test_a_text_that_nobody_reads_waits_for_no_target():
-    served = Served()
+async def test_a_text_that_nobody_reads_waits_for_no_target(served):
     served.up("a")
-    reading = served.dispatcher.generate(Generation(PROMPT, Sampling(), 2, model=served.dispatcher.models["m"]))
-    first = asyncio.create_task(anext(reading))
-    await asyncio.sleep(0)
-    served.verify("a", 11)
-    await first
+    reading = await begun(served, 2)
     opened = served.wires["a"].last
     digest = digests.of((*PROMPT, 11, 12))
     served.hear("a", Verification(opened.session, opened.epoch, 4, (12,), digest, finish=FinishReason.LENGTH))
@@ -364,17 +356,11 @@ async def test_a_text_that_nobody_reads_waits_for_no_target():
     served.dispatcher.give_up("this router ends")
     assert served.dispatcher.snapshot().totals.failed == 0
     await reading.aclose()
-    await served.dispatcher.pool.close()
 
 
-async def test_a_text_that_has_ended_takes_no_place_however_slowly_it_is_read():
-    served = Served()
+async def test_a_text_that_has_ended_takes_no_place_however_slowly_it_is_read(served):
     served.up("a")
-    reading = served.dispatcher.generate(Generation(PROMPT, Sampling(), 3, model=served.dispatcher.models["m"]))
-    first = asyncio.create_task(anext(reading))
-    await asyncio.sleep(0)
-    served.verify("a", 11)
-    await first
+    reading = await begun(served, 3)
     opened = served.wires["a"].last
     for at, token, finish in ((4, 12, None), (5, 13, FinishReason.LENGTH)):
         digest = digests.of((*PROMPT, *range(11, token + 1)))
@@ -387,32 +373,23 @@ async def test_a_text_that_has_ended_takes_no_place_however_slowly_it_is_read():
     assert [getattr(item, "tokens", item) for item in items] == [(12,), (13,), Ended(FinishReason.LENGTH)]
     assert (dispatcher.running, dispatcher.snapshot().totals.sessions, dispatcher.snapshot().totals.failed) == (0, 1, 0)
     assert dispatcher.reading == 0
-    await dispatcher.pool.close()
 
 
-async def test_a_router_that_ends_lets_go_of_texts_that_nobody_reads():
-    served = Served()
+async def test_a_router_that_ends_lets_go_of_texts_that_nobody_reads(served):
     served.up("a")
-    reading = served.dispatcher.generate(Generation(PROMPT, Sampling(), 3, model=served.dispatcher.models["m"]))
-    first = asyncio.create_task(anext(reading))
-    await asyncio.sleep(0)
-    served.verify("a", 11)
-    await first
+    reading = await begun(served, 3)
     served.dispatcher.give_up("this router had to stop")
     assert served.dispatcher.running == 0
     assert isinstance(served.wires["a"].sent[-1], Close)
     with pytest.raises(GenerationError, match="had to stop"):
         await anext(reading)
     assert served.dispatcher.snapshot().totals.failed == 1
-    await served.dispatcher.pool.close()
 
 
-async def test_workers_of_a_session_hear_each_other_at_once_for_as_long_as_it_is_open_at_both():
-    served = Served()
+async def test_workers_of_a_session_hear_each_other_at_once_for_as_long_as_it_is_open_at_both(served):
     served.up("a")
     served.up("d", role=Role.DRAFT)
-    serving = asyncio.create_task(served.serve(100))
-    await asyncio.sleep(0)
+    serving = await served.begins(100)
     a, d = served.wires["a"], served.wires["d"]
     session, epoch, there = a.last.session, a.last.epoch, d.last.epoch
     assert a.routes == {session: Route(epoch, d, there)}
@@ -425,15 +402,12 @@ async def test_workers_of_a_session_hear_each_other_at_once_for_as_long_as_it_is
     served.verify("a", 11, finish=FinishReason.STOP)
     await serving
     assert not a.routes and not e.routes
-    await served.dispatcher.pool.close()
 
 
-async def test_what_was_passed_on_is_not_relayed_again():
-    served = Served()
+async def test_what_was_passed_on_is_not_relayed_again(served):
     served.up("a")
     served.up("d", role=Role.DRAFT)
-    serving = asyncio.create_task(served.serve(100))
-    await asyncio.sleep(0)
+    serving = await served.begins(100)
     opened, drafted = served.wires["a"].last, served.wires["d"].last
     for position, (token, passed) in enumerate([(11, 0), (12, drafted.epoch), (13, drafted.epoch - 1)], len(PROMPT)):
         digest = digests.of((*PROMPT, 11, 12, 13)[: position + 1])
@@ -444,14 +418,11 @@ async def test_what_was_passed_on_is_not_relayed_again():
     assert heard == [(11,), (13,)], "and not what went to this opening; what went to another one, it has not heard"
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
-    await served.dispatcher.pool.close()
 
 
-async def test_a_session_goes_on_elsewhere_after_all_that_its_worker_said():
-    served = Served()
+async def test_a_session_goes_on_elsewhere_after_all_that_its_worker_said(served):
     served.up("a")
-    serving = asyncio.create_task(served.serve(100))
-    await asyncio.sleep(0)
+    serving = await served.begins(100)
     served.verify("a", 11)
     served.die("a")
     assert served.dispatcher.metrics.tally.committed == 1
@@ -461,12 +432,11 @@ async def test_a_session_goes_on_elsewhere_after_all_that_its_worker_said():
     served.verify("b", 12, finish=FinishReason.STOP)
     await serving
     assert [commit.tokens for commit in served.commits] == [(11,), (12,)]
-    await served.dispatcher.pool.close()
 
 
 async def test_a_full_router_tells_each_whom_it_sends_away_a_later_turn():
     dispatcher = Dispatcher(DispatchLimits(sessions=1))
-    dispatcher._turns.ended(10.0)
+    dispatcher._turns.durations.add(10.0)
     waiting = asyncio.create_task(anext(aiter(dispatcher.generate(Generation(PROMPT, Sampling(), 8)))))
     await asyncio.sleep(0)
     told = []
@@ -490,8 +460,7 @@ def test_a_session_waits_for_a_target_as_long_as_its_request_does():
         assert any(isinstance(effect, Fail) for effect in effects) is not waits
 
 
-async def test_a_session_that_contradicts_itself_ends_with_a_clear_failure_and_alone(caplog):
-    served = Served()
+async def test_a_session_that_contradicts_itself_ends_with_a_clear_failure_and_alone(served, caplog):
     served.up("first")
     broken, sound = [asyncio.create_task(served.serve()) for _ in range(2)]
     await asyncio.sleep(0)
@@ -514,20 +483,10 @@ async def test_a_session_that_contradicts_itself_ends_with_a_clear_failure_and_a
     assert not served.dispatcher.running
 
 
-async def begun(unread: int) -> tuple[Served, AsyncGenerator[Committed | Ended]]:
-    """A text whose client has read its first token, and may be so many commits behind."""
-    served = Served(DispatchLimits(unread=unread))
-    served.up("a")
-    texts = served.dispatcher.generate(Generation(PROMPT, Sampling(), 100, model=served.dispatcher.models["m"]))
-    waiting = asyncio.ensure_future(anext(texts))
-    await asyncio.sleep(0)
-    served.verify("a", 11)
-    served.commits.append(await waiting)
-    return served, texts
-
-
 async def test_a_client_that_is_too_far_behind_is_cut_off_with_what_there_was():
-    served, texts = await begun(unread=3)
+    served = Served(DispatchLimits(unread=3))
+    served.up("a")
+    texts = await begun(served)
     for token in (12, 13):  # so far behind it may be
         served.verify("a", token)
         served.commits.append(Committed((token,), 0, 0))
@@ -549,7 +508,9 @@ LIKELIEST = TokenLogprobs(-1.0, tuple(range(20)), (-1.0,) * 20)
 
 
 async def test_log_probabilities_that_wait_for_a_client_count_by_their_number():
-    served, texts = await begun(unread=9)
+    served = Served(DispatchLimits(unread=9))
+    served.up("a")
+    texts = await begun(served)
     for token in (12, 13):
         served.verify("a", token, logprobs=(LIKELIEST,))
         served.commits.append(Committed((token,), 0, 0))
@@ -571,13 +532,15 @@ def test_a_commit_weighs_what_it_says_of_its_tokens_and_drafts():
     proposal = Proposal(SessionId(1), 1, 3, 0, tuple(range(16)), tuple(range(-1, 15)))
     details = Details(0.0, (Passed(0.0, proposal),) * 2, "t", "d", 0)
     prompts = StepMetadata(prompt_logprobs=(LIKELIEST,) * 1000)
-    assert Committed((1, 2), 1, 1, metadata=prompts).weight == 1
-    assert Committed((1, 2), 1, 1, metadata=StepMetadata(logprobs=(LIKELIEST,) * 8)).weight == 22
-    assert Committed((1, 2), 1, 1, details=details).weight == 5
+    assert weight(Committed((1, 2), 1, 1, metadata=prompts)) == 1
+    assert weight(Committed((1, 2), 1, 1, metadata=StepMetadata(logprobs=(LIKELIEST,) * 8))) == 22
+    assert weight(Committed((1, 2), 1, 1, details=details)) == 5
 
 
 async def test_a_client_that_is_behind_a_text_that_has_ended_reads_it_to_its_end():
-    served, texts = await begun(unread=2)
+    served = Served(DispatchLimits(unread=2))
+    served.up("a")
+    texts = await begun(served)
     served.verify("a", 12)
     served.commits.append(Committed((12,), 0, 0))
     served.verify("a", 13, finish=FinishReason.STOP)
@@ -586,12 +549,10 @@ async def test_a_client_that_is_behind_a_text_that_has_ended_reads_it_to_its_end
     await served.dispatcher.pool.close()
 
 
-async def test_no_worker_keeps_a_session_that_the_router_lost_track_of(monkeypatch):
-    served = Served()
+async def test_no_worker_keeps_a_session_that_the_router_lost_track_of(served, monkeypatch):
     served.up("a")
     served.up("d", role=Role.DRAFT)
-    serving = asyncio.create_task(served.serve())
-    await asyncio.sleep(0)
+    serving = await served.begins()
     (run,) = served.dispatcher._runs.values()
     target, drafter = served.wires["a"], served.wires["d"]
     opened = [Close(wire.last.session, wire.last.epoch) for wire in (target, drafter)]

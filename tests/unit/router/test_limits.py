@@ -9,8 +9,9 @@ import pytest
 
 from cluster.config.config import from_mapping
 from cluster.config.serving import router_settings
+from router.errors import ApiError
 from router.http.auth import ApiKeys, KeyFileError
-from router.limits import MAX_WAIT, Account, Allowance, Bucket, Durations, LimitReached, RetryTurns
+from router.limits import MAX_WAIT, Account, Allowance, Bucket, Durations, RetryTurns
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
 
@@ -21,8 +22,8 @@ def account(**limits: int) -> Account:
     return one
 
 
-def refused(call, *arguments) -> LimitReached:
-    with pytest.raises(LimitReached) as caught:
+def refused(call, *arguments) -> ApiError:
+    with pytest.raises(ApiError) as caught:
         call(*arguments)
     return caught.value
 
@@ -37,8 +38,8 @@ def test_no_minute_lets_more_through_than_was_saved_up_and_refilled() -> None:
         try:
             one.enter(now)
             taken.append(now)
-        except LimitReached as error:
-            waits.append(error.wait)
+        except ApiError as error:
+            waits.append(error.retry_after)
     for start in taken:
         assert sum(start <= at < start + 60 for at in taken) <= 2 * limit, seed
     assert len(taken) <= limit + 600 * limit / 60, seed
@@ -52,39 +53,39 @@ def test_a_client_that_waits_as_told_is_let_in() -> None:
     for _ in range(60):
         one.enter(0.0)
     error = refused(one.enter, 0.0)
-    assert (error.limit, error.wait) == ("requests", 1.0)
+    assert (one.refused["requests"], error.retry_after) == (1, 1.0)
     assert "60 requests a minute" in error.message
-    refused(one.enter, error.wait - 0.01)
-    one.enter(error.wait)
+    refused(one.enter, error.retry_after - 0.01)
+    one.enter(error.retry_after)
 
 
 def test_tokens_are_counted_as_they_are_used_and_an_overdrawn_bucket_fills_first() -> None:
     one = account(tokens_per_minute=600)
-    one.enter(0.0)
-    one.take_prompt(500, 0.0)
-    one.take_completion(700, 0.0)  # a running request is not cut short
-    one.leave(1.0)
-    one.enter(0.0)
-    assert refused(one.take_prompt, 1, 0.0).wait == pytest.approx(60.1)
-    one.take_prompt(1, 60.1)
+    first = one.enter(0.0)
+    first.take_prompt(500, 0.0)
+    first.take_completion(700, 0.0)  # a running request is not cut short
+    first.leave(1.0)
+    second = one.enter(0.0)
+    assert refused(second.take_prompt, 1, 0.0).retry_after == pytest.approx(60.1)
+    second.take_prompt(1, 60.1)
     assert (one.prompt_tokens, one.completion_tokens) == (501, 700)
 
 
 def test_a_prompt_beyond_the_limit_itself_needs_a_full_bucket() -> None:
-    one = account(tokens_per_minute=100)
-    one.take_prompt(250, 0.0)
-    assert refused(one.take_prompt, 250, 60.0).wait == pytest.approx(90.0)
-    one.take_prompt(250, 150.0)
+    lease = account(tokens_per_minute=100).enter(0.0)
+    lease.take_prompt(250, 0.0)
+    assert refused(lease.take_prompt, 250, 60.0).retry_after == pytest.approx(90.0)
+    lease.take_prompt(250, 150.0)
 
 
 def test_places_are_given_back() -> None:
     one = account(concurrent_requests=2)
+    first = one.enter(0.0)
     one.enter(0.0)
+    refused(one.enter, 0.0)
+    first.leave(8.0)
     one.enter(0.0)
-    assert refused(one.enter, 0.0).limit == "concurrent"
-    one.leave(8.0)
-    one.enter(0.0)
-    assert refused(one.enter, 0.0).wait == 4.0  # two places of 8 s each
+    assert refused(one.enter, 0.0).retry_after == 4.0  # two places of 8 s each
     assert (one.running, one.requests, one.refused["concurrent"]) == (2, 3, 2)
 
 
@@ -102,7 +103,7 @@ def test_other_limits_count_at_once_and_what_was_taken_stays_taken() -> None:
 
 
 def test_a_bucket_never_holds_more_than_its_limit() -> None:
-    bucket = Bucket.full(60, 0.0)
+    bucket = Bucket(60, 0.0)
     bucket.take(10, 0.0)
     assert [bucket.level(at) for at in (0.0, 5.0, 10.0, 99.0)] == [50, 55, 60, 60]
 
@@ -118,7 +119,7 @@ def test_the_wait_for_a_place_follows_how_long_requests_take() -> None:
 
 def test_everybody_who_is_sent_away_is_told_a_turn_of_his_own():
     turns = RetryTurns()
-    turns.ended(40.0)
+    turns.durations.add(40.0)
     assert turns.take(100.0, 8, 3, 0.0) == pytest.approx(20.0), "after the three who wait inside"
     assert [turns.take(100.0, 8, 3, 0.0) for _ in range(3)] == pytest.approx([25.0, 30.0, 35.0])
     assert turns.take(110.0, 8, 0, 0.0) == pytest.approx(30.0), "who comes later waits for those before him"
@@ -161,34 +162,32 @@ def test_two_keys_of_one_name_share_their_limits(tmp_path) -> None:
 
 def test_choices_at_once_have_a_limit_but_one_request_alone() -> None:
     one = account(concurrent_sessions=8)
-    for _ in range(3):
-        one.enter(0.0)
-    one.take_sessions(16)
-    assert refused(one.take_sessions, 1).limit == "sessions"
-    one.leave(2.0, 16)
-    one.take_sessions(5)
-    assert refused(one.take_sessions, 4).wait == 1.0  # two requests, of 2 s each, are under way
-    one.take_sessions(3)
-    one.leave(2.0, 5)
-    one.leave(2.0, 3)
+    first, second, third = (one.enter(0.0) for _ in range(3))
+    first.take_sessions(16)
+    refused(second.take_sessions, 1)
+    first.leave(2.0)
+    second.take_sessions(5)
+    assert refused(third.take_sessions, 4).retry_after == 1.0  # two requests, of 2 s each, are under way
+    third.take_sessions(3)
+    second.leave(2.0)
+    third.leave(2.0)
     assert (one.running, one.sessions, one.refused["sessions"]) == (0, 0, 2)
 
 
 def test_tokens_under_way_have_a_limit_but_one_request_alone() -> None:
     one = account(concurrent_tokens=1000)
-    for _ in range(3):
-        one.enter(0.0)
-    one.take_prompt(4000, 0.0)
-    assert refused(one.take_prompt, 1, 0.0).limit == "concurrent_tokens"
-    one.leave(2.0, tokens=4000)
-    one.take_prompt(600, 0.0)
-    one.take_completion(300, 0.0)  # what was let in is never cut short
-    error = refused(one.take_prompt, 101, 0.0)
+    first, second, third = (one.enter(0.0) for _ in range(3))
+    first.take_prompt(4000, 0.0)
+    refused(second.take_prompt, 1, 0.0)
+    first.leave(2.0)
+    second.take_prompt(600, 0.0)
+    second.take_completion(300, 0.0)  # what was let in is never cut short
+    error = refused(third.take_prompt, 101, 0.0)
     assert "1000 tokens at once are allowed, requests under way have 900, 101 needed; try again in 1 s" in error.message
-    one.take_prompt(100, 0.0)
-    one.take_completion(300, 0.0)
-    one.leave(2.0, tokens=900)
-    one.leave(2.0, tokens=400)
+    third.take_prompt(100, 0.0)
+    third.take_completion(300, 0.0)
+    second.leave(2.0)
+    third.leave(2.0)
     assert (one.running, one.tokens, one.refused["concurrent_tokens"]) == (0, 0, 2)
 
 

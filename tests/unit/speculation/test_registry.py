@@ -11,8 +11,8 @@ import pytest
 
 from protos.paceline.v1 import worker_pb2 as pb
 from router.errors import ApiError
-from router.schema.answer_fields import speculation_of
 from router.schema.request_schema import Body
+from router.schema.requests import speculation_of
 from speculation.events import Own
 from speculation.messages import AllBut, Limits, Open, Sampling, SessionId, Source, Speculation, Token, Verification
 from speculation.sources import registry

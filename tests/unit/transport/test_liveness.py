@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from transport.client import DOUBTFUL_TICK, MAX_PATIENCE, TICKS, Liveness, Patience
+from transport.client import DOUBTFUL_TICK, LOST_SECONDS, MAX_PATIENCE, PING_SECONDS, TICKS, Liveness, Patience
 
+MOMENTS = itertools.count(0.0, 2 * LOST_SECONDS)
 SILENT = "nothing heard for 2 s"
 DEAF = "it talks, but has not answered for 2 s"
 SLOWLY = round(TICKS / DOUBTFUL_TICK)
@@ -14,6 +17,10 @@ SLOWLY = round(TICKS / DOUBTFUL_TICK)
 
 def stream(patience: Patience | None = None, slack: float = 0.0) -> Liveness:
     return Liveness(2.0, patience or Patience(), slack)
+
+
+def ping(watched: Liveness) -> None:
+    assert watched.due(next(MOMENTS)) is not None
 
 
 def ticks(watched: Liveness, *, late: bool = False, talks: bool = False, slack: float = 0.0) -> tuple[int, str]:
@@ -40,54 +47,54 @@ def test_ticks_that_come_late_are_no_proof_but_do_not_excuse_for_ever():
 
 def test_a_worker_that_talks_and_stops_answering_is_given_up_as_soon():
     watched = stream()
-    watched.pinged()
+    ping(watched)
     watched.written()
-    watched.answered()
+    watched.answered(0, 0.0)
     assert ticks(watched, talks=True) == (1000, "")
-    watched.pinged()
+    ping(watched)
     watched.written()
     assert ticks(watched, talks=True) == (TICKS, DEAF)
 
 
 def test_what_is_asked_counts_from_when_it_was_first_asked():
     watched = stream()
-    watched.answered()
-    watched.pinged()
+    watched.answered(0, 0.0)
+    ping(watched)
     watched.written()
     for _ in range(TICKS - 1):
         watched.heard()
         assert watched.tick(late=False) is None
-    watched.pinged()  # the one before is believed lost
+    ping(watched)  # the one before is believed lost
     watched.written()
     assert ticks(watched, talks=True) == (1, DEAF)
 
 
 def test_a_ping_that_has_yet_to_be_written_counts_little():
     watched = stream()
-    watched.answered()
-    watched.pinged()
+    watched.answered(0, 0.0)
+    ping(watched)
     assert ticks(watched, talks=True) == (SLOWLY, DEAF)
 
 
 def test_an_answer_may_come_as_late_as_messages_are_made_to():
     watched = stream()
-    watched.answered()
-    watched.pinged()
+    watched.answered(0, 0.0)
+    ping(watched)
     watched.written()
     assert ticks(watched, talks=True, slack=30.0) == (TICKS + 30, DEAF)
 
 
 def test_a_worker_that_never_answers_is_one_that_knows_no_pings():
     watched = stream()
-    watched.pinged()
+    ping(watched)
     watched.written()
     assert ticks(watched, talks=True) == (1000, "")
 
 
 def test_what_the_router_does_not_read_is_held_against_nobody():
     watched = stream()
-    watched.answered()
-    watched.pinged()
+    watched.answered(0, 0.0)
+    ping(watched)
     watched.written()
     for _ in range(10 * TICKS):
         watched.held_back()
@@ -113,3 +120,20 @@ def test_one_that_was_started_again_gets_no_more_time_than_any(instance):
     patience.given_up("one" if instance else "")
     patience.came(instance)
     assert patience.factor == 1.0
+
+
+def test_a_round_trip_is_measured_by_answers_to_the_last_ping_only_and_smoothed():
+    trip = stream()
+    assert (trip.round_trip, trip.due(0.0)) == (None, 1)
+    assert trip.due(LOST_SECONDS / 2) is None  # not before it is answered, or lost
+    trip.answered(99, 0.1)
+    assert trip.round_trip is None
+    trip.answered(1, 0.1)
+    trip.answered(1, 3.0)
+    assert trip.round_trip == pytest.approx(0.1)
+    assert trip.due(PING_SECONDS / 2) is None
+    assert trip.due(PING_SECONDS) == 2
+    trip.answered(2, PING_SECONDS + 0.2)
+    assert trip.round_trip == pytest.approx(0.12)
+    assert trip.due(2 * PING_SECONDS) == 3
+    assert trip.due(2 * PING_SECONDS + LOST_SECONDS) == 4

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.answers import responses
-from router.answers.choice_reader import TextChunk
-from router.answers.responses import MAX_HELD_BYTES, Envelope, Usage, events
-from router.generation import GenerationError
+from router.answers.choice_reader import TextChunk, Usage
+from router.answers.responses import MAX_HELD_BYTES, Envelope, events
+from router.generation import Committed, GenerationError
 from router.schema.request_schema import Kind
 from router.schema.requests import ApiRequest
 from router.text.text import Piece
@@ -27,7 +27,9 @@ def envelope(kind: Kind = "completion", model: str = "m", *, include_usage: bool
 
 
 def said(text: str, index: int = 0, *, more: bool = False, finish: FinishReason | None = None) -> TextChunk:
-    return TextChunk(index, (Piece(text, Own.TARGET),), tokens=1, more=more, finish=finish)
+    return TextChunk(
+        index, (Piece(text, Own.TARGET),), tokens=1, commit=Committed((1,), 0, 0, more=more), finish=finish
+    )
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])
@@ -65,7 +67,7 @@ async def test_what_is_there_together_is_written_at_once_with_the_end() -> None:
 
 
 async def test_nothing_waits_for_another_choice() -> None:
-    end = [TextChunk(index, finish=FinishReason.STOP, more=True) for index in (0, 1)]
+    end = [TextChunk(i, finish=FinishReason.STOP, commit=Committed((1,), 0, 0, more=True)) for i in (0, 1)]
     written = await writes([said("a", more=True), end[0], said("b", 1, more=True), end[1]], choices=2)
     assert [each.count(b"data: ") for each in written] == [2, 3]
 

@@ -9,8 +9,9 @@ import pytest
 
 from router.errors import ApiError
 from router.generation import ServedModel
-from router.schema.answer_fields import prediction_of, speculation_of, wants_details
+from router.schema.prompts import prediction_of
 from router.schema.request_schema import Body
+from router.schema.requests import speculation_of
 from router.text.tokenizer import Tokenizer
 from speculation.messages import Rule, Schedule, Source, Speculation
 from tests.fakes import tiny_tokenizer
@@ -38,9 +39,6 @@ def test_every_part_of_speculation_arrives_over_the_default() -> None:
         enabled=False, max_depth=3, rule="rejection", schedule="parallel", sources=["draft", "prediction"], details=True
     ) == Speculation(False, 3, Rule.REJECTION, Schedule.PARALLEL, frozenset({Source.DRAFT, Source.PREDICTION}))
     assert steered(sources=[]).sources == frozenset()
-    assert wants_details(Body.read({"speculation": {"details": True}}))
-    assert not wants_details(Body.read({"speculation": {}}))
-    assert not wants_details(Body.read({}))
 
 
 def test_a_prediction_is_text_or_text_parts_without_special_tokens() -> None:
@@ -103,7 +101,6 @@ def test_a_token_that_the_model_has_not_is_refused() -> None:
     ],
 )
 def test_bad_steering_is_refused_by_its_name(inner: dict[str, Any], code: str, param: str) -> None:
-    reads = wants_details if "details" in inner else lambda fields: speculation_of(fields, Speculation())
     with pytest.raises(ApiError) as refused:
-        reads(Body.read({"speculation": inner}))
+        speculation_of(Body.read({"speculation": inner}), Speculation())
     assert (refused.value.code.name, refused.value.param) == (code, param)

@@ -15,8 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from router.errors import ApiError
 from router.schema.request_schema import Body, ChatBody
-from router.schema.structured import json_schema_grammar, text_grammar
-from router.schema.tools import grammar_of, tools_of
+from router.schema.structured import grammar_of, json_schema_grammar, text_grammar, tools_of
 from router.text.grammar_check import END, tokenizer_of
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolForm, parser_of

@@ -7,7 +7,6 @@ from random import Random
 
 import pytest
 
-from router.sessions.acceptance import PRIOR, AcceptanceRecord
 from router.sessions.choice import (
     BLOCK,
     REMEMBERED_BLOCKS,
@@ -19,11 +18,9 @@ from router.sessions.choice import (
     choose_drafter,
     choose_target,
 )
-from router.sessions.run import OpenSessions
+from router.sessions.tally import PRIOR, AcceptanceRecord
 from speculation.events import PeerId
-from speculation.messages import Load, SessionId, Welcome
-from transport.client import LOST_SECONDS, PING_SECONDS, RoundTrip
-from transport.codec_parts import AskedLogprobs
+from speculation.messages import Load, Welcome
 
 RNG = Random(1)
 BASE = WantedWorker("m", tokenizer=5, tokens=100)
@@ -193,35 +190,3 @@ def test_a_pair_has_one_acceptance_and_the_target_of_several_drafters_that_of_al
     record.forget(one)
     record.forget(target)
     assert record.measured() == {other: 0.0}
-
-
-def test_a_round_trip_is_measured_by_answers_to_the_last_ping_only_and_smoothed():
-    trip = RoundTrip()
-    assert (trip.seconds, trip.due(0.0)) == (None, 1)
-    assert trip.due(LOST_SECONDS / 2) is None  # not before it is answered, or lost
-    trip.answered(99, 0.1)
-    assert trip.seconds is None
-    trip.answered(1, 0.1)
-    trip.answered(1, 3.0)
-    assert trip.seconds == pytest.approx(0.1)
-    assert trip.due(PING_SECONDS / 2) is None
-    assert trip.due(PING_SECONDS) == 2
-    trip.answered(2, PING_SECONDS + 0.2)
-    assert trip.seconds == pytest.approx(0.12)
-    assert trip.due(2 * PING_SECONDS) == 3
-    assert trip.due(2 * PING_SECONDS + LOST_SECONDS) == 4
-
-
-def test_what_a_worker_has_still_to_answer_is_counted_as_it_changes() -> None:
-    there = OpenSessions()
-    there.open(SessionId(1), 1, 100, AskedLogprobs())
-    there.open(SessionId(2), 4, 10, AskedLogprobs())
-    there.open(SessionId(1), 2, 50, AskedLogprobs())
-    assert (len(there), there.unanswered, there.epoch(SessionId(1)), there.epoch(SessionId(3))) == (2, 60, 2, None)
-    there.answered(SessionId(1))
-    there.answered(SessionId(1))
-    there.answered(SessionId(3))
-    assert (len(there), there.unanswered, there.epoch(SessionId(1))) == (2, 10, 2)
-    there.close(SessionId(2))
-    there.close(SessionId(2))
-    assert (len(there), there.unanswered) == (1, 0)

@@ -14,9 +14,8 @@ import pytest
 
 from router.answers.responses import encode
 from router.generation import Generation, ServedModel
-from router.sessions.event_log import LOOK_BACK, MAX_EVENTS, EventKind, EventLog, LoggedEvent
 from router.sessions.pool import Peer, PoolEvents, WorkerPool
-from router.sessions.run import NullTracer, RunningSession
+from router.sessions.run import LOOK_BACK, MAX_EVENTS, EventKind, EventLog, LoggedEvent, NullTracer, RunningSession
 from router.sessions.snapshot import Snapshot, Totals, WorkerState, WorkerView
 from router.sessions.tally import WINDOW_SECONDS, Buckets, Recent, RouterCounters
 from router.telemetry.cluster_view import ClusterView

@@ -19,11 +19,10 @@ from draft_service.sequence import DraftCounters
 from router.answers.choice_reader import TextChunk
 from router.errors import code_of
 from router.generation import GenerationError
-from router.sessions.acceptance import BLOCK, AcceptanceRecord, AcceptanceWatch
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
-from router.sessions.tally import Buckets, RouterCounters
+from router.sessions.tally import BLOCK, AcceptanceRecord, Buckets, RouterCounters
 from router.telemetry.metrics import UNREADABLE, RouterMetrics
-from router.telemetry.worker_metrics import BY_SOURCE, COUNTERS, INSERT_RESULTS, TOTALS_OF_SOURCES
+from router.telemetry.worker_metrics import BY_SOURCE, COUNTERS, INSERT_RESULTS
 from speculation.events import PeerId, Role
 from speculation.messages import FinishReason, Load
 from target_service.step_account import TargetCounters
@@ -163,7 +162,7 @@ def test_everything_that_workers_count_has_a_metric(role: Role, counted: dict[st
     told = {source for entry in COUNTERS if entry.role in (None, role) for source in entry.sources}
     prefixes = (INSERT_RESULTS, *(prefix for _, _, prefix in BY_SOURCE))
     untold = {name for name in counted if name not in told and not name.startswith(prefixes)}
-    assert untold == (set(TOTALS_OF_SOURCES) if role is Role.TARGET else set())
+    assert untold == ({"offered", "accepted"} if role is Role.TARGET else set()), "told in more detail"
     metrics = RouterMetrics(RouterCounters(), lambda: Snapshot(workers=(worker(role, **dict.fromkeys(counted, 1)),)))
     names = scraped(metrics)
     assert {f"paceline_{entry.name}_total" for entry in COUNTERS if entry.role in (None, role)} <= names.keys()
@@ -255,63 +254,63 @@ def test_the_end_of_certificates_is_told(tmp_path) -> None:
 # Acceptance
 
 
-def blocks(watch: AcceptanceWatch, rates: list[float], draft: PeerId = DRAFT) -> None:
+def blocks(record: AcceptanceRecord, rates: list[float], draft: PeerId = DRAFT) -> None:
     for rate in rates:
         for _ in range(10):
-            watch.offered(TARGET, draft, BLOCK // 10, round(rate * BLOCK / 10))
+            record.add(TARGET, "t", draft, "d", round(rate * BLOCK / 10), BLOCK // 10)
 
 
 def test_a_collapse_is_told_once_per_episode(caplog: pytest.LogCaptureFixture) -> None:
-    watch = AcceptanceWatch()
+    record = AcceptanceRecord()
     with caplog.at_level(logging.INFO):
-        blocks(watch, [0.5, 0.6, 0.5])
+        blocks(record, [0.5, 0.6, 0.5])
         assert not caplog.records
-        blocks(watch, [0.1, 0.1, 0.0, 0.1])
-        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        blocks(record, [0.1, 0.1, 0.0, 0.1])
+        assert [line.levelname for line in caplog.records] == ["WARNING"]
         assert caplog.records[0].getMessage() == (
             f"acceptance of drafts from {DRAFT} at {TARGET} collapsed to 0.100 (0.506 is usual)"
         )
-        blocks(watch, [0.5])
-        blocks(watch, [0.0])
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
-    assert watch.collapses == 2
+        blocks(record, [0.5])
+        blocks(record, [0.0])
+    assert [line.levelname for line in caplog.records] == ["WARNING", "INFO", "WARNING"]
+    assert record.collapses == 2
 
 
 def test_drafts_that_were_never_accepted_are_told_too() -> None:
-    watch = AcceptanceWatch()
-    blocks(watch, [0.0, 0.0])
-    ((_, _, pair),) = watch.pairs()
-    assert (watch.collapses, pair.collapsed, pair.latest) == (1, True, 0.0)
+    record = AcceptanceRecord()
+    blocks(record, [0.0, 0.0])
+    (pair,) = record.watched.values()
+    assert (record.collapses, pair.collapsed, pair.latest) == (1, True, 0.0)
 
 
 def test_a_low_value_that_stays_becomes_the_usual_one() -> None:
-    watch = AcceptanceWatch()
-    blocks(watch, [0.8] * 3 + [0.2] * 40)
-    ((_, _, pair),) = watch.pairs()
-    assert (watch.collapses, pair.collapsed) == (1, False)
+    record = AcceptanceRecord()
+    blocks(record, [0.8] * 3 + [0.2] * 40)
+    (pair,) = record.watched.values()
+    assert (record.collapses, pair.collapsed) == (1, False)
 
 
 def test_pairs_are_apart_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.sessions.acceptance.MAX_PAIRS", 8)
-    watch = AcceptanceWatch()
+    monkeypatch.setattr("router.sessions.tally.MAX_PAIRS", 8)
+    record = AcceptanceRecord()
     for i in range(50):
-        blocks(watch, [0.5], PeerId(f"draft@{i}"))
-    blocks(watch, [0.0], PeerId("draft@49"))
-    assert [draft for _, draft, pair in watch.pairs() if pair.collapsed] == ["draft@49"]
-    assert [draft for _, draft, _ in watch.pairs()] == [f"draft@{i}" for i in range(42, 50)]
+        blocks(record, [0.5], PeerId(f"draft@{i}"))
+    blocks(record, [0.0], PeerId("draft@49"))
+    assert [draft for (_, draft), pair in record.watched.items() if pair.collapsed] == ["draft@49"]
+    assert [draft for _, draft in record.watched] == [f"draft@{i}" for i in range(42, 50)]
 
 
 def test_a_collapse_is_over_once_its_drafter_is_no_longer_listed() -> None:
     record = AcceptanceRecord()
     other = PeerId("draft@10.0.0.3:7002")
-    metrics = RouterMetrics(RouterCounters(), lambda: Snapshot(watch=record.watch))
-    blocks(record.watch, [0.0])
-    blocks(record.watch, [0.5], other)
+    metrics = RouterMetrics(RouterCounters(), lambda: Snapshot(record=record))
+    blocks(record, [0.0])
+    blocks(record, [0.5], other)
     assert value(metrics, "acceptance_collapsed", target=TARGET, draft=DRAFT) == 1
     record.forget(DRAFT)
     told = scraped(metrics)
     for name, expected in (("acceptance_collapsed", 0), ("acceptance_ratio", 0.5)):
         assert told[f"paceline_{name}"] == {(("draft", other), ("target", TARGET)): expected}
     assert value(metrics, "acceptance_collapses_total") == 1
-    blocks(record.watch, [0.5])
+    blocks(record, [0.5])
     assert value(metrics, "acceptance_collapsed", target=TARGET, draft=DRAFT) == 0, "it comes back as another"
