@@ -76,8 +76,7 @@ def _strangers(manifests: Manifests) -> Iterator[Violation]:
     """Whoever is none of our pods comes to doors with a guard, and these are few."""
     found = set()
     for pod in manifests.pods():
-        guarded = _guarded(pod)
-        if guarded is None:
+        if (guarded := _guarded(pod)) is None:
             continue
         for policy, way in manifests.ways_in(pod):
             theirs = [place for place in _places(way, "from") if not _is_ours(place)]
@@ -145,19 +144,14 @@ def _ways(manifests: Manifests) -> Iterator[Violation]:
         for pod in (head, *workers):
             if manifests.of("PodMonitor"):
                 yield from _needed_from_outside(manifests, pod, METRICS, "Prometheus")
-            computes = requested(pod.spec["containers"][0], GPU) > 0
-            if not computes and manifests.of("HTTPRoute", "Ingress") and _led_to(manifests, pod):
+            led_to = any(pod in manifests.pods_of(service) for service in manifests.of("Service"))
+            if led_to and not requested(pod.spec["containers"][0], GPU) and manifests.of("HTTPRoute", "Ingress"):
                 yield from _needed_from_outside(manifests, pod, HTTP, "clients")
             yield from _needed_among(manifests, pod, (head, *workers), ANY_WORKER)
         yield from _needed_among(manifests, head, manifests.redis_of(service), REDIS)
     for pod in manifests.pods():
         if pod.where.startswith("Job"):
             yield from _needed_outside(manifests, pod, (HTTPS,), "where models are")
-
-
-def _led_to(manifests: Manifests, pod: Pod) -> bool:
-    """Whether a Service of routers leads there."""
-    return any(pod in manifests.pods_of(service) for service in manifests.of("Service"))
 
 
 def _needed_from_outside(manifests: Manifests, pod: Pod, port: int, who: str) -> Iterator[Violation]:

@@ -234,22 +234,16 @@ def _apart(manifests: Manifests) -> Iterator[Violation]:
             survives = service["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions")
             if survives and pod.labels.get(COMPONENT) in SURVIVING:
                 minding.setdefault(pod.where, "which Ray's head would survive")
-            if pod.where in minding and not _on_two_machines(pod):
+            spreads = [one for one in pod.spec.get("topologySpreadConstraints", []) if one["topologyKey"] == HOST]
+            apart = any(one["whenUnsatisfiable"] == "DoNotSchedule" and one.get("minDomains", 1) > 1 for one in spreads)
+            if pod.where in minding and not apart:
                 yield Violation(pod.where, f"all of its pods may come to one machine, {minding[pod.where]}")
         for pod in manifests.redis_of(service):
-            if not _shuns(pod, head):
+            affinity = pod.spec.get("affinity", {}).get("podAntiAffinity", {})
+            terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", [])
+            away = [one.get("labelSelector", {}) for one in terms if one["topologyKey"] == HOST]
+            if not any(selects(selector, head.labels) for selector in away):
                 yield Violation(pod.where, "may come to the machine of Ray's head, whose state it keeps")
-
-
-def _on_two_machines(pod: Pod) -> bool:
-    spreads = [one for one in pod.spec.get("topologySpreadConstraints", []) if one["topologyKey"] == HOST]
-    return any(one["whenUnsatisfiable"] == "DoNotSchedule" and one.get("minDomains", 1) > 1 for one in spreads)
-
-
-def _shuns(pod: Pod, other: Pod) -> bool:
-    affinity = pod.spec.get("affinity", {}).get("podAntiAffinity", {})
-    terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", [])
-    return any(one["topologyKey"] == HOST and selects(one.get("labelSelector", {}), other.labels) for one in terms)
 
 
 def _ports(manifests: Manifests) -> Iterator[Violation]:

@@ -23,10 +23,11 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from alignment.encoding import Batches, BatchesInTurn, Encoder, TokenIds, joined
-from alignment.heads.eagle import EagleOptions, EagleTraining
-from alignment.heads.medusa import MedusaOptions, MedusaTraining
+from alignment.heads.eagle import EagleTraining
+from alignment.heads.medusa import MedusaTraining
 from alignment.heads.training import HELD_OUT
 from alignment.losses import Loss, distillation_loss, next_token_loss
+from alignment.options import EagleOptions, MedusaOptions
 from alignment.pair import load_stock, settings_of
 from alignment.training import Trainer, TrainingPlan
 from alignment.workplace import Workplace

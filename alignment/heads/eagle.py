@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from alignment.encoding import BatchSource
-from alignment.heads.training import FARTHER, Accuracy, HeadOptions, HeadTraining, run_of
+from alignment.heads.training import Accuracy, HeadTraining, run_of
+from alignment.options import EagleOptions
 from alignment.training import Optimizers, muon_and_adamw
 from alignment.writing import Writer
 from engine.eagle.config import EagleConfig
@@ -43,26 +43,6 @@ COUNTED = 64
 """Batches whose tokens are counted for a reduced vocabulary."""
 PROMPT = 48
 """Tokens of a passage held out that the target goes on from."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagleOptions(HeadOptions):
-    """How a head is made."""
-
-    depth: int = 5
-    """Steps of training-time test: guesses in a row."""
-    layers: int = 1
-    vocabulary: int = 0
-    """Tokens that the head knows, those that come most often; 0: all."""
-    farther: float = FARTHER
-    """What the loss of a guess counts, relative to the one before it."""
-    start: str = ""
-    """Folder of a head to begin with, whose layers and vocabulary it keeps; empty: from the target."""
-
-    @property
-    def reach(self) -> int:
-        """How far the last step guesses."""
-        return self.depth + 1
 
 
 class UnrolledAttention:

@@ -11,7 +11,6 @@ Tensor legend: B sequences, T positions, V vocabulary, D hidden size, H heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from alignment.encoding import BatchSource
-from alignment.heads.training import FARTHER, Accuracy, HeadOptions, HeadTraining, run_of
+from alignment.heads.training import Accuracy, HeadTraining, run_of
+from alignment.options import FARTHER, MedusaOptions
 from alignment.training import Optimizers
 from engine.medusa import MedusaHeads, save
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MedusaOptions(HeadOptions):
-    """How Medusa heads are made."""
-
-    heads: int = 4
-    layers: int = 1
-    """Residual blocks of a head."""
-    shared_output: bool = False
-    """Whether all heads have one output layer."""
-
-    @property
-    def reach(self) -> int:
-        """How far the last head guesses."""
-        return self.heads + 1
 
 
 class MedusaTraining(HeadTraining[MedusaOptions]):
