@@ -75,13 +75,9 @@ def transplant(model: LlamaForCausalLM, old: PreTrainedTokenizerFast, new: PreTr
 def written_by_target(work: Path, seed: int) -> list[SourceFile]:
     """What the bundled target writes, passage by passage; kept in the work folder."""
     tokenizer = load_tokenizer(HERE / "target")
-    path = work / "written.npy"
-    if not path.exists():
-        target = load(HERE / "target", torch.bfloat16)
-        corpus = encode_files(tokenizer, split_sources(read_sources()).train)
-        assert isinstance(tokenizer.eos_token_id, int)
-        np.save(path, write_text(target, corpus, WRITTEN_TOKENS, tokenizer.eos_token_id, seed))
-    passages = str(tokenizer.decode(np.load(path).tolist())).split(END_OF_TEXT)
+    corpus = encode_files(tokenizer, split_sources(read_sources()).train)
+    written = write_text(work, load(HERE / "target", torch.bfloat16), corpus, WRITTEN_TOKENS, seed)
+    passages = str(tokenizer.decode(written.tolist())).split(END_OF_TEXT)
     return [SourceFile(str(number), passage) for number, passage in enumerate(passages) if passage]
 
 
