@@ -14,6 +14,7 @@ who is *meant* to be there; whether a worker is reachable, the router's own stre
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import logging
@@ -22,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.console import BAD_INPUT, CommandError
 from speculation.events import Role
 from transport.address import AddressError, parse
 from transport.files import stamp
@@ -249,6 +251,20 @@ class FileDirectory(StaticDirectory):
                 log.info("%s lists %d %s workers", self._file, len(addresses), role)
                 changed(role, addresses)
         self.workers = workers
+
+
+def addresses_in(args: argparse.Namespace) -> dict[Role, list[str]]:
+    """The workers that --target, --draft and --workers name. Raises AddressError, CommandError."""
+    listed: dict[Role, list[str]] = {role: [*getattr(args, role.value)] for role in Role}
+    for address in (*args.target, *args.draft):
+        parse(address)
+    if args.workers is not None:
+        try:
+            for role, addresses in read_list(args.workers).items():
+                listed[role] += addresses
+        except WorkerListError as error:
+            raise CommandError(f"--workers {error}", BAD_INPUT) from error
+    return listed
 
 
 def read_list(file: Path) -> dict[Role, list[str]]:

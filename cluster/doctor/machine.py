@@ -161,7 +161,8 @@ def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, in
     stored = 1 if pool.quantization != NO_QUANTIZATION else itemsize
     context = min(getattr(text_config, "max_position_embeddings", None) or SMALLEST_CONTEXT, SMALLEST_CONTEXT)
     cache = (pool.cache_tokens or context) * bytes_a_token(text_config, itemsize)
-    return weights.loaded_bytes(stored) // pool.tensor_parallel_size, cache // pool.tensor_parallel_size
+    loaded = weights.numbers * stored + weights.fixed_bytes
+    return loaded // pool.tensor_parallel_size, cache // pool.tensor_parallel_size
 
 
 def check_devices(config: Config) -> Iterator[Finding]:

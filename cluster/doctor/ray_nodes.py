@@ -36,8 +36,6 @@ ANSWER_SECONDS = 60.0
 """How long nodes may take to say what they run; the first task on a node starts a process."""
 WORKER_SECONDS = 10.0
 """How long workers may take to say where they listen."""
-
-
 LOGS = "see its message in `serve status`, and Ray's logs"
 
 
@@ -108,14 +106,6 @@ def versions() -> dict[str, str]:
 def inspect(models: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Runs on a node: its versions, and which of the folders it lacks."""
     return versions(), [folder for folder in models if not os.path.isdir(folder)]
-
-
-def check_pools(config: Config, deployed: Iterable[str]) -> Iterator[Finding]:
-    """Whether the deployments of workers there are those that the configuration describes, by their names."""
-    there = [name for name in deployed if role_of(name)]
-    if not {pool.deployment for pool in config.pools()} & set(there):
-        text = f"has {', '.join(sorted(there)) or 'no workers'}, and none that this configuration describes"
-        yield warning("application", text, "give by --config what was deployed; room is judged by what is given")
 
 
 def deployed(config: Config) -> Mapping[str, Any] | None:
@@ -214,20 +204,15 @@ def _nodes(config: Config) -> Iterator[Seen]:
     asked = [_ask(node["NodeID"], inspect, models_on(config, room)) for node, room in zip(alive, rooms, strict=True)]
     ray.wait(asked, num_returns=len(asked), timeout=ANSWER_SECONDS)
     for node, room, answer in zip(alive, rooms, asked, strict=True):
-        yield _answered(Seen(node["NodeManagerAddress"], room), answer)
-
-
-def _answered(node: Seen, answer: Any) -> Seen:
-    import ray
-
-    try:
-        says, lacks = ray.get(answer, timeout=0)
-    except ray.exceptions.GetTimeoutError:
-        return Seen(node.address, node.room, silence=f"did not answer within {ANSWER_SECONDS:.0f} s")
-    except ray.exceptions.RayError as error:
-        last = str(error).strip().splitlines()[-1]
-        return Seen(node.address, node.room, silence=f"cannot run Paceline ({last})")
-    return Seen(node.address, node.room, says, lacks=lacks)
+        host = node["NodeManagerAddress"]
+        try:
+            says, lacks = ray.get(answer, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            yield Seen(host, room, silence=f"did not answer within {ANSWER_SECONDS:.0f} s")
+        except ray.exceptions.RayError as error:
+            yield Seen(host, room, silence=f"cannot run Paceline ({str(error).strip().splitlines()[-1]})")
+        else:
+            yield Seen(host, room, says, lacks=lacks)
 
 
 def check_application(config: Config, addresses: dict[Role, list[str]]) -> Iterator[Finding]:
@@ -240,7 +225,10 @@ def check_application(config: Config, addresses: dict[Role, list[str]]) -> Itera
         yield ok("application", "running")
     else:
         yield problem("application", f"{status.status}: {' '.join(status.message.split())[:300]}", "see Ray's logs")
-    yield from check_pools(config, status.deployments)
+    there = [name for name in status.deployments if role_of(name)]
+    if not {pool.deployment for pool in config.pools()} & set(there):
+        text = f"has {', '.join(sorted(there)) or 'no workers'}, and none that this configuration describes"
+        yield warning("application", text, "give by --config what was deployed; room is judged by what is given")
     for name, deployment in status.deployments.items():
         role = role_of(name)
         if role is None:

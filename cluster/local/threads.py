@@ -77,7 +77,9 @@ def settled(config: Config) -> Config:
         complain(f"paceline: {cores} cores: {division}; {doubt}")
     elif fresh:
         tell(f"{cores} cores: {division}, the fastest as measured at this first start")
-    return _divided(config, division)
+    target, draft = replace(config.target, threads=division.target), config.draft
+    draft = replace(draft, threads=division.draft) if division.draft else replace(draft, placement=SHARED)
+    return replace(config, target=target, draft=draft)
 
 
 def _division(config: Config, cores: int, measured: Measured | None) -> CoreDivision:
@@ -88,13 +90,6 @@ def _division(config: Config, cores: int, measured: Measured | None) -> CoreDivi
         return CoreDivision(cores - 1, 1)
     best = fastest(cores, measured)
     return best if best.draft or may_draft_in_turn(config) else divide(cores, measured)
-
-
-def _divided(config: Config, division: CoreDivision) -> Config:
-    target = replace(config.target, threads=division.target)
-    if not division.draft:
-        return replace(config, target=target, draft=replace(config.draft, placement=SHARED))
-    return replace(config, target=target, draft=replace(config.draft, threads=division.draft))
 
 
 def usable_cores() -> int:
