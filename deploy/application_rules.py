@@ -21,7 +21,7 @@ from cluster.placement import ClusterNode, Need, lacking, needs, with_routers
 from deploy.manifests import GPU, Manifests, Object, group_name, groups, mount_of, ray_container, requested, where
 from deploy.model_rules import LIST, fetched_by
 from deploy.policy_rules import lets_out_to
-from deploy.ray_rules import HARD_STOP, drain_seconds, hard_stop_seconds
+from deploy.ray_rules import DRAIN, HARD_STOP, number
 from router.http.auth import PICKER_PATH
 from speculation.events import Role
 
@@ -101,7 +101,7 @@ def _of_config(config: Config) -> Iterator[str]:
 def _of_proxies(config: Config, service: Object) -> Iterator[str]:
     """Every node has an HAProxy; one that was replaced must keep its streams for as long as a router does."""
     for group in groups(service):
-        stop = hard_stop_seconds(ray_container(group))
+        stop = number(ray_container(group), HARD_STOP)
         if not stop >= config.router.drain_timeout:
             below = f"below router.drain_timeout ({config.router.drain_timeout:g})"
             what = f"{HARD_STOP} is {stop:g}; {below} HAProxy cuts streams whenever routers come or go"
@@ -131,8 +131,8 @@ def _of_equipment(config: Config, role: str, group: Object, manifests: Manifests
     """What the pods of a group need that may run this role: files, the certificate of the role, and time to end."""
     container, keys = ray_container(group), config.security.api_keys
     drain = config.router.drain_timeout if role == ROUTER else config.drain_timeout
-    if drain + START_SECONDS > drain_seconds(container):
-        name, said = "router.drain_timeout" if role == ROUTER else "drain_timeout", drain_seconds(container)
+    if drain + START_SECONDS > (said := number(container, DRAIN)):
+        name = "router.drain_timeout" if role == ROUTER else "drain_timeout"
         more = f"without {START_SECONDS:g} more the replica ends before another has started"
         yield f"{name} is {drain:g}, but Ray drains for {said:g}; {more}"
     if role == ROUTER and keys and mount_of(container, keys) is None:

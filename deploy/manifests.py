@@ -182,13 +182,6 @@ def selects(selector: Object, labels: Mapping[str, str]) -> bool:
 
 
 def _holds(rule: Object, labels: Mapping[str, str]) -> bool:
-    value = labels.get(rule["key"])
-    match rule["operator"]:
-        case "In":
-            return value in rule["values"]
-        case "NotIn":
-            return value not in rule["values"]
-        case "Exists":
-            return value is not None
-        case _:
-            return value is None
+    value, values = labels.get(rule["key"]), rule.get("values", ())
+    told = {"In": value in values, "NotIn": value not in values, "Exists": value is not None}
+    return told.get(rule["operator"], value is None)

@@ -62,10 +62,10 @@ def test_application_is_built_from_the_arguments(overlay: str) -> None:
 
 
 def test_ray_reads_the_variables_that_the_rules_are_about() -> None:
-    defaults = {ray_rules.DRAIN: ray_rules.DEFAULT_DRAIN_SECONDS}
+    defaults = {ray_rules.DRAIN: ray_rules.USUAL[ray_rules.DRAIN]}
     assert {name: getattr(ray_constants, name) for name in defaults} == defaults
-    assert getattr(serve_constants, ray_rules.HARD_STOP) == ray_rules.DEFAULT_HARD_STOP_SECONDS
-    assert serve_constants.MAX_PER_REPLICA_RETRY_COUNT == ray_rules.DEFAULT_RETRIES
+    assert getattr(serve_constants, ray_rules.HARD_STOP) == ray_rules.USUAL[ray_rules.HARD_STOP]
+    assert serve_constants.MAX_PER_REPLICA_RETRY_COUNT == ray_rules.USUAL[ray_rules.RETRIES]
     assert f'get_env_int("{ray_rules.RETRIES}", 3)' in inspect.getsource(serve_constants)
     assert all(hasattr(serve_constants, name) for name in ray_rules.WORDS)
 
