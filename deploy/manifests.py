@@ -15,24 +15,16 @@ from cluster.fetch import quantity
 
 Object = Mapping[str, Any]
 """A Kubernetes object, or a part of one."""
+Violation = tuple[str, str]
+"""Where something would go wrong (kind and name of the object, and the part of it), and what."""
+Violation = tuple[str, str]
+"""Where something would go wrong (kind and name of the object, and the part of it), and what."""
 GPU = "nvidia.com/gpu"
 RENDER_SECONDS = 60
 
 
 class RenderError(Exception):
     """kubectl is missing, or kustomize refuses the overlay. One line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """Something that would go wrong."""
-
-    where: str
-    """Kind and name of the object, and the part of it."""
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.what}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,14 +51,14 @@ def ray_findings(manifests: Manifests) -> Iterator[Violation]:
     """Of every RayService; there should be one."""
     services = manifests.of("RayService")
     if len(services) != 1:
-        yield Violation("manifests", f"there must be one RayService, not {len(services)}")
+        yield "manifests", f"there must be one RayService, not {len(services)}"
     for service in services:
         for what in [*_of_service(service), *_of_autoscaler(service), *_of_state(service)]:
-            yield Violation(where(service), what)
+            yield where(service), what
         yield from _of_redis(service, manifests)
         for group in groups(service):
             for what in [*_of_group(group, service), *_of_shutdown(group), *_of_proxies(ray_container(group))]:
-                yield Violation(where(service, group_name(group)), what)
+                yield where(service, group_name(group)), what
 
 
 def number(container: Object, variable: str) -> float:
@@ -135,7 +135,7 @@ def _of_redis(service: Object, manifests: Manifests) -> Iterator[Violation]:
     for pod in manifests.redis_of(service):
         said = " ".join(str(part) for part in pod.spec["containers"][0].get("args", []))
         if "--tls-port" not in said or "--port 0" not in said:
-            yield Violation(pod.where, "must listen with --tls-port alone, and --port 0")
+            yield pod.where, "must listen with --tls-port alone, and --port 0"
 
 
 def _of_autoscaler(service: Object) -> Iterator[str]:

@@ -82,13 +82,13 @@ def reference_findings(manifests: Manifests) -> Iterator[Violation]:
     for place, kind, name in sorted(references(manifests)):
         if (kind, name) not in known:
             hint = "; a Secret to make by hand is listed in deploy/reference_rules.py" if kind == "Secret" else ""
-            yield Violation(place, f"there is no {kind} {name}{hint}")
+            yield place, f"there is no {kind} {name}{hint}"
     for pod in manifests.pods():
         volumes = {volume["name"] for volume in pod.spec.get("volumes", [])} | _claims(manifests, pod)
         for container in pod.containers():
             for mount in container.get("volumeMounts", []):
                 if mount["name"] not in volumes:
-                    yield Violation(f"{pod.where} {container['name']}", f"there is no volume {mount['name']} to mount")
+                    yield f"{pod.where} {container['name']}", f"there is no volume {mount['name']} to mount"
     yield from _selectors(manifests)
     yield from _authorities(manifests)
     yield from _shared(manifests)
@@ -173,7 +173,7 @@ def _selectors(manifests: Manifests) -> Iterator[Violation]:
         part = "podSelector" if entry["kind"] == "NetworkPolicy" else "selector"
         selector = entry["spec"].get(part, {})
         if not manifests.selected({"matchLabels": selector} if entry["kind"] == "Service" else selector):
-            yield Violation(where(entry, part), "selects no pod")
+            yield where(entry, part), "selects no pod"
     for pod in manifests.pods():
         yield from _spread(pod)
 
@@ -182,12 +182,12 @@ def _spread(pod: Pod) -> Iterator[Violation]:
     for spread in pod.spec.get("topologySpreadConstraints", []):
         place = f"its spread over {spread['topologyKey']}"
         if not selects(spread.get("labelSelector", {}), pod.labels):
-            yield Violation(pod.where, f"{place} does not select the pod itself")
+            yield pod.where, f"{place} does not select the pod itself"
         strict = spread["whenUnsatisfiable"] == "DoNotSchedule"
         if strict and spread.get("nodeTaintsPolicy") != "Honor":
-            yield Violation(pod.where, f"{place} counts nodes that the pod cannot go to; set nodeTaintsPolicy: Honor")
+            yield pod.where, f"{place} counts nodes that the pod cannot go to; set nodeTaintsPolicy: Honor"
         if strict and OF_A_CLUSTER not in spread.get("matchLabelKeys", []):
-            yield Violation(pod.where, f"{place} counts pods of other clusters; set matchLabelKeys: [{OF_A_CLUSTER}]")
+            yield pod.where, f"{place} counts pods of other clusters; set matchLabelKeys: [{OF_A_CLUSTER}]"
 
 
 def _authorities(manifests: Manifests) -> Iterator[Violation]:
@@ -195,17 +195,17 @@ def _authorities(manifests: Manifests) -> Iterator[Violation]:
     for certificate in manifests.of("Certificate"):
         rotation = certificate["spec"].get("privateKey", {}).get("rotationPolicy")
         if certificate["spec"].get("isCA") and rotation != "Never":
-            yield Violation(where(certificate), "privateKey.rotationPolicy of an authority must be Never")
+            yield where(certificate), "privateKey.rotationPolicy of an authority must be Never"
 
 
 def _shared(manifests: Manifests) -> Iterator[Violation]:
     """The namespace refuses pods that our rules would, and models are mounted on many machines."""
     for namespace in manifests.of("Namespace"):
         if namespace["metadata"].get("labels", {}).get(ENFORCED) != "restricted":
-            yield Violation(where(namespace), f"the label {ENFORCED} must be restricted")
+            yield where(namespace), f"the label {ENFORCED} must be restricted"
     for claim in manifests.of(CLAIM):
         if "ReadWriteMany" not in claim["spec"]["accessModes"]:
-            yield Violation(where(claim), "accessModes must have ReadWriteMany, for pods of several machines")
+            yield where(claim), "accessModes must have ReadWriteMany, for pods of several machines"
 
 
 def _budgets(manifests: Manifests) -> Iterator[Violation]:
@@ -213,12 +213,11 @@ def _budgets(manifests: Manifests) -> Iterator[Violation]:
     for budget in manifests.of("PodDisruptionBudget"):
         place, stay = where(budget), budget["spec"].get("minAvailable")
         if not isinstance(stay, int):
-            what = "minAvailable must be a whole number: Ray's pods have no controller that can be asked"
-            yield Violation(place, what)
+            yield place, "minAvailable must be a whole number: Ray's pods have no controller that can be asked"
             continue
         fewest = sum(pod.at_least for pod in manifests.selected(budget["spec"].get("selector", {})))
         if stay >= fewest:
-            yield Violation(place, f"minAvailable is {stay} of {fewest} pods, so a machine could never be drained")
+            yield place, f"minAvailable is {stay} of {fewest} pods, so a machine could never be drained"
 
 
 def _apart(manifests: Manifests) -> Iterator[Violation]:
@@ -237,13 +236,13 @@ def _apart(manifests: Manifests) -> Iterator[Violation]:
             spreads = [one for one in pod.spec.get("topologySpreadConstraints", []) if one["topologyKey"] == HOST]
             apart = any(one["whenUnsatisfiable"] == "DoNotSchedule" and one.get("minDomains", 1) > 1 for one in spreads)
             if pod.where in minding and not apart:
-                yield Violation(pod.where, f"all of its pods may come to one machine, {minding[pod.where]}")
+                yield pod.where, f"all of its pods may come to one machine, {minding[pod.where]}"
         for pod in manifests.redis_of(service):
             affinity = pod.spec.get("affinity", {}).get("podAntiAffinity", {})
             terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", [])
             away = [one.get("labelSelector", {}) for one in terms if one["topologyKey"] == HOST]
             if not any(selects(selector, head.labels) for selector in away):
-                yield Violation(pod.where, "may come to the machine of Ray's head, whose state it keeps")
+                yield pod.where, "may come to the machine of Ray's head, whose state it keeps"
 
 
 def _ports(manifests: Manifests) -> Iterator[Violation]:
@@ -252,11 +251,11 @@ def _ports(manifests: Manifests) -> Iterator[Violation]:
         for pod in manifests.selected(monitor["spec"]["selector"]):
             for endpoint in monitor["spec"]["podMetricsEndpoints"]:
                 if endpoint["port"] not in pod.ports():
-                    yield Violation(where(monitor), f"{pod.where} has no port {endpoint['port']}")
+                    yield where(monitor), f"{pod.where} has no port {endpoint['port']}"
     for pool in manifests.of("InferencePool"):
         for port in pool["spec"]["targetPorts"]:
             if port["number"] != HTTP:
-                yield Violation(where(pool), f"HTTP is on port {HTTP}, got {port['number']}")
+                yield where(pool), f"HTTP is on port {HTTP}, got {port['number']}"
     yield from _entrance(manifests)
     yield from _paths(manifests)
 
@@ -267,9 +266,9 @@ def _paths(manifests: Manifests) -> Iterator[Violation]:
         for rule in route["spec"]["rules"]:
             for backend in rule["backendRefs"]:
                 if backend.get("port", HTTP) != HTTP:
-                    yield Violation(where(route), f"HTTP is on port {HTTP}, got {backend['port']}")
+                    yield where(route), f"HTTP is on port {HTTP}, got {backend['port']}"
             if rule.get("timeouts", {}).get("request") != "0s":
-                yield Violation(where(route), 'timeouts.request must be "0s", or the gateway cuts streams')
+                yield where(route), 'timeouts.request must be "0s", or the gateway cuts streams'
             wanted = [match.get("path", {}) for match in rule.get("matches", [{}])]
             paths = [(path.get("type", "PathPrefix"), path.get("value", "/")) for path in wanted]
             yield from _for_operators(route, paths)
@@ -282,7 +281,7 @@ def _for_operators(route: Object, paths: Sequence[tuple[str, str]]) -> Iterator[
     """What routers tell of themselves must not be among what comes through, by how a path is to match and the path."""
     for own in OPERATORS_PATHS:
         if any(own == path or (how != "Exact" and f"{own}/".startswith(f"{path.rstrip('/')}/")) for how, path in paths):
-            yield Violation(where(route), f"{own} is for operators, and comes through here")
+            yield where(route), f"{own} is for operators, and comes through here"
 
 
 def _entrance(manifests: Manifests) -> Iterator[Violation]:
@@ -290,12 +289,12 @@ def _entrance(manifests: Manifests) -> Iterator[Violation]:
     theirs = {f"{name}{SERVE_SERVICE}" for name in manifests.names("RayService")}
     for route in manifests.of("HTTPRoute", "Ingress"):
         for name in sorted({name for kind, name in _mentioned(route) if kind == "Service"} & theirs):
-            yield Violation(where(route), f"{name} leads clients into every pod; lead them to a Service of routers")
+            yield where(route), f"{name} leads clients into every pod; lead them to a Service of routers"
     for service in manifests.of("Service"):
         leads = any(port.get("targetPort") in ("serve", HTTP) for port in service["spec"]["ports"])
         for pod in manifests.pods_of(service) if leads else []:
             main = pod.spec["containers"][0]
             if requested(main, GPU):
-                yield Violation(where(service), f"leads clients into {pod.where}, which computes")
+                yield where(service), f"leads clients into {pod.where}, which computes"
             elif main.get("readinessProbe", {}).get("httpGet", {}).get("path") != READY:
-                yield Violation(pod.where, f"must be ready by {READY}: {service['metadata']['name']} leads clients in")
+                yield pod.where, f"must be ready by {READY}: {service['metadata']['name']} leads clients in"

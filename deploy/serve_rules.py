@@ -20,16 +20,16 @@ def serve_findings(manifests: Manifests) -> Iterator[Violation]:
         try:
             document = yaml_in("it", service["spec"].get("serveConfigV2", ""))
         except ConfigError as error:
-            yield Violation(place, str(error))
+            yield place, str(error)
             continue
         if not isinstance(document, dict):
-            yield Violation(place, "must be a mapping")
+            yield place, "must be a mapping"
             continue
         faults = [*_schema_faults(document)]
-        yield from (Violation(place, what) for what in faults or _of_serve(document, service))
+        yield from ((place, what) for what in faults or _of_serve(document, service))
         for application in [] if faults else document["applications"]:
             for what in application_faults(application, service, manifests):
-                yield Violation(f"{place} {application['name']}", what)
+                yield f"{place} {application['name']}", what
 
 
 def _schema_faults(document: Object) -> Iterator[str]:

@@ -146,6 +146,6 @@ class Cluster:
 def test_planted_fault_is_refused_for_its_own_reason(fault: Fault) -> None:
     cluster = Cluster(rendered("ha"))
     cluster.spoil(fault.edits)
-    found = [str(finding) for finding in findings(cluster.manifests)]
+    found = findings(cluster.manifests)
     assert len(found) == fault.places, "\n".join(found) or "nothing was found"
     assert all(fault.reason in finding for finding in found), "\n".join(found)
