@@ -84,17 +84,12 @@ def reference_findings(manifests: Manifests) -> Iterator[Violation]:
             hint = "; a Secret to make by hand is listed in deploy/reference_rules.py" if kind == "Secret" else ""
             yield place, f"there is no {kind} {name}{hint}"
     for pod in manifests.pods():
-        volumes = {volume["name"] for volume in pod.spec.get("volumes", [])} | _claims(manifests, pod)
-        for container in pod.containers():
-            for mount in container.get("volumeMounts", []):
-                if mount["name"] not in volumes:
-                    yield f"{pod.where} {container['name']}", f"there is no volume {mount['name']} to mount"
+        yield from _of_pod(pod, manifests)
+    for entry in manifests.objects:
+        yield from ((where(entry), what) for what in _of_object(entry, manifests))
     yield from _selectors(manifests)
-    yield from _authorities(manifests)
-    yield from _shared(manifests)
-    yield from _budgets(manifests)
     yield from _apart(manifests)
-    yield from _ports(manifests)
+    yield from _entrance(manifests)
 
 
 def secrets_by_hand(manifests: Manifests) -> dict[str, ByHand]:
@@ -160,25 +155,68 @@ def _known(manifests: Manifests) -> set[tuple[str, str]]:
     return found | {("Secret", name) for name in _secrets(manifests)}
 
 
-def _claims(manifests: Manifests, pod: Pod) -> set[str]:
-    """Volumes that a StatefulSet makes for its pods."""
+def _of_object(entry: Object, manifests: Manifests) -> Iterator[str]:
+    """What one object says that cannot hold, by its kind."""
+    spec = entry.get("spec", {})
+    match entry["kind"]:
+        case "Certificate":  # unless it is told, cert-manager does one thing or the other, by its version
+            if spec.get("isCA") and spec.get("privateKey", {}).get("rotationPolicy") != "Never":
+                yield "privateKey.rotationPolicy of an authority must be Never"
+        case "Namespace":  # it refuses pods that our rules would
+            if entry["metadata"].get("labels", {}).get(ENFORCED) != "restricted":
+                yield f"the label {ENFORCED} must be restricted"
+        case "PersistentVolumeClaim":
+            if "ReadWriteMany" not in spec["accessModes"]:
+                yield "accessModes must have ReadWriteMany, for pods of several machines"
+        case "PodDisruptionBudget":
+            # Kubernetes cannot count a RayCluster's pods as replicas: only a number that must stay has an effect.
+            stay, pods = spec.get("minAvailable"), manifests.selected(spec.get("selector", {}))
+            if not isinstance(stay, int):
+                yield "minAvailable must be a whole number: Ray's pods have no controller that can be asked"
+            elif stay >= (fewest := sum(pod.at_least for pod in pods)):
+                yield f"minAvailable is {stay} of {fewest} pods, so a machine could never be drained"
+        case "PodMonitor":
+            ports = [endpoint["port"] for endpoint in spec["podMetricsEndpoints"]]
+            for pod in manifests.selected(spec["selector"]):
+                yield from (f"{pod.where} has no port {port}" for port in ports if port not in pod.ports())
+        case "InferencePool":
+            numbers = [port["number"] for port in spec["targetPorts"]]
+            yield from (f"HTTP is on port {HTTP}, got {number}" for number in numbers if number != HTTP)
+        case "HTTPRoute":
+            for rule in spec["rules"]:
+                yield from _of_route(rule)
+        case "Ingress":
+            for rule in spec["rules"]:
+                yield from _for_operators([(path["pathType"], path["path"]) for path in rule["http"]["paths"]])
+
+
+def _of_route(rule: Object) -> Iterator[str]:
+    """Where clients are led, and what of it they may reach."""
+    numbers = [backend.get("port", HTTP) for backend in rule["backendRefs"]]
+    yield from (f"HTTP is on port {HTTP}, got {number}" for number in numbers if number != HTTP)
+    if rule.get("timeouts", {}).get("request") != "0s":
+        yield 'timeouts.request must be "0s", or the gateway cuts streams'
+    wanted = [match.get("path", {}) for match in rule.get("matches", [{}])]
+    yield from _for_operators([(path.get("type", "PathPrefix"), path.get("value", "/")) for path in wanted])
+
+
+def _for_operators(paths: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """What routers tell of themselves must not be among what comes through, by how a path is to match and the path."""
+    for own in OPERATORS_PATHS:
+        if any(own == path or (how != "Exact" and f"{own}/".startswith(f"{path.rstrip('/')}/")) for how, path in paths):
+            yield f"{own} is for operators, and comes through here"
+
+
+def _of_pod(pod: Pod, manifests: Manifests) -> Iterator[Violation]:
+    """Volumes that it mounts, and what it is spread over."""
+    volumes = {volume["name"] for volume in pod.spec.get("volumes", [])}
     for entry in manifests.of("StatefulSet"):
-        if where(entry) == pod.where:
-            return {claim["metadata"]["name"] for claim in entry["spec"].get("volumeClaimTemplates", [])}
-    return set()
-
-
-def _selectors(manifests: Manifests) -> Iterator[Violation]:
-    for entry in manifests.of("NetworkPolicy", "PodMonitor", "PodDisruptionBudget", "InferencePool", "Service"):
-        part = "podSelector" if entry["kind"] == "NetworkPolicy" else "selector"
-        selector = entry["spec"].get(part, {})
-        if not manifests.selected({"matchLabels": selector} if entry["kind"] == "Service" else selector):
-            yield where(entry, part), "selects no pod"
-    for pod in manifests.pods():
-        yield from _spread(pod)
-
-
-def _spread(pod: Pod) -> Iterator[Violation]:
+        if where(entry) == pod.where:  # it makes volumes for its pods
+            volumes |= {claim["metadata"]["name"] for claim in entry["spec"].get("volumeClaimTemplates", [])}
+    for container in pod.containers():
+        for mount in container.get("volumeMounts", []):
+            if mount["name"] not in volumes:
+                yield f"{pod.where} {container['name']}", f"there is no volume {mount['name']} to mount"
     for spread in pod.spec.get("topologySpreadConstraints", []):
         place = f"its spread over {spread['topologyKey']}"
         if not selects(spread.get("labelSelector", {}), pod.labels):
@@ -190,34 +228,12 @@ def _spread(pod: Pod) -> Iterator[Violation]:
             yield pod.where, f"{place} counts pods of other clusters; set matchLabelKeys: [{OF_A_CLUSTER}]"
 
 
-def _authorities(manifests: Manifests) -> Iterator[Violation]:
-    """What cert-manager does unless it is told differs between its versions."""
-    for certificate in manifests.of("Certificate"):
-        rotation = certificate["spec"].get("privateKey", {}).get("rotationPolicy")
-        if certificate["spec"].get("isCA") and rotation != "Never":
-            yield where(certificate), "privateKey.rotationPolicy of an authority must be Never"
-
-
-def _shared(manifests: Manifests) -> Iterator[Violation]:
-    """The namespace refuses pods that our rules would, and models are mounted on many machines."""
-    for namespace in manifests.of("Namespace"):
-        if namespace["metadata"].get("labels", {}).get(ENFORCED) != "restricted":
-            yield where(namespace), f"the label {ENFORCED} must be restricted"
-    for claim in manifests.of(CLAIM):
-        if "ReadWriteMany" not in claim["spec"]["accessModes"]:
-            yield where(claim), "accessModes must have ReadWriteMany, for pods of several machines"
-
-
-def _budgets(manifests: Manifests) -> Iterator[Violation]:
-    """Kubernetes cannot count a RayCluster's pods as replicas, so only a whole number that must stay has an effect."""
-    for budget in manifests.of("PodDisruptionBudget"):
-        place, stay = where(budget), budget["spec"].get("minAvailable")
-        if not isinstance(stay, int):
-            yield place, "minAvailable must be a whole number: Ray's pods have no controller that can be asked"
-            continue
-        fewest = sum(pod.at_least for pod in manifests.selected(budget["spec"].get("selector", {})))
-        if stay >= fewest:
-            yield place, f"minAvailable is {stay} of {fewest} pods, so a machine could never be drained"
+def _selectors(manifests: Manifests) -> Iterator[Violation]:
+    for entry in manifests.of("NetworkPolicy", "PodMonitor", "PodDisruptionBudget", "InferencePool", "Service"):
+        part = "podSelector" if entry["kind"] == "NetworkPolicy" else "selector"
+        selector = entry["spec"].get(part, {})
+        if not manifests.selected({"matchLabels": selector} if entry["kind"] == "Service" else selector):
+            yield where(entry, part), "selects no pod"
 
 
 def _apart(manifests: Manifests) -> Iterator[Violation]:
@@ -243,45 +259,6 @@ def _apart(manifests: Manifests) -> Iterator[Violation]:
             away = [one.get("labelSelector", {}) for one in terms if one["topologyKey"] == HOST]
             if not any(selects(selector, head.labels) for selector in away):
                 yield pod.where, "may come to the machine of Ray's head, whose state it keeps"
-
-
-def _ports(manifests: Manifests) -> Iterator[Violation]:
-    """Monitors and routes name ports that the pods have."""
-    for monitor in manifests.of("PodMonitor"):
-        for pod in manifests.selected(monitor["spec"]["selector"]):
-            for endpoint in monitor["spec"]["podMetricsEndpoints"]:
-                if endpoint["port"] not in pod.ports():
-                    yield where(monitor), f"{pod.where} has no port {endpoint['port']}"
-    for pool in manifests.of("InferencePool"):
-        for port in pool["spec"]["targetPorts"]:
-            if port["number"] != HTTP:
-                yield where(pool), f"HTTP is on port {HTTP}, got {port['number']}"
-    yield from _entrance(manifests)
-    yield from _paths(manifests)
-
-
-def _paths(manifests: Manifests) -> Iterator[Violation]:
-    """Where clients are led, and what of it they may reach."""
-    for route in manifests.of("HTTPRoute"):
-        for rule in route["spec"]["rules"]:
-            for backend in rule["backendRefs"]:
-                if backend.get("port", HTTP) != HTTP:
-                    yield where(route), f"HTTP is on port {HTTP}, got {backend['port']}"
-            if rule.get("timeouts", {}).get("request") != "0s":
-                yield where(route), 'timeouts.request must be "0s", or the gateway cuts streams'
-            wanted = [match.get("path", {}) for match in rule.get("matches", [{}])]
-            paths = [(path.get("type", "PathPrefix"), path.get("value", "/")) for path in wanted]
-            yield from _for_operators(route, paths)
-    for ingress in manifests.of("Ingress"):
-        for rule in ingress["spec"]["rules"]:
-            yield from _for_operators(ingress, [(path["pathType"], path["path"]) for path in rule["http"]["paths"]])
-
-
-def _for_operators(route: Object, paths: Sequence[tuple[str, str]]) -> Iterator[Violation]:
-    """What routers tell of themselves must not be among what comes through, by how a path is to match and the path."""
-    for own in OPERATORS_PATHS:
-        if any(own == path or (how != "Exact" and f"{own}/".startswith(f"{path.rstrip('/')}/")) for how, path in paths):
-            yield where(route), f"{own} is for operators, and comes through here"
 
 
 def _entrance(manifests: Manifests) -> Iterator[Violation]:
