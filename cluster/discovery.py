@@ -185,11 +185,6 @@ class LongPoll:
         self._client.stop()
 
 
-def serve_directory(handles: Handles) -> ServeDirectory:
-    """The best directory that this version of Ray Serve allows, for the loop that runs."""
-    return ServeDirectory(handles, partial(LongPoll, asyncio.get_running_loop()))
-
-
 MAX_BYTES = 1 << 20
 
 

@@ -17,8 +17,6 @@ Object = Mapping[str, Any]
 """A Kubernetes object, or a part of one."""
 Violation = tuple[str, str]
 """Where something would go wrong (kind and name of the object, and the part of it), and what."""
-Violation = tuple[str, str]
-"""Where something would go wrong (kind and name of the object, and the part of it), and what."""
 GPU = "nvidia.com/gpu"
 RENDER_SECONDS = 60
 

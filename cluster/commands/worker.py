@@ -107,18 +107,13 @@ async def _serve(role: Role, config: Config, listen: str) -> int:
     failed.cancel()
     stop.cancel()
     if error is None:
-        await _end(worker, config.drain_timeout, loop)
+        for number in (signal.SIGINT, signal.SIGTERM):  # a second one ends the process at once
+            loop.add_signal_handler(number, os._exit, 128 + number)
+        await worker.drain(config.drain_timeout)
         return 0
     await worker.stop()
     complain(f"paceline: the {role} worker failed: {type(error).__name__}: {error}")
     return FAILED
-
-
-async def _end(worker: Worker, seconds: float, loop: asyncio.AbstractEventLoop) -> None:
-    """Drain; a second signal ends the process at once."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, os._exit, 128 + number)
-    await worker.drain(seconds)
 
 
 async def _start(role: Role, config: Config, listen: str) -> Worker:

@@ -52,7 +52,7 @@ def router(monkeypatch: pytest.MonkeyPatch, security: dict[str, str]) -> Any:
     """Starts a router's replica in a cluster that is not there."""
     nothing = SimpleNamespace(start=lambda *_: None)
     monkeypatch.setattr(router_replica, "_check_doors", lambda _config: None)
-    monkeypatch.setattr(router_replica, "serve_directory", lambda _workers: nothing)
+    monkeypatch.setattr(router_replica, "ServeDirectory", lambda *_: nothing)
     monkeypatch.setattr(router_replica, "copy_metrics", lambda _collect: asyncio.sleep(0))
     monkeypatch.setattr(router_replica, "freeze_loaded", lambda: None)
     return started(router_replica.RouterReplica, monkeypatch, on_a_cluster(security), [])
