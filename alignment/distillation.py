@@ -19,11 +19,10 @@ from transformers import PreTrainedModel
 
 from alignment.data import Data
 from alignment.encoding import Batches, BatchesInTurn, EncodedText, Encoder, Gathered, gather, joined, tokenizer_of
-from alignment.errors import Interrupted
 from alignment.losses import OBJECTIVES, distillation_loss, measure
-from alignment.options import DistillationOptions
+from alignment.options import DistillationOptions, Interrupted
 from alignment.pair import ModelPair
-from alignment.training import Measured, Trainer, TrainingPlan, restore
+from alignment.training import HeldOut, Trainer, TrainingPlan, restore
 from alignment.workplace import Workplace
 from alignment.writing import BATCH, Writer, WrittenRow, written_rows
 from engine.loading.checkpoint import read_config
@@ -84,12 +83,18 @@ class Distillation:
     def run(self, data: Data) -> DistillationOutcome:
         """Do all that is not done yet; the folder then holds the model.
 
-        Raises :class:`alignment.errors.AlignmentError`: DataError, DiskError, or Interrupted when told to stop.
+        Raises :class:`alignment.options.AlignmentError`: DataError, DiskError, or Interrupted when told to stop.
         """
         options, pair = self._options, self._pair
         self._report(f"reading {data}")
         pieces = gather(data, self._encoder, options.data_tokens, HELD_OUT_ROWS, options.seed)
-        held_out, train = self._held_out(pieces), self._train(pieces)
+        held_out, separator = self._held_out(pieces), self._encoder.separator
+        rounds = math.ceil(options.samples / (BATCH * options.new_tokens))
+        written = self._written(pieces.train, rounds, BATCH, "target writes")
+        samples = Batches(joined([row.tokens for row in written], separator), options.seed)
+        texts = Batches(joined([piece.ids for piece in pieces.train], separator), options.seed + 1)
+        share = Fraction(options.data_share).limit_denominator(MAX_TURNS)
+        batches = BatchesInTurn((samples, share.denominator - share.numerator), (texts, share.numerator))
         trainer = self._trainer()
         if not trainer.notes:
             self._report("measuring the draft as it is")
@@ -97,8 +102,8 @@ class Distillation:
         loss = distillation_loss(
             pair.target.module, divergence=OBJECTIVES[options.objective], vocabulary=pair.vocabulary
         )
-        measured = Measured(lambda: self._measure(trainer, held_out), score, EVALUATIONS, PATIENCE, self._best)
-        trainer.train_to_best(train, trainer.learn_by(loss), "draft", measured, self._stopped)
+        measured = HeldOut(lambda: self._measure(trainer, held_out), score, EVALUATIONS, PATIENCE, self._best)
+        trainer.train_to_best(batches, trainer.learn_by(loss), "draft", measured, self._stopped)
         notes = trainer.notes
         outcome = DistillationOutcome(
             notes["before"], notes["after"], notes["history"], notes["best"], trainer.progress.step
@@ -111,28 +116,16 @@ class Distillation:
         rate = options.rate or RATE_WIDTH / self._pair.draft.config.get_text_config(decoder=True).hidden_size
         plan = TrainingPlan(
             steps=options.steps,
-            minutes=math.inf,
             batch_tokens=options.batch_tokens,
             sequence=options.sequence,
-            long_sequence=options.sequence,
             muon_rate=rate,
             adam_rate=rate,
-            seed=options.seed,
             device=self._pair.target.device,
             dtype=self._pair.target.dtype,
             warmup_steps=max(1, min(40, options.steps // 10)),
             decay_from=0.0,  # on a plateau nothing may get better before the rate falls, and the run would end early
         )
         return Trainer(module, plan, self._place.work / "checkpoint.pt")
-
-    def _train(self, pieces: Gathered) -> BatchesInTurn:
-        options, separator = self._options, self._encoder.separator
-        rounds = math.ceil(options.samples / (BATCH * options.new_tokens))
-        written = self._written(pieces.train, rounds, BATCH, "target writes")
-        samples = Batches(joined([row.tokens for row in written], separator), options.seed)
-        texts = Batches(joined([piece.ids for piece in pieces.train], separator), options.seed + 1)
-        share = Fraction(options.data_share).limit_denominator(MAX_TURNS)
-        return BatchesInTurn((samples, share.denominator - share.numerator), (texts, share.numerator))
 
     def _held_out(self, pieces: Gathered) -> dict[str, list[WrittenRow]]:
         """What is measured, by kind of text."""

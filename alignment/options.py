@@ -1,6 +1,7 @@
-"""What trainings are asked for. Any of it that differs makes another training; numbers say what they may be.
+"""What trainings are asked for, and how they fail.
 
-Without torch, so that a command can offer them as flags.
+Any option that differs makes another training; numbers say what they may be. What can go wrong is told in one line that
+names the file, the value and what would be right. Without torch, so that a command can offer options as flags.
 """
 
 from __future__ import annotations
@@ -23,6 +24,26 @@ def _data_tokens() -> Any:
 
 def _steps() -> Any:
     return _number(400, 1, 10**7, "steps of training, at most")
+
+
+class AlignmentError(Exception):
+    """An alignment cannot begin or go on."""
+
+
+class DataError(AlignmentError):
+    """The data cannot be used."""
+
+
+class SettingsError(AlignmentError):
+    """The settings cannot be used, alone or with what an earlier run left."""
+
+
+class DiskError(AlignmentError):
+    """A file cannot be written."""
+
+
+class Interrupted(AlignmentError):
+    """The run was told to stop, and can go on later."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from alignment.encoding import BatchSource
-from alignment.errors import Interrupted
 from alignment.losses import Loss
+from alignment.options import Interrupted
 from alignment.workplace import read_checkpoint, write_checkpoint, write_whole
 from engine.head_files import placed
 
@@ -42,30 +42,23 @@ class TrainingPlan:
     """How long and how one model is trained. Ends at `steps` or after `minutes`, whichever comes first."""
 
     steps: float
-    minutes: float
     batch_tokens: int
     sequence: int
-    long_sequence: int
     muon_rate: float
     adam_rate: float
-    seed: int
     device: torch.device
     dtype: torch.dtype
+    minutes: float = math.inf
+    long_sequence: int = 0
+    """That of the last part of the training; 0: it stays as it is."""
     long_from: float = 0.7
     decay_from: float = 0.5
     warmup_steps: int = 40
-
-    def rate_share(self, step: int, fraction: float) -> float:
-        """What part of the peak learning rate a step has, when ``fraction`` of the budget is used.
-
-        It rises linearly for the warm-up, stays, and falls linearly from ``decay_from`` on, to nearly nothing.
-        """
-        warm = min(1.0, (step + 1) / self.warmup_steps)
-        return warm * max(0.01, min(1.0, (1.0 - fraction) / (1.0 - self.decay_from)))
+    """For which the learning rate rises linearly; it stays, and falls linearly from ``decay_from`` on, to nearly 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class HeldOut:
     """How a model is measured while it is trained, on what is held out."""
 
     measure: Callable[[], Mapping[str, Any]]
@@ -144,7 +137,7 @@ class Trainer(Generic[Kind]):
     def train(self, batches: BatchSource, learn: Learn, title: str, watch: Watch | None = None) -> None:
         """Train until the plan's budget is used, or ``watch`` says so. The checkpoint is written now and then.
 
-        Raises :class:`alignment.errors.DiskError` when that cannot be; the one before is still there.
+        Raises :class:`alignment.options.DiskError` when that cannot be; the one before is still there.
         """
         saved, goes_on, progress = time.monotonic(), True, self.progress
         initial = progress.fraction(self.plan)
@@ -164,12 +157,12 @@ class Trainer(Generic[Kind]):
         batches: BatchSource,
         learn: Learn,
         title: str,
-        measured: Measured,
+        measured: HeldOut,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         """:meth:`train`, measuring on the way: the best weights are kept, and it ends when nothing gets better.
 
-        ``stopped`` is asked after every step. Raises :class:`alignment.errors.Interrupted` when it says so.
+        ``stopped`` is asked after every step. Raises :class:`alignment.options.Interrupted` when it says so.
         """
         progress, notes = self.progress, self.notes
 
@@ -203,7 +196,7 @@ class Trainer(Generic[Kind]):
             self.train(batches, learn, title, watch)
 
     def save(self) -> None:
-        """Write the checkpoint. Raises :class:`alignment.errors.DiskError`."""
+        """Write the checkpoint. Raises :class:`alignment.options.DiskError`."""
         state = {
             "masters": [master.detach().cpu() for master in self._masters],
             "optimizers": [optimizer.state_dict() for optimizer, _ in self._optimizers],
@@ -228,11 +221,11 @@ class Trainer(Generic[Kind]):
     def _step(self, batches: BatchSource, learn: Learn) -> None:
         plan, progress, began = self.plan, self.progress, time.monotonic()
         fraction = progress.fraction(plan)
-        share = plan.rate_share(progress.step, fraction)
+        warm, cool = (progress.step + 1) / plan.warmup_steps, (1.0 - fraction) / (1.0 - plan.decay_from)
         for optimizer, rate in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate * share
-        length = plan.long_sequence if fraction >= plan.long_from else plan.sequence
+                group["lr"] = rate * min(1.0, warm) * max(0.01, min(1.0, cool))
+        length = plan.long_sequence if plan.long_sequence and fraction >= plan.long_from else plan.sequence
         tokens_BT1 = batches.at(progress.step, max(1, plan.batch_tokens // length), length).to(plan.device)
         loss = learn(tokens_BT1)
         for master, working in zip(self._masters, self._working, strict=True):

@@ -14,7 +14,7 @@ from cluster.config.config import Config, from_mapping, max_replicas_of
 from cluster.placement import ROUTER, described_node, with_routers
 from cluster.ray.parts import options
 from cluster.ray.router_replica import RouterReplica
-from cluster.ray.worker_replicas import WorkerReplica
+from cluster.ray.worker_replicas import ServedWorker
 
 _OPTIONS: dict[str, Any] = {
     "health_check_period_s": 2.0,
@@ -41,7 +41,7 @@ def build(config: Config) -> serve.Application:
     handles = []
     for pool in config.pools():
         if max_replicas_of(pool.settings):
-            workers = _deployment(WorkerReplica, pool.deployment, options(config, pool))
+            workers = _deployment(ServedWorker, pool.deployment, options(config, pool))
             handles.append((pool.role, workers.bind(config, pool.deployment)))
     return _deployment(RouterReplica, ROUTER, options(config, None)).bind(config, handles)
 

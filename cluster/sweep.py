@@ -142,19 +142,17 @@ class Simulator:
                 yield f"{where}, {_count(sessions, 'session')}: {verdict}"
             for drafters in sweep.drafters if len(sweep.sessions) > 1 else ():
                 rates = {s: self.row(sweep, schedule, rtt, s, targets, drafters).report.rate for s in sweep.sessions}
-                yield f"{where}, {_count(drafters, 'drafter')}: {_saturation(rates, targets, drafters)}"
+                full = enough(rates)
+                assert full is not None, "the best is as good as itself"
+                verdict = f"throughput still grows at {_count(full, 'session')}"
+                if full != max(rates):
+                    each = f"({full / targets:g} a target, {full / drafters:g} a drafter)"
+                    verdict = f"throughput is full from {full} sessions on {each}"
+                yield f"{where}, {_count(drafters, 'drafter')}: {verdict}"
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _saturation(rates: dict[int, float], targets: int, drafters: int) -> str:
-    count = enough(rates)
-    assert count is not None, "the best is as good as itself"
-    if count == max(rates):
-        return f"throughput still grows at {_count(count, 'session')}"
-    return f"throughput is full from {count} sessions on ({count / targets:g} a target, {count / drafters:g} a drafter)"
 
 
 def table(rows: Iterable[SweepRow]) -> Table:

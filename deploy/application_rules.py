@@ -161,8 +161,8 @@ def _of_models(config: Config, wanted: Iterable[Need], service: Object, manifest
 
     A router reads the tokenizer of every target.
     """
-    listed = [entry for job in manifests.of("Job") for entry in fetched_by(job).get(LIST, "").split()]
-    fetched = {f"/models/{entry.partition('=')[0]}" for entry in listed}
+    listed = " ".join(fetched_by(job).get(LIST, "") for job in manifests.of("Job"))
+    fetched = {f"/models/{entry.partition('=')[0]}" for entry in listed.split()}
     for pool in config.pools():
         model = pool.settings.model
         if model.startswith(str(BUNDLED)):

@@ -218,7 +218,10 @@ def _schema(values: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
                             "type": "object",
                             "required": sorted(known),
                             "additionalProperties": False,
-                            "properties": {key: _schema_of(known[key]) for key in sorted(known)},
+                            "properties": {
+                                key: {"type": "string"} | ({"pattern": "^[0-9]+$"} if known[key].isdecimal() else {})
+                                for key in sorted(known)
+                            },
                         }
                     }
                 },
@@ -226,10 +229,6 @@ def _schema(values: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
             for overlay, known in values.items()
         ],
     }
-
-
-def _schema_of(value: str) -> dict[str, str]:
-    return {"type": "string", "pattern": "^[0-9]+$"} if value.isdecimal() else {"type": "string"}
 
 
 def main() -> None:

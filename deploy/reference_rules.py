@@ -175,6 +175,14 @@ def _of_object(entry: Object, manifests: Manifests) -> Iterator[str]:
                 yield "minAvailable must be a whole number: Ray's pods have no controller that can be asked"
             elif stay >= (fewest := sum(pod.at_least for pod in pods)):
                 yield f"minAvailable is {stay} of {fewest} pods, so a machine could never be drained"
+        case _:
+            yield from _of_doors(entry, manifests)
+
+
+def _of_doors(entry: Object, manifests: Manifests) -> Iterator[str]:
+    """The same of what names ports and paths."""
+    spec = entry.get("spec", {})
+    match entry["kind"]:
         case "PodMonitor":
             ports = [endpoint["port"] for endpoint in spec["podMetricsEndpoints"]]
             for pod in manifests.selected(spec["selector"]):
@@ -249,16 +257,22 @@ def _apart(manifests: Manifests) -> Iterator[Violation]:
             survives = service["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions")
             if survives and pod.labels.get(COMPONENT) in SURVIVING:
                 minding.setdefault(pod.where, "which Ray's head would survive")
-            spreads = [one for one in pod.spec.get("topologySpreadConstraints", []) if one["topologyKey"] == HOST]
-            apart = any(one["whenUnsatisfiable"] == "DoNotSchedule" and one.get("minDomains", 1) > 1 for one in spreads)
-            if pod.where in minding and not apart:
+            if pod.where in minding and not _on_two_machines(pod):
                 yield pod.where, f"all of its pods may come to one machine, {minding[pod.where]}"
         for pod in manifests.redis_of(service):
-            affinity = pod.spec.get("affinity", {}).get("podAntiAffinity", {})
-            terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", [])
-            away = [one.get("labelSelector", {}) for one in terms if one["topologyKey"] == HOST]
-            if not any(selects(selector, head.labels) for selector in away):
+            if not _shuns(pod, head):
                 yield pod.where, "may come to the machine of Ray's head, whose state it keeps"
+
+
+def _on_two_machines(pod: Pod) -> bool:
+    spreads = [one for one in pod.spec.get("topologySpreadConstraints", []) if one["topologyKey"] == HOST]
+    return any(one["whenUnsatisfiable"] == "DoNotSchedule" and one.get("minDomains", 1) > 1 for one in spreads)
+
+
+def _shuns(pod: Pod, other: Pod) -> bool:
+    affinity = pod.spec.get("affinity", {}).get("podAntiAffinity", {})
+    terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", [])
+    return any(one["topologyKey"] == HOST and selects(one.get("labelSelector", {}), other.labels) for one in terms)
 
 
 def _entrance(manifests: Manifests) -> Iterator[Violation]:

@@ -126,7 +126,7 @@ class Pipeline:
             "device": plan.device.type,
             "dtype": str(plan.dtype).removeprefix("torch."),
             "batch_tokens": plan.batch_tokens,
-            "seed": plan.seed,
+            "seed": seed,
         }
         self._merge_card({name: facts})
 
@@ -183,7 +183,6 @@ class Pipeline:
             long_sequence=arguments.context,
             muon_rate=arguments.muon_rate,
             adam_rate=arguments.adam_rate,
-            seed=arguments.seed,
             device=self._device,
             dtype=getattr(torch, arguments.dtype),
         )

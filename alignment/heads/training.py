@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from alignment.data import Data
 from alignment.encoding import Batches, BatchSource, Encoder, gather, joined
-from alignment.errors import DataError, Interrupted
-from alignment.options import HeadOptions
-from alignment.training import Measured, Optimizers, Trainer, TrainingPlan, restore
+from alignment.options import DataError, HeadOptions, Interrupted
+from alignment.training import HeldOut, Optimizers, Trainer, TrainingPlan, restore
 from alignment.workplace import Workplace
 from engine.hidden import HiddenTap
 from engine.model import Model
@@ -99,7 +98,7 @@ class HeadTraining(ABC, Generic[Options]):
     def run(self, data: Data) -> dict[str, Any]:
         """Do all that is not done yet with text; the folder then holds the heads. Returns the figures.
 
-        Raises :class:`alignment.errors.AlignmentError`: DataError, DiskError, or Interrupted when told to stop.
+        Raises :class:`alignment.options.AlignmentError`: DataError, DiskError, or Interrupted when told to stop.
         """
         options = self._options
         self._report(f"reading {data}")
@@ -116,7 +115,7 @@ class HeadTraining(ABC, Generic[Options]):
         rows = [row[: self._options.sequence] for row in held_out if len(row) > self._options.reach]
         rows = self._held_out(rows)
         trainer, best = self.begin(batches), self._place.work / "best.safetensors"
-        measured = Measured(lambda: asdict(self.measure(rows)), itemgetter("run"), EVALUATIONS, PATIENCE, best)
+        measured = HeldOut(lambda: asdict(self.measure(rows)), itemgetter("run"), EVALUATIONS, PATIENCE, best)
         try:
             trainer.train_to_best(batches, self._learn, "heads", measured)
         except KeyboardInterrupt:
@@ -139,10 +138,8 @@ class HeadTraining(ABC, Generic[Options]):
             minutes=options.minutes or math.inf,
             batch_tokens=options.batch_tokens,
             sequence=options.sequence,
-            long_sequence=options.sequence,
             muon_rate=options.rate,
             adam_rate=options.rate,
-            seed=options.seed,
             device=self._target.device,
             dtype=torch.float32,
             decay_from=DECAY_FROM,

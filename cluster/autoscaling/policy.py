@@ -76,11 +76,7 @@ def targets(reports: Sequence[TargetDemand], settings: AutoscalingConfig) -> Des
         share = computed / speed / len(reports)
         says = f"{computed:,.0f} tokens a second = {share:.0%} of what {count} can compute; {goal}"
         choices.append(DesiredReplicas(computed / speed / settings.load, Why.WORK, says))
-        seconds = queued / speed / len(reports)
-        if (more := (seconds - settings.queue_s) / settings.clear_s) > 0:  # while it takes these too long
-            limit = f"limit {settings.queue_s:g} s"
-            says = f"queued {queued:,.0f} tokens = {seconds:.1f} s of work for {count}; {limit}"
-            choices.append(DesiredReplicas(len(reports) * (1.0 + more), Why.QUEUE, says))
+        choices += _for_queue(queued, speed, len(reports), settings)
     for amount, rooms, why, unit in (
         (sessions, [report.places for report in reports], Why.SESSIONS, "places"),
         (running, [report.capacity_tokens for report in reports], Why.CACHE, "tokens of cache"),
@@ -94,6 +90,14 @@ def targets(reports: Sequence[TargetDemand], settings: AutoscalingConfig) -> Des
     if not queued and not sessions:
         return DesiredReplicas(0.0, Why.IDLE, "no sessions")
     return max(choices, key=lambda wanted: wanted.replicas)
+
+
+def _for_queue(queued: float, speed: float, replicas: int, settings: AutoscalingConfig) -> list[DesiredReplicas]:
+    """More replicas while it takes these too long to compute what is queued."""
+    seconds, count = queued / speed / replicas, _count(replicas, "target")
+    says = f"queued {queued:,.0f} tokens = {seconds:.1f} s of work for {count}; limit {settings.queue_s:g} s"
+    more = (seconds - settings.queue_s) / settings.clear_s
+    return [DesiredReplicas(replicas * (1.0 + more), Why.QUEUE, says)] if more > 0 else []
 
 
 def drafters(

@@ -38,6 +38,7 @@ DTYPES = ("auto", "bfloat16", "bf16", "float32", "fp32", "float64", "fp64")
 """16-bit floats without bfloat16's range lose gradients."""
 OBJECTIVES = ("forward-kl", "reverse-kl", "tv")
 MAX_TEMPERATURE = 2.0
+START = "folder of an EAGLE-3 head for this target to go on from (default: begin with the target's own weights)"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Alignment:
     """What ``--out`` is."""
     options: type[Any]
     """What it may be asked for; its numbers are flags."""
-    add: Callable[[Parser], None]
+    add: Callable[[Parser], object]
     """Its other flags, beside those of all kinds."""
     run: Callable[[argparse.Namespace, dict[str, Any]], int]
     """Trains with such numbers, and reports."""
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     cores = usable_cores()
     if not 1 <= args.threads <= cores:
         raise CommandError(f"--threads must be 1 to {cores}, the cores usable here, got {args.threads}", BAD_INPUT)
-    from alignment.errors import AlignmentError, DataError, Interrupted, SettingsError
+    from alignment.options import AlignmentError, DataError, Interrupted, SettingsError
     from engine.model import ModelError
 
     try:
@@ -197,19 +198,10 @@ def _stopping() -> Iterator[Callable[[], bool]]:
 # -- heads -------------------------------------------------------------------------------------------------------------
 
 
-def _add_medusa(parser: Parser) -> None:
-    parser.add_argument("--share-output", action="store_true", help="one output layer for all heads")
-
-
 def _align_medusa(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     from alignment.heads.medusa import MedusaTraining
 
     return _align_heads(args, MedusaOptions(shared_output=args.share_output, **asked), MedusaTraining, "--medusa")
-
-
-def _add_eagle(parser: Parser) -> None:
-    about = "folder of an EAGLE-3 head for this target to go on from (default: begin with the target's own weights)"
-    parser.add_argument("--start", default="", metavar="DIR", help=about)
 
 
 def _align_eagle(args: argparse.Namespace, asked: dict[str, Any]) -> int:
@@ -292,7 +284,9 @@ The defaults suit small models on a CPU. Data are UTF-8 text and JSON lines with
 """,
         "folder for the heads",
         MedusaOptions,
-        _add_medusa,
+        lambda parser: parser.add_argument(
+            "--share-output", action="store_true", help="one output layer for all heads"
+        ),
         _align_medusa,
     ),
     "eagle": Alignment(
@@ -312,7 +306,7 @@ the output layer small.
 """,
         "folder for the heads",
         EagleOptions,
-        _add_eagle,
+        lambda parser: parser.add_argument("--start", default="", metavar="DIR", help=START),
         _align_eagle,
     ),
 }

@@ -18,7 +18,7 @@ from cluster.config.serving import router_settings
 from cluster.console import BAD_INPUT, FAILED, CommandError, stages, tell
 from cluster.discovery import FileDirectory, StaticDirectory, WorkerListError, addresses_in
 from cluster.processes.logs import add_flags, set_up
-from cluster.processes.starting import READY, STOPPING, exit_with, notify
+from cluster.processes.starting import READY, STOPPING, notify
 from speculation.events import Role
 from transport.address import check_free, join
 
@@ -46,14 +46,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     flags.add_tracing(parser)
     flags.add_file(parser)
     add_flags(parser)
-    flags.add_parent(parser)
     parser.add_argument(flags.AFTER_INPUT, action="store_true", help="connect to workers once standard input has ended")
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped."""
-    if args.exit_with is not None:
-        exit_with(args.exit_with)
     set_up(args)
     from router.http.exhaustion import raise_limit
 

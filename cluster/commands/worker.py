@@ -17,7 +17,7 @@ from cluster.console import BAD_INPUT, FAILED, CommandError, complain, stages, t
 from cluster.processes.imports import import_worker
 from cluster.processes.logs import add_flags, set_up
 from cluster.processes.rank_processes import RankProcesses
-from cluster.processes.starting import READY, STOPPING, exit_with, notify
+from cluster.processes.starting import READY, STOPPING, notify
 from speculation.events import Role
 
 if TYPE_CHECKING:
@@ -60,13 +60,10 @@ def add(parser: flags.Parser) -> None:
         flags.add_tracing(worker)
         flags.add_file(worker)
         add_flags(worker)
-        flags.add_parent(worker)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped."""
-    if args.exit_with is not None:
-        exit_with(args.exit_with)
     set_up(args)
     config = flags.configuration(args)
     checks.check_listen(args.listen, config)

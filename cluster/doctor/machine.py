@@ -203,11 +203,9 @@ def check_threads(config: Config, cores: int) -> Iterator[Finding]:
     pools = [pool.settings for pool in _pools(config)]
     asked = sum(pool.replicas * pool.tensor_parallel_size * chosen_threads(pool) for pool in pools)
     chosen = any(isinstance(pool.threads, int) for pool in pools)
-    if chosen and asked > cores:
-        text = f"workers here compute with {asked} threads, but there are {cores} cores"
-        yield warning("cores", text, "lower target.threads or draft.threads, or leave them at auto")
-    else:
-        yield ok("cores", f"{cores}")
+    text = f"workers here compute with {asked} threads, but there are {cores} cores"
+    crowded = warning("cores", text, "lower target.threads or draft.threads, or leave them at auto")
+    yield crowded if chosen and asked > cores else ok("cores", f"{cores}")
 
 
 def check_port(host: str, port: int) -> Iterator[Finding]:

@@ -60,31 +60,25 @@ def check_room(config: Config, nodes: Sequence[Seen]) -> Iterator[Finding]:
     listed = ", ".join(f"{count} x {name}" for name, count in sorted(classes.items()))
     gpus = sum(node.room.gpus for node in nodes)
     text = f"{len(nodes)} nodes ({GPU_CLASS}: {listed}), {gpus:g} GPUs"
-    if reason:
-        fix = f"add such nodes, start them with --labels {GPU_CLASS}=..., or lower replicas, gpus or ranks"
-        yield problem("ray", f"{reason}; there are {text}", fix)
-    else:
-        yield ok("ray", f"{text}: room for every pool")
+    fix = f"add such nodes, start them with --labels {GPU_CLASS}=..., or lower replicas, gpus or ranks"
+    full = problem("ray", f"{reason}; there are {text}", fix)
+    yield full if reason else ok("ray", f"{text}: room for every pool")
 
 
 def check_nodes(nodes: Sequence[Seen], here: Mapping[str, str]) -> Iterator[Finding]:
     """Whether the nodes run what this machine does, and have the models."""
-    sound = True
+    faults = []
     for node in nodes:
-        subject = f"node {node.address}"
-        for folder in node.lacks:
-            sound = False
-            yield problem(subject, f"has no {folder}", "put the model there, or mount the same volume on all nodes")
+        subject, mount = f"node {node.address}", "put the model there, or mount the same volume on all nodes"
+        faults += [problem(subject, f"has no {folder}", mount) for folder in node.lacks]
         if node.silence:
-            sound = False
-            yield problem(subject, node.silence, "install the same Paceline on every node, for instance from its image")
+            fix = "install the same Paceline on every node, for instance from its image"
+            faults.append(problem(subject, node.silence, fix))
         for name, version in node.says.items():
             if here.get(name) not in (None, version):
-                sound = False
                 text = f"{name} is {version} there and {here[name]} here"
-                yield warning(subject, text, "install the same versions (requirements.lock)")
-    if sound:
-        yield ok("nodes", f"all {len(nodes)} run what this machine does")
+                faults.append(warning(subject, text, "install the same versions (requirements.lock)"))
+    yield from faults or [ok("nodes", f"all {len(nodes)} run what this machine does")]
 
 
 def check_doors(config: Config, address: str, hosts: Sequence[str]) -> Iterator[Finding]:
@@ -140,7 +134,12 @@ def check(config: Config, addresses: dict[Role, list[str]], *, models: bool = Fa
     try:
         if models:
             rooms = {node["NodeID"]: described_node(node) for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
-            yield from check_models(config, rooms, _models_on)
+
+            def on_node(name: str, config: Config) -> Iterable[Finding]:
+                found: list[Finding] = ray.get(_ask(name, models_there, config), timeout=ANSWER_SECONDS)
+                return found
+
+            yield from check_models(config, rooms, on_node)
         nodes = list(_nodes(config))
         yield from check_room(config, nodes)
         yield from check_nodes(nodes, versions())
@@ -177,13 +176,6 @@ def _ask(node: str, function: Callable[..., Any], *arguments: object) -> Any:
 
     place = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=place).remote(*arguments)
-
-
-def _models_on(name: str, config: Config) -> list[Finding]:
-    import ray
-
-    found: list[Finding] = ray.get(_ask(name, models_there, config), timeout=ANSWER_SECONDS)
-    return found
 
 
 def models_on(config: Config, node: ClusterNode) -> list[str]:

@@ -211,7 +211,5 @@ def judge_distance(met: Sequence[Met], steps: StepCosts) -> Iterator[Finding]:
         f"{1000 * rtt:.1f} ms from drafter to target and back make drafting {gain:.2f} times as fast as plain decoding "
         f"(simulated: steps of {1000 * steps.target:g} and {1000 * steps.draft:g} ms, acceptance {steps.acceptance:g})"
     )
-    if gain < PAYS:
-        yield warning("distance", text, "put drafters nearer, or do without them")
-    else:
-        yield ok("distance", text)
+    far_off = warning("distance", text, "put drafters nearer, or do without them")
+    yield far_off if gain < PAYS else ok("distance", text)

@@ -12,6 +12,9 @@ import logging
 import sys
 from datetime import UTC, datetime
 
+from cluster.config.flags import add_parent
+from cluster.processes.starting import exit_with
+
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
 FIELDS = ("request", "session")
@@ -19,13 +22,16 @@ FIELDS = ("request", "session")
 
 
 def add_flags(parser: argparse._ActionsContainer) -> None:
-    """The flags of processes that log."""
+    """The flags of processes that serve."""
     parser.add_argument("--log-format", choices=FORMATS, default="text", help="of log lines on stderr (default: text)")
     parser.add_argument("--log-level", choices=LEVELS, default="warning", help="least level logged (default: warning)")
+    add_parent(parser)
 
 
 def set_up(args: argparse.Namespace) -> None:
-    """Log from now on as the flags say; replaces what was set up before."""
+    """Log from now on as the flags say, in place of what was set up before, and end with the parent that they name."""
+    if args.exit_with is not None:
+        exit_with(args.exit_with)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(RecordFormatter(json=args.log_format == "json"))
     logging.basicConfig(handlers=[handler], level=args.log_level.upper(), force=True)

@@ -41,7 +41,7 @@ ANNOUNCE_SECONDS = 2.0
 """Pause between telling routers of a worker that loads, and how long they may take to hear it."""
 
 
-class WorkerReplica:
+class ServedWorker:
     """A replica that is a target or draft worker, with a gRPC server of its own."""
 
     _worker: Worker

@@ -15,10 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from alignment.errors import Interrupted
 from alignment.heads.eagle import EagleTraining, read_target, unroll
 from alignment.heads.medusa import MedusaTraining
-from alignment.options import EagleOptions, MedusaOptions
+from alignment.options import EagleOptions, Interrupted, MedusaOptions
 from alignment.workplace import Workplace
 from cluster.cli import main
 from engine.eagle.config import EagleConfig

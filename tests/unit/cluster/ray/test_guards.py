@@ -101,7 +101,7 @@ async def test_a_worker_listens_with_its_certificate(
 ) -> None:
     deployment = f"{name.capitalize()}Worker"
     with pytest.raises(OpenedError) as opened:
-        await started(worker_replicas.WorkerReplica, monkeypatch, on_a_cluster(security), deployment)
+        await started(worker_replicas.ServedWorker, monkeypatch, on_a_cluster(security), deployment)
     assert opened.value.args == (name, f"{ADDRESS}:0", Path(security["certificate"].format(role=name)))
 
 
@@ -110,5 +110,5 @@ async def test_a_worker_that_anyone_could_use_does_not_listen(
     name: str, doors: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SecurityError, match=rf"^{ADDRESS} can be reached from other machines"):
-        await started(worker_replicas.WorkerReplica, monkeypatch, on_a_cluster({}), f"{name.capitalize()}Worker")
+        await started(worker_replicas.ServedWorker, monkeypatch, on_a_cluster({}), f"{name.capitalize()}Worker")
     assert not asyncio.all_tasks() - {asyncio.current_task()}
