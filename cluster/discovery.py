@@ -230,22 +230,19 @@ class FileDirectory(StaticDirectory):
     async def _watch(self, changed: Changed) -> None:
         while True:
             await asyncio.sleep(self._poll_seconds)
-            seen = stamp(self._file)
-            if seen != self._seen:
-                self._seen = seen
-                self._read_again(changed)
-
-    def _read_again(self, changed: Changed) -> None:
-        try:
-            workers = read_list(self._file)
-        except WorkerListError as error:
-            log.error("%s; the list before it stays in force", error)
-            return
-        for role, addresses in workers.items():
-            if addresses != self.workers[role]:
-                log.info("%s lists %d %s workers", self._file, len(addresses), role)
-                changed(role, addresses)
-        self.workers = workers
+            if (seen := stamp(self._file)) == self._seen:
+                continue
+            self._seen = seen
+            try:
+                workers = read_list(self._file)
+            except WorkerListError as error:
+                log.error("%s; the list before it stays in force", error)
+                continue
+            for role, addresses in workers.items():
+                if addresses != self.workers[role]:
+                    log.info("%s lists %d %s workers", self._file, len(addresses), role)
+                    changed(role, addresses)
+            self.workers = workers
 
 
 def addresses_in(args: argparse.Namespace) -> dict[Role, list[str]]:

@@ -145,7 +145,7 @@ class HeadTraining(ABC, Generic[Options]):
             decay_from=DECAY_FROM,
             warmup_steps=WARM_UP,
         )
-        return Trainer(self._heads, plan, self._place.work / "heads.pt", self._make_optimizers())
+        return Trainer(self._heads, plan, self._place.work / "checkpoint.pt", self._make_optimizers())
 
     def _mixed(self) -> torch.autocast:
         """Products in the target's format, where that is a short one; the weights stay in float32."""

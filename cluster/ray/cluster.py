@@ -68,7 +68,14 @@ class RayCluster:
             prepare_environment()
         self._connected = True  # also when interrupted halfway: there may be processes to end
         join(self._config)
-        self._check_alone()
+        self._found = not self._local and APPLICATION in applications()
+        if self._found and not self._detach:  # two that both believe they own it would take it from each other
+            address = self._config.ray.address
+            raise CommandError(
+                f"Paceline is deployed at {address} already; change it with --detach, or remove it with "
+                f"`paceline down --address {address}`",
+                FAILED,
+            )
         self._check_room()
         report("starting Ray Serve")
         self._deploy()
@@ -120,17 +127,6 @@ class RayCluster:
             if (self._serves or (self._deployed and not self._local)) and not self._found:
                 _apply([])
                 _await_gone()
-
-    def _check_alone(self) -> None:
-        """Two that both believe they own the application would take it from each other."""
-        self._found = not self._local and APPLICATION in applications()
-        if self._found and not self._detach:
-            address = self._config.ray.address
-            raise CommandError(
-                f"Paceline is deployed at {address} already; change it with --detach, or remove it with "
-                f"`paceline down --address {address}`",
-                FAILED,
-            )
 
     def _check_room(self) -> None:
         import ray
