@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from alignment.encoding import BatchSource
-from alignment.heads.training import Accuracy, HeadTraining, run_of
+from alignment.heads.training import HeadTraining
 from alignment.options import EagleOptions
 from alignment.training import Optimizers, muon_and_adamw
 from alignment.writing import Writer
@@ -151,19 +151,14 @@ class EagleTraining(HeadTraining[EagleOptions]):
         kept = [row.tokens for row in written if len(row.tokens) > row.start + self._options.reach]
         return list(kept or rows)
 
-    @torch.no_grad()
-    def measure(self, rows: Sequence[Sequence[int]]) -> Accuracy:
-        """How right the head is behind the prompts of these texts."""
-        hits: list[Tensor] = []
-        for row in rows:
-            tokens_1T = torch.tensor([row], device=self._target.device)
-            aux_1TA, logits_1TV = read_target(self._target.module, tokens_1T, self._heads.config)
-            said_T = logits_1TV[0].argmax(-1)
-            said_HN = said_T.unfold(0, len(row) - self._options.depth, 1)[1:]
-            with self._mixed():
-                guessed_HN = guesses(self._heads, tokens_1T, aux_1TA, self._options.depth)
-            hits.append((guessed_HN == said_HN)[:, min(PROMPT, len(row) // 2) :])
-        return run_of(torch.cat(hits, -1))
+    def _hits(self, tokens_1T: Tensor) -> Tensor:
+        """Behind the prompts of the texts held out."""
+        aux_1TA, logits_1TV = read_target(self._target.module, tokens_1T, self._heads.config)
+        length, depth = tokens_1T.shape[1], self._options.depth
+        said_HN = logits_1TV[0].argmax(-1).unfold(0, length - depth, 1)[1:]
+        with self._mixed():
+            guessed_HN = guesses(self._heads, tokens_1T, aux_1TA, depth)
+        return (guessed_HN == said_HN)[:, min(PROMPT, length // 2) :]
 
     def _learn(self, tokens_BT: Tensor) -> float:
         with torch.no_grad():

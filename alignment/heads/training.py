@@ -92,8 +92,14 @@ class HeadTraining(ABC, Generic[Options]):
         return rows
 
     @abstractmethod
+    def _hits(self, tokens_1T: Tensor) -> Tensor:
+        """Of a text's places where all guesses can be judged, which are right, nearest first: ``[guesses, places]``."""
+
+    @torch.no_grad()
     def measure(self, rows: Sequence[Sequence[int]]) -> Accuracy:
         """How right the heads are on these texts, wherever all of them have something to say."""
+        texts = (torch.tensor([row], device=self._target.device) for row in rows)
+        return run_of(torch.cat([self._hits(tokens_1T) for tokens_1T in texts], -1))
 
     def run(self, data: Data) -> dict[str, Any]:
         """Do all that is not done yet with text; the folder then holds the heads. Returns the figures.

@@ -142,7 +142,10 @@ class Cluster:
         self.manifests.objects.append(head | {"spec": spec})
 
 
-@pytest.mark.parametrize("fault", read_faults(), ids=lambda fault: fault.what)
+FAULTS = read_faults()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
 def test_planted_fault_is_refused_for_its_own_reason(fault: Fault) -> None:
     cluster = Cluster(rendered("ha"))
     cluster.spoil(fault.edits)
