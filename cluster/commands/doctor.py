@@ -142,8 +142,8 @@ def _workers(args: argparse.Namespace, config: Config, listed: dict[Role, list[s
     met = asyncio.run(workers.meet_all(listed, identity(config, "router") if any(listed.values()) else None))
     yield from workers.judge(met)
     if args.target_step_ms is not None:
-        steps = workers.StepCosts(args.target_step_ms / 1000, args.draft_step_ms / 1000, args.acceptance)
-        yield from workers.judge_distance(met, steps)
+        steps = args.target_step_ms / 1000, args.draft_step_ms / 1000
+        yield from workers.judge_distance(met, *steps, args.acceptance)
 
 
 def _guarded(name: str, check: Check) -> Iterator[Finding]:

@@ -647,12 +647,12 @@ def test_nobody_listed_is_no_fault():
 
 def test_distance_pays_or_not():
     near = [met(Role.TARGET), met(Role.DRAFT)]
-    steps = workers.StepCosts(target=0.03, draft=0.002, acceptance=0.8)
-    assert only(workers.judge_distance(near, steps)).startswith("ok       distance: 2.0 ms from drafter to target")
+    assert only(workers.judge_distance(near, 0.03, 0.002, 0.8)).startswith(
+        "ok       distance: 2.0 ms from drafter to target"
+    )
     far = [met(Role.TARGET), met(Role.DRAFT, trips=(2.0,))]
-    slow = workers.StepCosts(0.005, 0.004, 0.3)
-    assert only(workers.judge_distance(far, slow)).startswith("warning  distance: 2001.0 ms")
-    assert not list(workers.judge_distance([met(Role.TARGET)], steps))
+    assert only(workers.judge_distance(far, 0.005, 0.004, 0.3)).startswith("warning  distance: 2001.0 ms")
+    assert not list(workers.judge_distance([met(Role.TARGET)], 0.03, 0.002, 0.8))
 
 
 def test_the_same_text_with_and_without_drafts():
