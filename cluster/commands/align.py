@@ -69,12 +69,11 @@ def add(parser: Parser) -> None:
     for name, kind in KINDS.items():
         about = f"{kind.about}\n\n{kind.details}"
         own = kinds.add_parser(name, help=kind.about, description=about, prog=f"paceline align {name}")
-        _add_common(own, kind)
+        _add_common(own.add_argument, kind)
         kind.add(own)
 
 
-def _add_common(parser: Parser, kind: Alignment) -> None:
-    flag = parser.add_argument
+def _add_common(flag: Callable[..., object], kind: Alignment) -> None:
     flag("--target", required=True, metavar="MODEL", help="folder or hub id of the target")
     flag("--data", type=Path, required=True, nargs="+", metavar="PATH", help="files, or folders of them")
     flag("--out", type=Path, required=True, metavar="DIR", help=kind.out)

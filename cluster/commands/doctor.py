@@ -115,7 +115,8 @@ def _checks(args: argparse.Namespace, config: Config, listed: dict[Role, list[st
     """What there is to check, in order; ``listed`` gets the workers that Ray knows."""
     from cluster.doctor import certificates, endpoint, machine, models, ray_nodes
 
-    elsewhere = _on_ray(config) and not models.are_here(config)
+    folders = [Path(pool.settings.model) for pool in config.pools()]
+    elsewhere = _on_ray(config) and not all(folder.is_dir() for folder in folders if folder.is_absolute())
     if not elsewhere:
         yield "models", lambda: models.check(config)
     if (security := config.security).certificate:

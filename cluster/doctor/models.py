@@ -40,12 +40,6 @@ def check(config: Config) -> Iterator[Finding]:
             yield from check_folder(f"draft model of {pool}", draft)
 
 
-def are_here(config: Config) -> bool:
-    """Whether all models that are given as folders can be looked at on this machine."""
-    folders = [Path(pool.settings.model) for pool in config.pools()]
-    return all(folder.is_dir() for folder in folders if folder.is_absolute())
-
-
 def check_folder(subject: str, pool: TargetConfig | DraftConfig) -> Iterator[Finding]:
     """One model, for the workers of one pool."""
     try:
