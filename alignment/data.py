@@ -22,7 +22,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from alignment.errors import DataError
+from alignment.options import DataError
 
 BLOCK_BYTES = 4096
 SLACK_BYTES = 1024
@@ -79,7 +79,7 @@ class DataSource:
         return math.ceil(self.size / BLOCK_BYTES)
 
     def read(self, block: int) -> Iterator[Passage]:
-        """The passages of one block. Raises :class:`alignment.errors.DataError`."""
+        """The passages of one block. Raises :class:`alignment.options.DataError`."""
         read = _records if self.path.suffix in RECORDS else _lines
         try:
             with self.path.open("rb") as file:
@@ -99,7 +99,7 @@ class Data:
     def passages(self, seed: int, *, held_out: bool) -> Iterator[Passage]:
         """Once each, those that are held out or those that are not, in an order that depends on ``seed`` alone.
 
-        Raises :class:`alignment.errors.DataError` where a block turns out not to be text.
+        Raises :class:`alignment.options.DataError` where a block turns out not to be text.
         """
         for index in scattered(self._ends[-1], seed):
             place = bisect_right(self._ends, index)
@@ -117,7 +117,7 @@ class Data:
 def find_data(paths: Iterable[Path]) -> Data:
     """The files that are meant: those named, and the text files below folders named (hidden ones left out).
 
-    Raises :class:`alignment.errors.DataError` for one that is missing, empty or not text.
+    Raises :class:`alignment.options.DataError` for one that is missing, empty or not text.
     """
     sources: list[DataSource] = []
     for path in paths:
@@ -163,21 +163,17 @@ def _source(path: Path, *, named: bool = False) -> DataSource | None:
             head = file.read(BLOCK_BYTES)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    wrong = "is binary; give text or JSON lines in UTF-8" if _binary(head) else ""
+    binary = b"\0" in head
+    try:
+        head.decode("utf-8")
+    except UnicodeDecodeError as error:  # a character may be cut in two at the end of what was read
+        binary = not (len(head) == BLOCK_BYTES and error.start >= len(head) - 3)
+    wrong = "is binary; give text or JSON lines in UTF-8" if binary else ""
     if size <= BLOCK_BYTES and not head.strip():
         wrong = "is empty"
     if wrong and named:
         raise DataError(f"{path}: {wrong}")
     return None if wrong else DataSource(path, size)
-
-
-def _binary(head: bytes) -> bool:
-    """Whether the beginning of a file is not UTF-8 text; a character may be cut in two at its end."""
-    try:
-        head.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return not (len(head) == BLOCK_BYTES and error.start >= len(head) - 3)
-    return b"\0" in head
 
 
 def _lines(path: Path, file: BinaryIO, block: int) -> Iterator[Passage]:

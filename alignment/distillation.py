@@ -14,18 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as tensors_bytes
 from torch import nn
 from transformers import PreTrainedModel
 
 from alignment.data import Data
 from alignment.encoding import Batches, BatchesInTurn, EncodedText, Encoder, Gathered, gather, joined, tokenizer_of
-from alignment.errors import Interrupted
 from alignment.losses import OBJECTIVES, distillation_loss, measure
+from alignment.options import DistillationOptions, Interrupted
 from alignment.pair import ModelPair
-from alignment.training import Trainer, TrainingPlan
-from alignment.workplace import Workplace, write_whole
+from alignment.training import HeldOut, Trainer, TrainingPlan, restore
+from alignment.workplace import Workplace
 from alignment.writing import BATCH, Writer, WrittenRow, written_rows
 from engine.loading.checkpoint import read_config
 
@@ -43,30 +41,6 @@ DATA = "the data, held out"
 
 Figures = Mapping[str, Mapping[str, float]]
 """By kind of text, ``greedy``, ``coupled`` and ``overlap`` from 0 to 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class DistillationOptions:
-    """How an alignment goes. Any of it that differs makes it another one."""
-
-    objective: str = "forward-kl"
-    """One of :data:`alignment.losses.OBJECTIVES`."""
-    temperatures: tuple[float, ...] = (0.0, 0.8, 1.0)
-    """Of the target's samples, in turn."""
-    samples: int = 200_000
-    """Tokens that the target writes, about."""
-    new_tokens: int = 128
-    """Longest continuation."""
-    data_tokens: int = 1_000_000
-    """Most tokens that are taken from the data."""
-    data_share: float = 0.25
-    """Share of batches that are data, and not samples."""
-    steps: int = 400
-    batch_tokens: int = 4096
-    sequence: int = 512
-    rate: float = 0.0
-    """Peak learning rate; 0: :data:`RATE_WIDTH` over the hidden size."""
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,76 +83,49 @@ class Distillation:
     def run(self, data: Data) -> DistillationOutcome:
         """Do all that is not done yet; the folder then holds the model.
 
-        Raises :class:`alignment.errors.AlignmentError`: DataError, DiskError, or Interrupted when told to stop.
+        Raises :class:`alignment.options.AlignmentError`: DataError, DiskError, or Interrupted when told to stop.
         """
-        options = self._options
+        options, pair = self._options, self._pair
         self._report(f"reading {data}")
         pieces = gather(data, self._encoder, options.data_tokens, HELD_OUT_ROWS, options.seed)
-        held_out, train = self._held_out(pieces), self._train(pieces)
+        held_out, separator = self._held_out(pieces), self._encoder.separator
+        rounds = math.ceil(options.samples / (BATCH * options.new_tokens))
+        written = self._written(pieces.train, rounds, BATCH, "target writes")
+        samples = Batches(joined([row.tokens for row in written], separator), options.seed)
+        texts = Batches(joined([piece.ids for piece in pieces.train], separator), options.seed + 1)
+        share = Fraction(options.data_share).limit_denominator(MAX_TURNS)
+        batches = BatchesInTurn((samples, share.denominator - share.numerator), (texts, share.numerator))
         trainer = self._trainer()
-        trainer.resume()
-        if "before" not in trainer.notes:
+        if not trainer.notes:
             self._report("measuring the draft as it is")
-            figures = self._measure(trainer, held_out)
-            trainer.notes |= {"before": figures, "after": figures, "history": [[0, score(figures)]], "best": 0}
-            self._keep(trainer)
-        if not self._enough(trainer):
-            vocabulary = self._pair.vocabulary
-            loss = distillation_loss(
-                self._pair.target.module, divergence=OBJECTIVES[options.objective], vocabulary=vocabulary
-            )
-            self._report(f"training on {sum(len(piece.ids) for piece in pieces.train)} tokens of data and the samples")
-            trainer.train(train, loss, "draft", lambda running: self._watch(running, held_out))
-        return self._finished(trainer)
-
-    def _watch(self, trainer: Trainer[PreTrainedModel], held_out: Mapping[str, Sequence[WrittenRow]]) -> bool:
-        """After a step: measure now and then, and keep the best. Whether to go on."""
-        step, steps = trainer.progress.step, self._options.steps
-        if step % math.ceil(steps / EVALUATIONS) == 0 or step == steps:
-            figures = self._measure(trainer, held_out)
-            notes = trainer.notes
-            best = max(found for _, found in notes["history"])
-            notes["history"].append([step, score(figures)])
-            if score(figures) > best:
-                notes |= {"after": figures, "best": step}
-                self._keep(trainer)
-            trainer.save()
-        if self._stopped():
-            trainer.save()
-            raise Interrupted(f"stopped after step {step} of {steps}; the same command goes on from there")
-        return not self._enough(trainer)
-
-    def _enough(self, trainer: Trainer[PreTrainedModel]) -> bool:
-        later = [step for step, _ in trainer.notes["history"] if step > trainer.notes["best"]]
-        return len(later) >= PATIENCE
+        self._report(f"training on {sum(len(piece.ids) for piece in pieces.train)} tokens of data and the samples")
+        loss = distillation_loss(
+            pair.target.module, divergence=OBJECTIVES[options.objective], vocabulary=pair.vocabulary
+        )
+        measured = HeldOut(lambda: self._measure(trainer, held_out), score, EVALUATIONS, PATIENCE, self._best)
+        trainer.train_to_best(batches, trainer.learn_by(loss), "draft", measured, self._stopped)
+        notes = trainer.notes
+        outcome = DistillationOutcome(
+            notes["before"], notes["after"], notes["history"], notes["best"], trainer.progress.step
+        )
+        self._place.finish(asdict(outcome), self._save)
+        return outcome
 
     def _trainer(self) -> Trainer[PreTrainedModel]:
         options, module = self._options, self._pair.draft_module
         rate = options.rate or RATE_WIDTH / self._pair.draft.config.get_text_config(decoder=True).hidden_size
         plan = TrainingPlan(
             steps=options.steps,
-            minutes=math.inf,
             batch_tokens=options.batch_tokens,
             sequence=options.sequence,
-            long_sequence=options.sequence,
             muon_rate=rate,
             adam_rate=rate,
-            seed=options.seed,
             device=self._pair.target.device,
             dtype=self._pair.target.dtype,
             warmup_steps=max(1, min(40, options.steps // 10)),
             decay_from=0.0,  # on a plateau nothing may get better before the rate falls, and the run would end early
         )
         return Trainer(module, plan, self._place.work / "checkpoint.pt")
-
-    def _train(self, pieces: Gathered) -> BatchesInTurn:
-        options, separator = self._options, self._encoder.separator
-        rounds = math.ceil(options.samples / (BATCH * options.new_tokens))
-        written = self._written(pieces.train, rounds, BATCH, "target writes")
-        samples = Batches(joined([row.tokens for row in written], separator), options.seed)
-        texts = Batches(joined([piece.ids for piece in pieces.train], separator), options.seed + 1)
-        share = Fraction(options.data_share).limit_denominator(MAX_TURNS)
-        return BatchesInTurn((samples, share.denominator - share.numerator), (texts, share.numerator))
 
     def _held_out(self, pieces: Gathered) -> dict[str, list[WrittenRow]]:
         """What is measured, by kind of text."""
@@ -224,26 +171,11 @@ class Distillation:
         draft.train(True)
         return figures
 
-    def _keep(self, trainer: Trainer[PreTrainedModel]) -> None:
-        weights = {name: tensor.cpu().contiguous() for name, tensor in trainer.weights().items()}
-        write_whole(self._best, lambda file: file.write(tensors_bytes(weights)))
-
-    def _finished(self, trainer: Trainer[PreTrainedModel]) -> DistillationOutcome:
-        notes = trainer.notes
-        outcome = DistillationOutcome(
-            notes["before"], notes["after"], notes["history"], notes["best"], trainer.progress.step
-        )
-        self._place.finish(asdict(outcome), self._save)
-        return outcome
-
     def _save(self, folder: Path) -> None:
         """The draft with its best weights, as it was stored before."""
         module, name = self._pair.draft_module, self._pair.draft.name
         stored = getattr(read_config(name), "dtype", None) or torch.float32
         nn.Module.to(module, device="cpu", dtype=stored)
-        best = load_tensors(self._best.read_bytes())
-        with torch.no_grad():
-            for parameter_name, parameter in module.named_parameters():
-                parameter.copy_(best[parameter_name])
+        restore(module, self._best)
         module.save_pretrained(folder)
         tokenizer_of(name).save_pretrained(folder)

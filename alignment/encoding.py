@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from alignment.data import Conversation, Data, Passage
-from alignment.errors import DataError
+from alignment.options import DataError
 from engine.model import first_line
 
 SHORTEST_PROMPT, LONGEST_PROMPT = 8, 64
@@ -51,7 +52,7 @@ class Encoder:
         return None if self._lead or not isinstance(end, int) else end
 
     def piece(self, passage: Passage) -> EncodedText:
-        """Its ids. Raises :class:`alignment.errors.DataError` for a conversation that the model has no template for."""
+        """Its ids. Raises :class:`alignment.options.DataError` for a conversation that there is no template for."""
         match passage.start:
             case Conversation(messages, tools):
                 begin = self._rendered(messages, tools)
@@ -101,7 +102,7 @@ class Gathered:
 def gather(data: Data, encoder: Encoder, tokens: int, held_out: int, seed: int) -> Gathered:
     """About ``tokens`` tokens to train on and ``held_out`` passages that are not, or all there are.
 
-    Raises :class:`alignment.errors.DataError` where there is too little of one of them.
+    Raises :class:`alignment.options.DataError` where there is too little of one of them.
     """
     train, found = [], 0
     for passage in data.passages(seed, held_out=False):
@@ -109,11 +110,7 @@ def gather(data: Data, encoder: Encoder, tokens: int, held_out: int, seed: int) 
         found += len(train[-1].ids)
         if found >= tokens:
             break
-    apart = []
-    for passage in data.passages(seed, held_out=True):
-        apart.append(encoder.piece(passage))
-        if len(apart) == held_out:
-            break
+    apart = [encoder.piece(passage) for passage in islice(data.passages(seed, held_out=True), held_out)]
     train, apart = ([piece for piece in pieces if piece.ids] for pieces in (train, apart))
     if not train or not apart:
         raise DataError(

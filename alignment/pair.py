@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from alignment.errors import SettingsError
+from alignment.options import SettingsError
 from engine.loading.checkpoint import revision_of
 from engine.loading.loader import load
 from engine.loading.self_test import STOCK
@@ -40,7 +40,7 @@ class ModelPair:
 
 
 def load_pair(target: str, draft: str, dtype: str, device: str, threads: int) -> ModelPair:
-    """Folders or hub ids; ``dtype`` is the target's. Raises ModelError, :class:`alignment.errors.SettingsError`."""
+    """Folders or hub ids; ``dtype`` is the target's. Raises ModelError, :class:`alignment.options.SettingsError`."""
     pair = ModelPair(load_stock(target, dtype, device, threads), load_stock(draft, "float32", device, threads))
     if pair.target.tokenizer_digest != pair.draft.tokenizer_digest:
         raise SettingsError(

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from alignment.errors import DiskError, SettingsError
+from alignment.options import DiskError, SettingsError
 from engine.model import first_line
 
 WORK = ".align"
@@ -35,7 +35,7 @@ class Workplace:
         """Make the folder, or take it over from an earlier run of the same settings.
 
         ``resume`` False: what an earlier run left to go on from is deleted; its model stays until there is another.
-        Raises :class:`alignment.errors.SettingsError` where the folder holds anything else.
+        Raises :class:`alignment.options.SettingsError` where the folder holds anything else.
         """
         self.out, self.work = out, out / WORK
         self._settings = json.loads(json.dumps(settings))
@@ -58,7 +58,7 @@ class Workplace:
         return json.loads(path.read_text("utf-8"))["figures"] if path.exists() else None
 
     def finish(self, figures: Plain, save_model: Callable[[Path], None]) -> None:
-        """Put the model and its figures in place. Raises :class:`alignment.errors.DiskError`; then nothing is lost."""
+        """Put the model and its figures in place. Raises :class:`alignment.options.DiskError`; then nothing is lost."""
         fresh = self.work / "model"
         shutil.rmtree(fresh, ignore_errors=True)
         try:
@@ -100,7 +100,7 @@ class Workplace:
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Have ``write`` fill the file. Raises :class:`alignment.errors.DiskError`; ``path`` then holds what it held."""
+    """Have ``write`` fill the file. Raises :class:`alignment.options.DiskError`; ``path`` then holds what it held."""
     fresh = path.with_name(f".{path.name}.new")
     try:
         with fresh.open("wb") as file:
@@ -118,12 +118,12 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Tensors and plain values. Raises :class:`alignment.errors.DiskError`; the checkpoint before is then kept."""
+    """Tensors and plain values. Raises :class:`alignment.options.DiskError`; the checkpoint before is then kept."""
     write_whole(path, lambda file: torch.save(state, file))
 
 
 def read_checkpoint(path: Path) -> dict[str, Any] | None:
-    """What was written there; None if nothing was. Raises :class:`alignment.errors.SettingsError`."""
+    """What was written there; None if nothing was. Raises :class:`alignment.options.SettingsError`."""
     if not path.exists():
         return None
     try:

@@ -60,15 +60,12 @@ class Writer:
             pad_token_id=pad,
             **sampling,
         )
-        return [
-            WrittenRow((*prompt, *self._up_to_stop(row[longest:])), len(prompt), temperature)
-            for prompt, row in zip(prompts, rows_BT.tolist(), strict=True)
-        ]
-
-    def _up_to_stop(self, written: list[int]) -> list[int]:
-        """What follows the first stop token is padding."""
-        end = next((place + 1 for place, token in enumerate(written) if token in self.stops), len(written))
-        return written[:end]
+        written = []
+        for prompt, row in zip(prompts, rows_BT.tolist(), strict=True):
+            new = row[longest:]
+            end = next((place + 1 for place, token in enumerate(new) if token in self.stops), len(new))
+            written.append(WrittenRow((*prompt, *new[:end]), len(prompt), temperature))  # what follows is padding
+        return written
 
 
 def written_rows(
@@ -77,7 +74,7 @@ def written_rows(
     """The rows of rounds 0 to ``rounds`` - 1, kept in ``folder`` so that a run that goes on does not write them again.
 
     ``write`` is asked for those that are missing; ``between`` rounds may raise. Raises
-    :class:`alignment.errors.DiskError`.
+    :class:`alignment.options.DiskError`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[WrittenRow] = []

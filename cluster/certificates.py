@@ -53,8 +53,8 @@ class Issued:
 def new_authority(now: datetime, life: timedelta = AUTHORITY_LIFE) -> Issued:
     """An authority that signs for roles, and for no other authority."""
     key = ec.generate_private_key(ec.SECP256R1())
-    name = _name("Paceline development CA")
-    builder = _begun(name, name, key, now, now + life).add_extension(x509.BasicConstraints(True, 0), critical=True)
+    name = named("Paceline development CA")
+    builder = begun(name, name, key, now, now + life).add_extension(x509.BasicConstraints(True, 0), critical=True)
     builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
     return Issued(builder.sign(key, hashes.SHA256()), key)
 
@@ -67,7 +67,7 @@ def issue(authority: Issued, role: str, now: datetime, life: timedelta = LIFE) -
     purpose = ExtendedKeyUsageOID.CLIENT_AUTH if role == "router" else ExtendedKeyUsageOID.SERVER_AUTH
     signer_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
     builder = (
-        _begun(_name(f"Paceline {role}"), signer.subject, key, now, ends)
+        begun(named(f"Paceline {role}"), signer.subject, key, now, ends)
         .add_extension(x509.BasicConstraints(False, None), critical=True)
         .add_extension(_usage(signs_certificates=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
@@ -122,9 +122,10 @@ def _write(folder: Path, name: str, issued: Issued) -> None:
     replace_file(folder / f"{name}.crt", issued.certificate_pem, 0o644)
 
 
-def _begun(
+def begun(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, ends: datetime
 ) -> x509.CertificateBuilder:
+    """One to be extended and signed; it is valid somewhat before ``now``, for clocks that are behind."""
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -151,5 +152,6 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
     )
 
 
-def _name(common: str) -> x509.Name:
+def named(common: str) -> x509.Name:
+    """Whom a certificate is for."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])

@@ -14,6 +14,7 @@ who is *meant* to be there; whether a worker is reachable, the router's own stre
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import logging
@@ -22,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.console import BAD_INPUT, CommandError
 from speculation.events import Role
 from transport.address import AddressError, parse
 from transport.files import stamp
@@ -183,11 +185,6 @@ class LongPoll:
         self._client.stop()
 
 
-def serve_directory(handles: Handles) -> ServeDirectory:
-    """The best directory that this version of Ray Serve allows, for the loop that runs."""
-    return ServeDirectory(handles, partial(LongPoll, asyncio.get_running_loop()))
-
-
 MAX_BYTES = 1 << 20
 
 
@@ -233,22 +230,33 @@ class FileDirectory(StaticDirectory):
     async def _watch(self, changed: Changed) -> None:
         while True:
             await asyncio.sleep(self._poll_seconds)
-            seen = stamp(self._file)
-            if seen != self._seen:
-                self._seen = seen
-                self._read_again(changed)
+            if (seen := stamp(self._file)) == self._seen:
+                continue
+            self._seen = seen
+            try:
+                workers = read_list(self._file)
+            except WorkerListError as error:
+                log.error("%s; the list before it stays in force", error)
+                continue
+            for role, addresses in workers.items():
+                if addresses != self.workers[role]:
+                    log.info("%s lists %d %s workers", self._file, len(addresses), role)
+                    changed(role, addresses)
+            self.workers = workers
 
-    def _read_again(self, changed: Changed) -> None:
+
+def addresses_in(args: argparse.Namespace) -> dict[Role, list[str]]:
+    """The workers that --target, --draft and --workers name. Raises AddressError, CommandError."""
+    listed: dict[Role, list[str]] = {role: [*getattr(args, role.value)] for role in Role}
+    for address in (*args.target, *args.draft):
+        parse(address)
+    if args.workers is not None:
         try:
-            workers = read_list(self._file)
+            for role, addresses in read_list(args.workers).items():
+                listed[role] += addresses
         except WorkerListError as error:
-            log.error("%s; the list before it stays in force", error)
-            return
-        for role, addresses in workers.items():
-            if addresses != self.workers[role]:
-                log.info("%s lists %d %s workers", self._file, len(addresses), role)
-                changed(role, addresses)
-        self.workers = workers
+            raise CommandError(f"--workers {error}", BAD_INPUT) from error
+    return listed
 
 
 def read_list(file: Path) -> dict[Role, list[str]]:

@@ -14,8 +14,7 @@ from cluster.config.config import Config, from_mapping, max_replicas_of
 from cluster.placement import ROUTER, described_node, with_routers
 from cluster.ray.parts import options
 from cluster.ray.router_replica import RouterReplica
-from cluster.ray.worker_replicas import DraftWorker, TargetWorker
-from speculation.events import Role
+from cluster.ray.worker_replicas import ServedWorker
 
 _OPTIONS: dict[str, Any] = {
     "health_check_period_s": 2.0,
@@ -39,11 +38,10 @@ def application(args: dict[str, Any]) -> serve.Application:
 
 def build(config: Config) -> serve.Application:
     """The application, ready to be deployed."""
-    kinds: dict[Role, Any] = {Role.TARGET: TargetWorker, Role.DRAFT: DraftWorker}
     handles = []
     for pool in config.pools():
         if max_replicas_of(pool.settings):
-            workers = _deployment(kinds[pool.role], pool.deployment, options(config, pool))
+            workers = _deployment(ServedWorker, pool.deployment, options(config, pool))
             handles.append((pool.role, workers.bind(config, pool.deployment)))
     return _deployment(RouterReplica, ROUTER, options(config, None)).bind(config, handles)
 

@@ -7,7 +7,7 @@ is an optional dependency (``plots``) and is imported only when something is dra
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -134,46 +134,41 @@ class Simulator:
             for sessions in sweep.sessions if len(sweep.drafters) > 1 else ():
                 rates = {m: self.row(sweep, schedule, rtt, sessions, targets, m).report.rate for m in sweep.drafters}
                 alone = self.row(sweep, schedule, rtt, sessions, targets, sessions).report.rate
-                yield f"{where}, {_count(sessions, 'session')}: {_enough_drafters(enough(rates, alone), targets)}"
+                count, goal = enough(rates, alone), f"within {100 * WITHIN:g} % of one drafter a session"
+                verdict = f"no number of drafters tried is {goal}"
+                if count is not None:
+                    each = f"{_count(count, 'drafter')} ({count / targets:g} a target)"
+                    verdict = f"{each} {'is' if count == 1 else 'are'} {goal}"
+                yield f"{where}, {_count(sessions, 'session')}: {verdict}"
             for drafters in sweep.drafters if len(sweep.sessions) > 1 else ():
                 rates = {s: self.row(sweep, schedule, rtt, s, targets, drafters).report.rate for s in sweep.sessions}
-                yield f"{where}, {_count(drafters, 'drafter')}: {_saturation(rates, targets, drafters)}"
+                full = enough(rates)
+                assert full is not None, "the best is as good as itself"
+                verdict = f"throughput still grows at {_count(full, 'session')}"
+                if full != max(rates):
+                    each = f"({full / targets:g} a target, {full / drafters:g} a drafter)"
+                    verdict = f"throughput is full from {full} sessions on {each}"
+                yield f"{where}, {_count(drafters, 'drafter')}: {verdict}"
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _enough_drafters(count: int | None, targets: int) -> str:
-    goal = f"within {100 * WITHIN:g} % of one drafter a session"
-    if count is None:
-        return f"no number of drafters tried is {goal}"
-    return f"{_count(count, 'drafter')} ({count / targets:g} a target) {'is' if count == 1 else 'are'} {goal}"
-
-
-def _saturation(rates: dict[int, float], targets: int, drafters: int) -> str:
-    count = enough(rates)
-    assert count is not None, "the best is as good as itself"
-    if count == max(rates):
-        return f"throughput still grows at {_count(count, 'session')}"
-    return f"throughput is full from {count} sessions on ({count / targets:g} a target, {count / drafters:g} a drafter)"
-
-
 def table(rows: Iterable[SweepRow]) -> Table:
     """For the terminal, without the columns that say nothing new."""
     cells = [row.cells() for row in rows]
-    shown = [name for name in cells[0] if not _redundant(name, cells)]
+
+    def redundant(name: str) -> bool:  # 1 throughout, or the throughput again
+        return all(row[name] in ("1", "") or (name[:2] == "a " and row[name] == row["tokens/s"]) for row in cells)
+
+    shown = [name for name in cells[0] if not redundant(name)]
     drawn = Table()
     for name in shown:
         drawn.add_column(name, justify="left" if name == "schedule" else "right")
     for row in cells:
         drawn.add_row(*(row[name] for name in shown))
     return drawn
-
-
-def _redundant(name: str, cells: Sequence[Mapping[str, str]]) -> bool:
-    """Whether a column is 1 throughout, or the throughput again."""
-    return all(row[name] in ("1", "") or (name.startswith("a ") and row[name] == row["tokens/s"]) for row in cells)
 
 
 def write_csv(rows: Sequence[SweepRow], file: Path) -> None:

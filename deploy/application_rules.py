@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from cluster.placement import ClusterNode, Need, lacking, needs, with_routers
 from deploy.manifests import GPU, Manifests, Object, group_name, groups, mount_of, ray_container, requested, where
 from deploy.model_rules import LIST, fetched_by
 from deploy.policy_rules import lets_out_to
-from deploy.ray_rules import HARD_STOP, drain_seconds, hard_stop_seconds
+from deploy.ray_rules import DRAIN, HARD_STOP, number
 from router.http.auth import PICKER_PATH
 from speculation.events import Role
 
@@ -29,11 +29,8 @@ ROUTER = "router"
 START_SECONDS = 120.0
 """Of Ray's drain, for a replacement to start. Serve stops a replica on a node that drains as soon as the time that is
 left is what the replica may take to end, whether another has started or not."""
-
 SCRAPER, METRICS = "metrics-data-source", "/metrics"
 """Plugin by which llm-d-router's picker reads metrics, and the path that it reads unless it is told another."""
-
-
 POLICY = "autoscaling_policy"
 KWARGS = f"{POLICY}.policy_kwargs"
 MIN_DOWN_SECONDS = 60.0
@@ -57,11 +54,16 @@ def application_faults(application: Object, service: Object, manifests: Manifest
         yield from _of_picker(manifests)
     yield from _of_scaling(config, application)
     config = with_routers(config, _nodes(service))
-    wanted, faults = _wanted(config, application)
-    why = lacking(wanted, _nodes(service))
-    faults += [why] if why else []
-    yield from faults
+    counts, names = _replicas(application), [need.deployment for need in needs(config)]
+    wanted = [replace(need, replicas=counts.get(need.deployment, (0, 0))[1] or need.replicas) for need in needs(config)]
+    faults = [
+        f"deployments: there is none called {name!r}; there are {', '.join(names)}"
+        for name in counts
+        if name not in names
+    ]
+    faults += filter(None, [lacking(wanted, _nodes(service))])
     if faults:
+        yield from faults
         return
     head, *_ = groups(service)
     for what in [*_of_files(config, ROUTER, head, manifests)][:1]:
@@ -71,25 +73,18 @@ def application_faults(application: Object, service: Object, manifests: Manifest
             for what in _of_equipment(config, role_of(need.deployment) or ROUTER, group, manifests):
                 yield f"{group_name(group)}: {what}"
     if service["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions"):
-        yield from _of_survival(application, service, wanted)
+        yield from _of_survival(counts, service, wanted)
     yield from _of_models(config, wanted, service, manifests)
 
 
-def _wanted(config: Config, application: Object) -> tuple[list[Need], list[str]]:
-    """What all replicas ask for, as many as ``deployments`` allows, and what that says of deployments there are not."""
-    counts = {entry["name"]: _max_replicas(entry) for entry in application.get("deployments", [])}
-    names = [need.deployment for need in needs(config)]
-    unknown = [name for name in counts if name not in names]
-    faults = [f"deployments: there is none called {name!r}; there are {', '.join(names)}" for name in unknown]
-    found = [replace(need, replicas=counts.get(need.deployment) or need.replicas) for need in needs(config)]
-    return found, faults
-
-
-def _max_replicas(deployment: Object) -> int | None:
-    """The most replicas that Serve may start of it, if it says so."""
-    count = deployment.get("num_replicas")
-    bounds = deployment.get("autoscaling_config") or {}
-    return count if isinstance(count, int) else bounds.get("max_replicas")
+def _replicas(application: Object) -> dict[str, tuple[int, int | None]]:
+    """By deployment, the fewest replicas that Serve may leave of it, and the most that it may start, if it says."""
+    found = {}
+    for entry in application.get("deployments", []):
+        count, bounds = entry.get("num_replicas"), entry.get("autoscaling_config") or {}
+        scaled = int(bounds.get("min_replicas", 1)), bounds.get("max_replicas")
+        found[entry["name"]] = (count, count) if isinstance(count, int) else scaled
+    return found
 
 
 def _of_config(config: Config) -> Iterator[str]:
@@ -106,7 +101,7 @@ def _of_config(config: Config) -> Iterator[str]:
 def _of_proxies(config: Config, service: Object) -> Iterator[str]:
     """Every node has an HAProxy; one that was replaced must keep its streams for as long as a router does."""
     for group in groups(service):
-        stop = hard_stop_seconds(ray_container(group))
+        stop = number(ray_container(group), HARD_STOP)
         if not stop >= config.router.drain_timeout:
             below = f"below router.drain_timeout ({config.router.drain_timeout:g})"
             what = f"{HARD_STOP} is {stop:g}; {below} HAProxy cuts streams whenever routers come or go"
@@ -136,8 +131,8 @@ def _of_equipment(config: Config, role: str, group: Object, manifests: Manifests
     """What the pods of a group need that may run this role: files, the certificate of the role, and time to end."""
     container, keys = ray_container(group), config.security.api_keys
     drain = config.router.drain_timeout if role == ROUTER else config.drain_timeout
-    if drain + START_SECONDS > drain_seconds(container):
-        name, said = "router.drain_timeout" if role == ROUTER else "drain_timeout", drain_seconds(container)
+    if drain + START_SECONDS > (said := number(container, DRAIN)):
+        name = "router.drain_timeout" if role == ROUTER else "drain_timeout"
         more = f"without {START_SECONDS:g} more the replica ends before another has started"
         yield f"{name} is {drain:g}, but Ray drains for {said:g}; {more}"
     if role == ROUTER and keys and mount_of(container, keys) is None:
@@ -166,7 +161,8 @@ def _of_models(config: Config, wanted: Iterable[Need], service: Object, manifest
 
     A router reads the tokenizer of every target.
     """
-    fetched = _fetched(manifests)
+    listed = " ".join(fetched_by(job).get(LIST, "") for job in manifests.of("Job"))
+    fetched = {f"/models/{entry.partition('=')[0]}" for entry in listed.split()}
     for pool in config.pools():
         model = pool.settings.model
         if model.startswith(str(BUNDLED)):
@@ -184,13 +180,14 @@ def _of_models(config: Config, wanted: Iterable[Need], service: Object, manifest
             yield f"{said}, but `models` fetches only {', '.join(sorted(fetched))}"
 
 
-def _of_survival(application: Object, service: Object, wanted: Iterable[Need]) -> Iterator[str]:
+def _of_survival(
+    counts: Mapping[str, tuple[int, int | None]], service: Object, wanted: Iterable[Need]
+) -> Iterator[str]:
     """Where Ray's head outlives its machine, so do clients' streams: routers and targets are on two."""
-    counts = {entry["name"]: _min_replicas(entry) for entry in application.get("deployments", [])}
     for need in wanted:
         if role_of(need.deployment) is Role.DRAFT:
             continue
-        if (count := counts.get(need.deployment, need.replicas)) < 2:
+        if (count := counts.get(need.deployment, (need.replicas, 0))[0]) < 2:
             yield f"{need.deployment}: there may be {count} alone; with 2 the loss of one machine is survived"
         for group in _fitting(need, service) if need.gpus else ():
             gpus = requested(ray_container(group), GPU)
@@ -198,28 +195,14 @@ def _of_survival(application: Object, service: Object, wanted: Iterable[Need]) -
                 yield f"{group_name(group)}: its {gpus:g} GPUs hold two of {need.deployment}; one machine may take both"
 
 
-def _min_replicas(deployment: Object) -> int:
-    """The fewest replicas that Serve may leave of it."""
-    count = deployment.get("num_replicas", 1)
-    bounds = deployment.get("autoscaling_config") or {}
-    return count if isinstance(count, int) else int(bounds.get("min_replicas", 1))
-
-
-def _fetched(manifests: Manifests) -> set[str]:
-    """The folders that Jobs fill."""
-    listed = [entry for job in manifests.of("Job") for entry in fetched_by(job).get(LIST, "").split()]
-    return {f"/models/{entry.partition('=')[0]}" for entry in listed}
-
-
 def _nodes(service: Object) -> list[ClusterNode]:
     """The Ray nodes that may come to be: with an autoscaler, as many of each group as it may start."""
     scaled = service["spec"]["rayClusterConfig"].get("enableInTreeAutoscaling")
     found = []
     for group in groups(service)[1:]:
-        container = ray_container(group)
-        count = group.get("maxReplicas" if scaled else "replicas", 1)
         # KubeRay tells Ray whole CPUs, rounded up.
-        cpus, gpus = math.ceil(requested(container, "cpu")), requested(container, GPU)
+        cpus, gpus = math.ceil(requested(ray_container(group), "cpu")), requested(ray_container(group), GPU)
+        count = group.get("maxReplicas" if scaled else "replicas", 1)
         found += [ClusterNode(cpus, gpus, group.get("labels", {}))] * count
     return found
 
@@ -243,8 +226,7 @@ def _of_scaling(config: Config, application: Object) -> Iterator[str]:
     yield from _unheard(config)
     yield from _hasty(application)
     yield from _standing_by(config, application)
-    policy = application.get(POLICY)
-    if policy is None:
+    if (policy := application.get(POLICY)) is None:
         return
     yield from _unknown(POLICY, policy, ("policy_function", "policy_kwargs"))
     if policy.get("policy_function") != POLICY_PATH:
@@ -311,7 +293,6 @@ def _of_pools(config: Config, listed: object) -> Iterator[str]:
     pools: list[dict[str, Any]] = declared(config)["policy_kwargs"]["pools"]
     deployed = {pool.deployment for pool in config.pools() if max_replicas_of(pool.settings)}
     needed = [pool for pool in pools if pool["deployment"] in deployed]
-    fits = isinstance(listed, list) and all(pool in pools for pool in listed) and all(pool in listed for pool in needed)
-    if not fits:
+    if not (isinstance(listed, list) and all(one in pools for one in listed) and all(one in listed for one in needed)):
         written = yaml.safe_dump(needed, default_flow_style=True, sort_keys=False, width=WIDTH).strip()
         yield f"{KWARGS}.pools does not list the pools of args, which are {written}"

@@ -132,48 +132,36 @@ def _rendered(deploy: Path, variant: Variant, marks: Marks) -> Manifests:
         return render(place)
 
 
-class _Dumper(yaml.CSafeDumper):
-    """Without aliases, which a condition could cut off from their anchor; text of several lines as such."""
-
-    def ignore_aliases(self, _data: Any) -> bool:
-        return True
-
-
-def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _represent_text)
-
-
 def _dumped(entry: Any, marks: Marks) -> str:
-    """An object as YAML in a template: actions in the place of marks, braces of its own escaped."""
+    """An object as YAML in a template: actions in the place of marks, braces of its own escaped.
+
+    Without aliases, which a condition could cut off from their anchor; text of several lines as such.
+    """
     actions: list[str] = []
-    marked = _with_actions(entry, marks, actions)
-    text = yaml.dump(marked, Dumper=_Dumper, width=10_000, sort_keys=False, allow_unicode=True)
+
+    class Dumper(yaml.CSafeDumper):
+        def ignore_aliases(self, _data: Any) -> bool:
+            return True
+
+    def scalar(dumper: Dumper, value: str | int) -> yaml.ScalarNode:
+        if (action := _action(value, marks)) is not None:  # a plain word stands for it
+            actions.append(action)
+            value = f"ACTION{len(actions) - 1}END"
+        if isinstance(value, int):
+            return dumper.represent_int(value)
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    Dumper.add_representer(str, scalar)
+    Dumper.add_representer(int, scalar)
+    text = yaml.dump(entry, Dumper=Dumper, width=10_000, sort_keys=False, allow_unicode=True)
     text = text.replace("{{", '{{ "{{" }}')
     return re.sub(r"ACTION(\d+)END", lambda found: f"{{{{ {actions[int(found[1])]} }}}}", text)
 
 
-def _with_actions(part: Any, marks: Marks, actions: list[str]) -> Any:
-    """A part of an object in which plain words stand for actions; those are appended."""
-    if isinstance(part, dict):
-        return {key: _with_actions(value, marks, actions) for key, value in part.items()}
-    if isinstance(part, list):
-        return [_with_actions(value, marks, actions) for value in part]
-    action = _action(part, marks)
-    if action is None:
-        return part
-    actions.append(action)
-    return f"ACTION{len(actions) - 1}END"
-
-
-def _action(scalar: object, marks: Marks) -> str | None:
+def _action(scalar: str | int, marks: Marks) -> str | None:
     """What a template says in the place of a scalar; None: nothing is marked in it."""
     if isinstance(scalar, int):
         return marks.actions.get(str(scalar))
-    if not isinstance(scalar, str):
-        return None
     if scalar in marks.actions:
         return f"{marks.actions[scalar]} | quote"
     pieces = [piece for piece in marks.pattern.split(scalar) if piece]
@@ -230,7 +218,10 @@ def _schema(values: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
                             "type": "object",
                             "required": sorted(known),
                             "additionalProperties": False,
-                            "properties": {key: _schema_of(known[key]) for key in sorted(known)},
+                            "properties": {
+                                key: {"type": "string"} | ({"pattern": "^[0-9]+$"} if known[key].isdecimal() else {})
+                                for key in sorted(known)
+                            },
                         }
                     }
                 },
@@ -238,10 +229,6 @@ def _schema(values: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
             for overlay, known in values.items()
         ],
     }
-
-
-def _schema_of(value: str) -> dict[str, str]:
-    return {"type": "string", "pattern": "^[0-9]+$"} if value.isdecimal() else {"type": "string"}
 
 
 def main() -> None:

@@ -15,24 +15,14 @@ from cluster.fetch import quantity
 
 Object = Mapping[str, Any]
 """A Kubernetes object, or a part of one."""
+Violation = tuple[str, str]
+"""Where something would go wrong (kind and name of the object, and the part of it), and what."""
 GPU = "nvidia.com/gpu"
 RENDER_SECONDS = 60
 
 
 class RenderError(Exception):
     """kubectl is missing, or kustomize refuses the overlay. One line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """Something that would go wrong."""
-
-    where: str
-    """Kind and name of the object, and the part of it."""
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.what}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +172,6 @@ def selects(selector: Object, labels: Mapping[str, str]) -> bool:
 
 
 def _holds(rule: Object, labels: Mapping[str, str]) -> bool:
-    value = labels.get(rule["key"])
-    match rule["operator"]:
-        case "In":
-            return value in rule["values"]
-        case "NotIn":
-            return value not in rule["values"]
-        case "Exists":
-            return value is not None
-        case _:
-            return value is None
+    value, values = labels.get(rule["key"]), rule.get("values", ())
+    told = {"In": value in values, "NotIn": value not in values, "Exists": value is not None}
+    return told.get(rule["operator"], value is None)

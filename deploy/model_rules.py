@@ -31,7 +31,7 @@ def model_findings(manifests: Manifests) -> Iterator[Violation]:
     """Of every Job that fetches models, and of the pods that read these."""
     for job in manifests.of("Job"):
         if LIST in fetched_by(job):
-            yield from (Violation(where(job), what) for what in _of_job(job, manifests))
+            yield from ((where(job), what) for what in _of_job(job, manifests))
             for service in manifests.of("RayService"):
                 yield from _of_waiting(service)
 
@@ -81,5 +81,4 @@ def _of_waiting(service: Object) -> Iterator[Violation]:
         mark = COMPLETE if requested(ray_container(group), GPU) else READABLE
         waits = " ".join(" ".join(entry.get("args", [])) for entry in spec.get("initContainers", []))
         if f"/{mark}" not in waits:
-            what = f"must wait until each model has {mark}, in an init container"
-            yield Violation(where(service, group_name(group)), what)
+            yield where(service, group_name(group)), f"must wait until each model has {mark}, in an init container"

@@ -15,16 +15,16 @@ _PROBED = re.compile(rf"(^|&& ?)(exec )?python3?( -S)? -m {re.escape(PROBE)}$")
 def pod_findings(manifests: Manifests) -> Iterator[Violation]:
     """Of every pod, every container, and the container of Ray's autoscaler, which KubeRay adds."""
     for pod in manifests.pods():
-        yield from (Violation(pod.where, what) for what in _of_pod(pod))
+        yield from ((pod.where, what) for what in _of_pod(pod))
         for container in pod.containers():
             place = f"{pod.where} {container['name']}"
-            yield from (Violation(place, what) for what in _of_container(container))
+            yield from ((place, what) for what in _of_container(container))
     for service in manifests.of("RayService"):
         cluster = service["spec"]["rayClusterConfig"]
         if cluster.get("enableInTreeAutoscaling"):
             options = cluster.get("autoscalerOptions", {})
             for what in [*_of_security(options.get("securityContext", {})), *_of_resources(options)]:
-                yield Violation(where(service, "autoscaler"), what)
+                yield where(service, "autoscaler"), what
 
 
 def image_findings(manifests: Manifests) -> Iterator[Violation]:
@@ -36,7 +36,7 @@ def image_findings(manifests: Manifests) -> Iterator[Violation]:
         for container in pod.containers():
             if not re.search(DIGEST, container["image"]):
                 what = f"the image {container['image']!r} may be another one tomorrow; name it by digest, @sha256:..."
-                yield Violation(f"{pod.where} {container['name']}", what)
+                yield f"{pod.where} {container['name']}", what
 
 
 def _of_pod(pod: Pod) -> Iterator[str]:

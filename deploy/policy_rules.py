@@ -34,7 +34,7 @@ def policy_findings(manifests: Manifests) -> Iterator[Violation]:
     if not any(
         {"Ingress", "Egress"} == set(spec.get("policyTypes", [])) and not spec.get("ingress") for spec in denied
     ):
-        yield Violation("manifests", "there must be a NetworkPolicy that denies everything, in and out, to all pods")
+        yield "manifests", "there must be a NetworkPolicy that denies everything, in and out, to all pods"
     yield from _ports(manifests)
     yield from _strangers(manifests)
     yield from _services(manifests)
@@ -66,18 +66,17 @@ def _ports(manifests: Manifests) -> Iterator[Violation]:
         for rule in policy["spec"].get("ingress", []):
             for port in rule.get("ports", []):
                 if "endPort" not in port and port["port"] not in opened:
-                    yield Violation(where(policy), f"no pod that it selects has port {port['port']}")
+                    yield where(policy), f"no pod that it selects has port {port['port']}"
             for number, what in CLOSED.items() if HTTP in opened else ():
                 if _covers_any(rule, number):
-                    yield Violation(where(policy), f"lets others see {what}, on port {number}")
+                    yield where(policy), f"lets others see {what}, on port {number}"
 
 
 def _strangers(manifests: Manifests) -> Iterator[Violation]:
     """Whoever is none of our pods comes to doors with a guard, and these are few."""
     found = set()
     for pod in manifests.pods():
-        guarded = _guarded(pod)
-        if guarded is None:
+        if (guarded := _guarded(pod)) is None:
             continue
         for policy, way in manifests.ways_in(pod):
             theirs = [place for place in _places(way, "from") if not _is_ours(place)]
@@ -85,7 +84,7 @@ def _strangers(manifests: Manifests) -> Iterator[Violation]:
             who = "everybody" if anybody else "others than our pods"
             for shown in _unguarded(pod, way, {HTTP} if anybody else guarded) if theirs else ():
                 found.add((where(policy), f"lets {who} in to port {shown} of {pod.where}"))
-    yield from (Violation(*one) for one in sorted(found))
+    yield from sorted(found)
 
 
 def _unguarded(pod: Pod, way: Object, allowed: set[int]) -> Iterator[str]:
@@ -118,7 +117,7 @@ def _services(manifests: Manifests) -> Iterator[Violation]:
     for service in manifests.of("Service"):
         for port in service["spec"]["ports"] if service["spec"].get("type") in TO_THE_WORLD else ():
             if port.get("targetPort", port["port"]) not in ("serve", HTTP):
-                yield Violation(where(service), f"leads from outside to port {port['port']}; only HTTP may be reached")
+                yield where(service), f"leads from outside to port {port['port']}; only HTTP may be reached"
 
 
 def _names(manifests: Manifests) -> Iterator[Violation]:
@@ -130,9 +129,9 @@ def _names(manifests: Manifests) -> Iterator[Violation]:
             places = [place for way in there for place in way.get("to", [{"ipBlock": {"cidr": NODE_LOCAL}}])]
             if not any(place.get("ipBlock", {}).get("cidr") == NODE_LOCAL for place in places):
                 what = f"no NetworkPolicy lets it ask NodeLocal DNSCache ({NODE_LOCAL}, {protocol} port {NAMES})"
-                yield Violation(pod.where, what)
+                yield pod.where, what
             if not any("podSelector" in place and selects(place["podSelector"], OF_NAMES) for place in places):
-                yield Violation(pod.where, f"no NetworkPolicy lets it ask Kubernetes' DNS ({protocol} port {NAMES})")
+                yield pod.where, f"no NetworkPolicy lets it ask Kubernetes' DNS ({protocol} port {NAMES})"
 
 
 def _ways(manifests: Manifests) -> Iterator[Violation]:
@@ -145,8 +144,8 @@ def _ways(manifests: Manifests) -> Iterator[Violation]:
         for pod in (head, *workers):
             if manifests.of("PodMonitor"):
                 yield from _needed_from_outside(manifests, pod, METRICS, "Prometheus")
-            computes = requested(pod.spec["containers"][0], GPU) > 0
-            if not computes and manifests.of("HTTPRoute", "Ingress") and _led_to(manifests, pod):
+            led_to = any(pod in manifests.pods_of(service) for service in manifests.of("Service"))
+            if led_to and not requested(pod.spec["containers"][0], GPU) and manifests.of("HTTPRoute", "Ingress"):
                 yield from _needed_from_outside(manifests, pod, HTTP, "clients")
             yield from _needed_among(manifests, pod, (head, *workers), ANY_WORKER)
         yield from _needed_among(manifests, head, manifests.redis_of(service), REDIS)
@@ -155,21 +154,16 @@ def _ways(manifests: Manifests) -> Iterator[Violation]:
             yield from _needed_outside(manifests, pod, (HTTPS,), "where models are")
 
 
-def _led_to(manifests: Manifests, pod: Pod) -> bool:
-    """Whether a Service of routers leads there."""
-    return any(pod in manifests.pods_of(service) for service in manifests.of("Service"))
-
-
 def _needed_from_outside(manifests: Manifests, pod: Pod, port: int, who: str) -> Iterator[Violation]:
     ways = [way for _, way in manifests.ways_in(pod) if _covers_any(way, port)]
     if not any(not _is_ours(place) for way in ways for place in _places(way, "from")):
-        yield Violation(pod.where, f"no NetworkPolicy lets {who} in to port {port}")
+        yield pod.where, f"no NetworkPolicy lets {who} in to port {port}"
 
 
 def _needed_outside(manifests: Manifests, pod: Pod, ports: Iterable[int], what: str) -> Iterator[Violation]:
     ways = [way for way in manifests.ways_out(pod) if any(_covers_any(way, port) for port in ports)]
     if not any(not _is_ours(place) for way in ways for place in _places(way, "to")):
-        yield Violation(pod.where, f"no NetworkPolicy lets it out to {what} (TCP port {next(iter(ports))})")
+        yield pod.where, f"no NetworkPolicy lets it out to {what} (TCP port {next(iter(ports))})"
 
 
 def _needed_among(manifests: Manifests, pod: Pod, others: Iterable[Pod], port: int) -> Iterator[Violation]:
@@ -181,9 +175,9 @@ def _needed_among(manifests: Manifests, pod: Pod, others: Iterable[Pod], port: i
 
     for other in others:
         if not lead(manifests.ways_out(pod), "to", other):
-            yield Violation(pod.where, f"no NetworkPolicy lets it out to {other.where}")
+            yield pod.where, f"no NetworkPolicy lets it out to {other.where}"
         if not lead((way for _, way in manifests.ways_in(other)), "from", pod):
-            yield Violation(other.where, f"no NetworkPolicy lets {pod.where} in")
+            yield other.where, f"no NetworkPolicy lets {pod.where} in"
 
 
 def _covers_any(way: Object, number: int, protocol: str = "TCP") -> bool:

@@ -22,11 +22,8 @@ from router.http.asgi import HEAD_SECONDS, STALL_SECONDS
 MAX_NAME_CHARACTERS = 47
 INITIALIZING = "ray.io/initializing-timeout"
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
-DEFAULT_DRAIN_SECONDS = 30.0
 HARD_STOP = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
-DEFAULT_HARD_STOP_SECONDS = 120.0
 CLIENT_TIMEOUT = "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"
-DEFAULT_CLIENT_SECONDS = 3600.0
 MAX_CLIENT_SECONDS = min(HEAD_SECONDS, STALL_SECONDS)
 """What a router that serves HTTP itself gives a client to send a head, or to read on. HAProxy takes 0 for no limit."""
 WORDS = {
@@ -36,7 +33,8 @@ WORDS = {
 """What has Serve's HAProxy and its own proxy answer in our words what no router answers."""
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 RETRIES = "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT"
-DEFAULT_RETRIES = 3.0
+USUAL: Mapping[str, float] = {DRAIN: 30.0, HARD_STOP: 120.0, CLIENT_TIMEOUT: 3600.0, RETRIES: 3.0}
+"""What Ray takes where these variables are not set."""
 MIN_RETRIES = 100
 """Failed constructions of a replica after which Serve may give a deployment up for good. One takes seconds at least;
 machines, volumes and drivers may need hours to be put right."""
@@ -53,29 +51,24 @@ def ray_findings(manifests: Manifests) -> Iterator[Violation]:
     """Of every RayService; there should be one."""
     services = manifests.of("RayService")
     if len(services) != 1:
-        yield Violation("manifests", f"there must be one RayService, not {len(services)}")
+        yield "manifests", f"there must be one RayService, not {len(services)}"
     for service in services:
         for what in [*_of_service(service), *_of_autoscaler(service), *_of_state(service)]:
-            yield Violation(where(service), what)
+            yield where(service), what
         yield from _of_redis(service, manifests)
         for group in groups(service):
             for what in [*_of_group(group, service), *_of_shutdown(group), *_of_proxies(ray_container(group))]:
-                yield Violation(where(service, group_name(group)), what)
+                yield where(service, group_name(group)), what
 
 
-def drain_seconds(container: Object) -> float:
-    """How long Ray lets its node empty itself after SIGTERM; nan where that is no number."""
-    return _number(container, DRAIN, DEFAULT_DRAIN_SECONDS)
+def number(container: Object, variable: str) -> float:
+    """What a variable of :data:`USUAL` is for Ray's container; nan where it is no number.
 
-
-def hard_stop_seconds(container: Object) -> float:
-    """How long an HAProxy that was replaced keeps its streams; nan where that is no number."""
-    return _number(container, HARD_STOP, DEFAULT_HARD_STOP_SECONDS)
-
-
-def _number(container: Object, variable: str, default: float) -> float:
+    Of :data:`DRAIN`: how long Ray lets its node empty itself after SIGTERM; of :data:`HARD_STOP`: how long an HAProxy
+    that was replaced keeps its streams.
+    """
     try:
-        return float(environment_of(container).get(variable, default))
+        return float(environment_of(container).get(variable, USUAL[variable]))
     except ValueError:
         return math.nan
 
@@ -116,7 +109,7 @@ def _of_service(service: Object) -> Iterator[str]:
 def _of_head(head: Object) -> Iterator[str]:
     if "serve" not in {port.get("name") for port in head.get("ports", [])}:
         yield "the head's container needs a port named serve, or KubeRay makes no service for HTTP"
-    retries = _number(head, RETRIES, DEFAULT_RETRIES)
+    retries = number(head, RETRIES)
     if not retries >= MIN_RETRIES:
         yield f"{RETRIES} of the head is {retries:g}; below {MIN_RETRIES} Serve soon gives workers up for good"
 
@@ -142,7 +135,7 @@ def _of_redis(service: Object, manifests: Manifests) -> Iterator[Violation]:
     for pod in manifests.redis_of(service):
         said = " ".join(str(part) for part in pod.spec["containers"][0].get("args", []))
         if "--tls-port" not in said or "--port 0" not in said:
-            yield Violation(pod.where, "must listen with --tls-port alone, and --port 0")
+            yield pod.where, "must listen with --tls-port alone, and --port 0"
 
 
 def _of_autoscaler(service: Object) -> Iterator[str]:
@@ -174,10 +167,9 @@ def _of_group(group: Object, service: Object) -> Iterator[str]:
     low, usual, high = (group.get(key, 0) for key in ("minReplicas", "replicas", "maxReplicas"))
     if not low <= usual <= high:
         yield f"replicas must be between minReplicas and maxReplicas, got {low} <= {usual} <= {high}"
-    if group.get("idleTimeoutSeconds") is not None:
-        version = service["spec"]["rayClusterConfig"].get("autoscalerOptions", {}).get("version")
-        if version != "v2":
-            yield "idleTimeoutSeconds needs autoscaler v2"
+    version = service["spec"]["rayClusterConfig"].get("autoscalerOptions", {}).get("version")
+    if group.get("idleTimeoutSeconds") is not None and version != "v2":
+        yield "idleTimeoutSeconds needs autoscaler v2"
 
 
 def _of_proxies(container: Object) -> Iterator[str]:
@@ -189,7 +181,7 @@ def _of_proxies(container: Object) -> Iterator[str]:
     if environment.get(HAPROXY) != "1":
         said = environment.get(HAPROXY) or "not set"
         yield f"{HAPROXY} is {said}; without 1 clients may hold connections for ever, by a head that never ends"
-    seconds = _number(container, CLIENT_TIMEOUT, DEFAULT_CLIENT_SECONDS)
+    seconds = number(container, CLIENT_TIMEOUT)
     if not 0 < seconds <= MAX_CLIENT_SECONDS:
         why = "HAProxy cuts clients that send no whole head or read nothing"
         yield f"{CLIENT_TIMEOUT} is {seconds:g}; above 0 and at most {MAX_CLIENT_SECONDS:g}, {why}"
@@ -199,7 +191,7 @@ def _of_shutdown(group: Object) -> Iterator[str]:
     """Pods get SIGTERM, drain, and must not be killed before that ends."""
     spec = group["template"]["spec"]
     container = ray_container(group)
-    drain = drain_seconds(container)
+    drain = number(container, DRAIN)
     grace = spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
     if not drain < grace <= drain + MAX_SLACK_SECONDS:
         wanted = f"above {DRAIN} ({drain:g}), and by at most {MAX_SLACK_SECONDS}"

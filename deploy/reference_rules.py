@@ -82,19 +82,14 @@ def reference_findings(manifests: Manifests) -> Iterator[Violation]:
     for place, kind, name in sorted(references(manifests)):
         if (kind, name) not in known:
             hint = "; a Secret to make by hand is listed in deploy/reference_rules.py" if kind == "Secret" else ""
-            yield Violation(place, f"there is no {kind} {name}{hint}")
+            yield place, f"there is no {kind} {name}{hint}"
     for pod in manifests.pods():
-        volumes = {volume["name"] for volume in pod.spec.get("volumes", [])} | _claims(manifests, pod)
-        for container in pod.containers():
-            for mount in container.get("volumeMounts", []):
-                if mount["name"] not in volumes:
-                    yield Violation(f"{pod.where} {container['name']}", f"there is no volume {mount['name']} to mount")
+        yield from _of_pod(pod, manifests)
+    for entry in manifests.objects:
+        yield from ((where(entry), what) for what in _of_object(entry, manifests))
     yield from _selectors(manifests)
-    yield from _authorities(manifests)
-    yield from _shared(manifests)
-    yield from _budgets(manifests)
     yield from _apart(manifests)
-    yield from _ports(manifests)
+    yield from _entrance(manifests)
 
 
 def secrets_by_hand(manifests: Manifests) -> dict[str, ByHand]:
@@ -160,12 +155,85 @@ def _known(manifests: Manifests) -> set[tuple[str, str]]:
     return found | {("Secret", name) for name in _secrets(manifests)}
 
 
-def _claims(manifests: Manifests, pod: Pod) -> set[str]:
-    """Volumes that a StatefulSet makes for its pods."""
+def _of_object(entry: Object, manifests: Manifests) -> Iterator[str]:
+    """What one object says that cannot hold, by its kind."""
+    spec = entry.get("spec", {})
+    match entry["kind"]:
+        case "Certificate":  # unless it is told, cert-manager does one thing or the other, by its version
+            if spec.get("isCA") and spec.get("privateKey", {}).get("rotationPolicy") != "Never":
+                yield "privateKey.rotationPolicy of an authority must be Never"
+        case "Namespace":  # it refuses pods that our rules would
+            if entry["metadata"].get("labels", {}).get(ENFORCED) != "restricted":
+                yield f"the label {ENFORCED} must be restricted"
+        case "PersistentVolumeClaim":
+            if "ReadWriteMany" not in spec["accessModes"]:
+                yield "accessModes must have ReadWriteMany, for pods of several machines"
+        case "PodDisruptionBudget":
+            # Kubernetes cannot count a RayCluster's pods as replicas: only a number that must stay has an effect.
+            stay, pods = spec.get("minAvailable"), manifests.selected(spec.get("selector", {}))
+            if not isinstance(stay, int):
+                yield "minAvailable must be a whole number: Ray's pods have no controller that can be asked"
+            elif stay >= (fewest := sum(pod.at_least for pod in pods)):
+                yield f"minAvailable is {stay} of {fewest} pods, so a machine could never be drained"
+        case _:
+            yield from _of_doors(entry, manifests)
+
+
+def _of_doors(entry: Object, manifests: Manifests) -> Iterator[str]:
+    """The same of what names ports and paths."""
+    spec = entry.get("spec", {})
+    match entry["kind"]:
+        case "PodMonitor":
+            ports = [endpoint["port"] for endpoint in spec["podMetricsEndpoints"]]
+            for pod in manifests.selected(spec["selector"]):
+                yield from (f"{pod.where} has no port {port}" for port in ports if port not in pod.ports())
+        case "InferencePool":
+            numbers = [port["number"] for port in spec["targetPorts"]]
+            yield from (f"HTTP is on port {HTTP}, got {number}" for number in numbers if number != HTTP)
+        case "HTTPRoute":
+            for rule in spec["rules"]:
+                yield from _of_route(rule)
+        case "Ingress":
+            for rule in spec["rules"]:
+                yield from _for_operators([(path["pathType"], path["path"]) for path in rule["http"]["paths"]])
+
+
+def _of_route(rule: Object) -> Iterator[str]:
+    """Where clients are led, and what of it they may reach."""
+    numbers = [backend.get("port", HTTP) for backend in rule["backendRefs"]]
+    yield from (f"HTTP is on port {HTTP}, got {number}" for number in numbers if number != HTTP)
+    if rule.get("timeouts", {}).get("request") != "0s":
+        yield 'timeouts.request must be "0s", or the gateway cuts streams'
+    wanted = [match.get("path", {}) for match in rule.get("matches", [{}])]
+    yield from _for_operators([(path.get("type", "PathPrefix"), path.get("value", "/")) for path in wanted])
+
+
+def _for_operators(paths: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """What routers tell of themselves must not be among what comes through, by how a path is to match and the path."""
+    for own in OPERATORS_PATHS:
+        if any(own == path or (how != "Exact" and f"{own}/".startswith(f"{path.rstrip('/')}/")) for how, path in paths):
+            yield f"{own} is for operators, and comes through here"
+
+
+def _of_pod(pod: Pod, manifests: Manifests) -> Iterator[Violation]:
+    """Volumes that it mounts, and what it is spread over."""
+    volumes = {volume["name"] for volume in pod.spec.get("volumes", [])}
     for entry in manifests.of("StatefulSet"):
-        if where(entry) == pod.where:
-            return {claim["metadata"]["name"] for claim in entry["spec"].get("volumeClaimTemplates", [])}
-    return set()
+        if where(entry) == pod.where:  # it makes volumes for its pods
+            volumes |= {claim["metadata"]["name"] for claim in entry["spec"].get("volumeClaimTemplates", [])}
+    for container in pod.containers():
+        for mount in container.get("volumeMounts", []):
+            if mount["name"] not in volumes:
+                yield f"{pod.where} {container['name']}", f"there is no volume {mount['name']} to mount"
+    for spread in pod.spec.get("topologySpreadConstraints", []):
+        place = f"its spread over {spread['topologyKey']}"
+        if not selects(spread.get("labelSelector", {}), pod.labels):
+            yield pod.where, f"{place} does not select the pod itself"
+        strict = spread["whenUnsatisfiable"] == "DoNotSchedule"
+        if strict and spread.get("nodeTaintsPolicy") != "Honor":
+            yield pod.where, f"{place} counts nodes that the pod cannot go to; set nodeTaintsPolicy: Honor"
+        if strict and OF_A_CLUSTER not in spread.get("matchLabelKeys", []):
+            yield pod.where, f"{place} counts pods of other clusters; set matchLabelKeys: [{OF_A_CLUSTER}]"
 
 
 def _selectors(manifests: Manifests) -> Iterator[Violation]:
@@ -173,52 +241,7 @@ def _selectors(manifests: Manifests) -> Iterator[Violation]:
         part = "podSelector" if entry["kind"] == "NetworkPolicy" else "selector"
         selector = entry["spec"].get(part, {})
         if not manifests.selected({"matchLabels": selector} if entry["kind"] == "Service" else selector):
-            yield Violation(where(entry, part), "selects no pod")
-    for pod in manifests.pods():
-        yield from _spread(pod)
-
-
-def _spread(pod: Pod) -> Iterator[Violation]:
-    for spread in pod.spec.get("topologySpreadConstraints", []):
-        place = f"its spread over {spread['topologyKey']}"
-        if not selects(spread.get("labelSelector", {}), pod.labels):
-            yield Violation(pod.where, f"{place} does not select the pod itself")
-        strict = spread["whenUnsatisfiable"] == "DoNotSchedule"
-        if strict and spread.get("nodeTaintsPolicy") != "Honor":
-            yield Violation(pod.where, f"{place} counts nodes that the pod cannot go to; set nodeTaintsPolicy: Honor")
-        if strict and OF_A_CLUSTER not in spread.get("matchLabelKeys", []):
-            yield Violation(pod.where, f"{place} counts pods of other clusters; set matchLabelKeys: [{OF_A_CLUSTER}]")
-
-
-def _authorities(manifests: Manifests) -> Iterator[Violation]:
-    """What cert-manager does unless it is told differs between its versions."""
-    for certificate in manifests.of("Certificate"):
-        rotation = certificate["spec"].get("privateKey", {}).get("rotationPolicy")
-        if certificate["spec"].get("isCA") and rotation != "Never":
-            yield Violation(where(certificate), "privateKey.rotationPolicy of an authority must be Never")
-
-
-def _shared(manifests: Manifests) -> Iterator[Violation]:
-    """The namespace refuses pods that our rules would, and models are mounted on many machines."""
-    for namespace in manifests.of("Namespace"):
-        if namespace["metadata"].get("labels", {}).get(ENFORCED) != "restricted":
-            yield Violation(where(namespace), f"the label {ENFORCED} must be restricted")
-    for claim in manifests.of(CLAIM):
-        if "ReadWriteMany" not in claim["spec"]["accessModes"]:
-            yield Violation(where(claim), "accessModes must have ReadWriteMany, for pods of several machines")
-
-
-def _budgets(manifests: Manifests) -> Iterator[Violation]:
-    """Kubernetes cannot count a RayCluster's pods as replicas, so only a whole number that must stay has an effect."""
-    for budget in manifests.of("PodDisruptionBudget"):
-        place, stay = where(budget), budget["spec"].get("minAvailable")
-        if not isinstance(stay, int):
-            what = "minAvailable must be a whole number: Ray's pods have no controller that can be asked"
-            yield Violation(place, what)
-            continue
-        fewest = sum(pod.at_least for pod in manifests.selected(budget["spec"].get("selector", {})))
-        if stay >= fewest:
-            yield Violation(place, f"minAvailable is {stay} of {fewest} pods, so a machine could never be drained")
+            yield where(entry, part), "selects no pod"
 
 
 def _apart(manifests: Manifests) -> Iterator[Violation]:
@@ -235,10 +258,10 @@ def _apart(manifests: Manifests) -> Iterator[Violation]:
             if survives and pod.labels.get(COMPONENT) in SURVIVING:
                 minding.setdefault(pod.where, "which Ray's head would survive")
             if pod.where in minding and not _on_two_machines(pod):
-                yield Violation(pod.where, f"all of its pods may come to one machine, {minding[pod.where]}")
+                yield pod.where, f"all of its pods may come to one machine, {minding[pod.where]}"
         for pod in manifests.redis_of(service):
             if not _shuns(pod, head):
-                yield Violation(pod.where, "may come to the machine of Ray's head, whose state it keeps")
+                yield pod.where, "may come to the machine of Ray's head, whose state it keeps"
 
 
 def _on_two_machines(pod: Pod) -> bool:
@@ -252,56 +275,17 @@ def _shuns(pod: Pod, other: Pod) -> bool:
     return any(one["topologyKey"] == HOST and selects(one.get("labelSelector", {}), other.labels) for one in terms)
 
 
-def _ports(manifests: Manifests) -> Iterator[Violation]:
-    """Monitors and routes name ports that the pods have."""
-    for monitor in manifests.of("PodMonitor"):
-        for pod in manifests.selected(monitor["spec"]["selector"]):
-            for endpoint in monitor["spec"]["podMetricsEndpoints"]:
-                if endpoint["port"] not in pod.ports():
-                    yield Violation(where(monitor), f"{pod.where} has no port {endpoint['port']}")
-    for pool in manifests.of("InferencePool"):
-        for port in pool["spec"]["targetPorts"]:
-            if port["number"] != HTTP:
-                yield Violation(where(pool), f"HTTP is on port {HTTP}, got {port['number']}")
-    yield from _entrance(manifests)
-    yield from _paths(manifests)
-
-
-def _paths(manifests: Manifests) -> Iterator[Violation]:
-    """Where clients are led, and what of it they may reach."""
-    for route in manifests.of("HTTPRoute"):
-        for rule in route["spec"]["rules"]:
-            for backend in rule["backendRefs"]:
-                if backend.get("port", HTTP) != HTTP:
-                    yield Violation(where(route), f"HTTP is on port {HTTP}, got {backend['port']}")
-            if rule.get("timeouts", {}).get("request") != "0s":
-                yield Violation(where(route), 'timeouts.request must be "0s", or the gateway cuts streams')
-            wanted = [match.get("path", {}) for match in rule.get("matches", [{}])]
-            paths = [(path.get("type", "PathPrefix"), path.get("value", "/")) for path in wanted]
-            yield from _for_operators(route, paths)
-    for ingress in manifests.of("Ingress"):
-        for rule in ingress["spec"]["rules"]:
-            yield from _for_operators(ingress, [(path["pathType"], path["path"]) for path in rule["http"]["paths"]])
-
-
-def _for_operators(route: Object, paths: Sequence[tuple[str, str]]) -> Iterator[Violation]:
-    """What routers tell of themselves must not be among what comes through, by how a path is to match and the path."""
-    for own in OPERATORS_PATHS:
-        if any(own == path or (how != "Exact" and f"{own}/".startswith(f"{path.rstrip('/')}/")) for how, path in paths):
-            yield Violation(where(route), f"{own} is for operators, and comes through here")
-
-
 def _entrance(manifests: Manifests) -> Iterator[Violation]:
     """HTTP enters by pods that compute nothing, once they can serve: what enters by a pod ends with it."""
     theirs = {f"{name}{SERVE_SERVICE}" for name in manifests.names("RayService")}
     for route in manifests.of("HTTPRoute", "Ingress"):
         for name in sorted({name for kind, name in _mentioned(route) if kind == "Service"} & theirs):
-            yield Violation(where(route), f"{name} leads clients into every pod; lead them to a Service of routers")
+            yield where(route), f"{name} leads clients into every pod; lead them to a Service of routers"
     for service in manifests.of("Service"):
         leads = any(port.get("targetPort") in ("serve", HTTP) for port in service["spec"]["ports"])
         for pod in manifests.pods_of(service) if leads else []:
             main = pod.spec["containers"][0]
             if requested(main, GPU):
-                yield Violation(where(service), f"leads clients into {pod.where}, which computes")
+                yield where(service), f"leads clients into {pod.where}, which computes"
             elif main.get("readinessProbe", {}).get("httpGet", {}).get("path") != READY:
-                yield Violation(pod.where, f"must be ready by {READY}: {service['metadata']['name']} leads clients in")
+                yield pod.where, f"must be ready by {READY}: {service['metadata']['name']} leads clients in"

@@ -26,7 +26,7 @@ def schema_findings(manifests: Manifests) -> Iterator[Violation]:
     """Of every object. One whose kind has no schema here is a finding as well."""
     for entry in manifests.objects:
         for what in _faults(entry):
-            yield Violation(where(entry), what if len(what) <= LONGEST else f"{what[:LONGEST]}...")
+            yield where(entry), what if len(what) <= LONGEST else f"{what[:LONGEST]}..."
 
 
 def _faults(entry: Object) -> Iterator[str]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Iterator
-from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.config.settings import ConfigError, yaml_in
@@ -22,44 +20,26 @@ def serve_findings(manifests: Manifests) -> Iterator[Violation]:
         try:
             document = yaml_in("it", service["spec"].get("serveConfigV2", ""))
         except ConfigError as error:
-            yield Violation(place, str(error))
+            yield place, str(error)
             continue
         if not isinstance(document, dict):
-            yield Violation(place, "must be a mapping")
+            yield place, "must be a mapping"
             continue
-        faults = [*_schema_faults(document), *_unknown_keys(document, ServeDeploySchema)]
-        yield from (Violation(place, what) for what in faults or _of_serve(document, service))
+        faults = [*_schema_faults(document)]
+        yield from ((place, what) for what in faults or _of_serve(document, service))
         for application in [] if faults else document["applications"]:
             for what in application_faults(application, service, manifests):
-                yield Violation(f"{place} {application['name']}", what)
+                yield f"{place} {application['name']}", what
 
 
 def _schema_faults(document: Object) -> Iterator[str]:
     try:
-        ServeDeploySchema.model_validate(document)
+        ServeDeploySchema.model_validate(document, extra="forbid")
     except ValidationError as error:
         for entry in error.errors():
-            yield f"{'.'.join(str(part) for part in entry['loc'])}: {entry['msg']}"
-
-
-def _unknown_keys(document: Object, model: type[BaseModel], above: str = "") -> Iterator[str]:
-    """Keys that the model does not have: Serve ignores them."""
-    known = {name: field.annotation for name, field in model.model_fields.items()}
-    for key, value in document.items():
-        if key not in known:
-            yield f"{above}{key}: Ray Serve has no such setting"
-            continue
-        inner = _model_in(known[key])
-        for entry in value if isinstance(value, list) else [value]:
-            if inner is not None and isinstance(entry, dict):
-                yield from _unknown_keys(entry, inner, f"{above}{key}.")
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model that a field holds, alone, optionally or in a list."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next(filter(None, map(_model_in, typing.get_args(annotation))), None)
+            unknown = entry["type"] == "extra_forbidden"  # which Serve would ignore
+            place = ".".join(str(part) for part in entry["loc"] if not (unknown and isinstance(part, int)))
+            yield f"{place}: {'Ray Serve has no such setting' if unknown else entry['msg']}"
 
 
 def _of_serve(document: Object, service: Object) -> Iterator[str]:

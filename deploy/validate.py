@@ -25,7 +25,8 @@ from deploy.reference_rules import CLAIM, MODELS, models_by_hand, reference_find
 from deploy.schema_rules import schema_findings
 from deploy.serve_rules import serve_findings
 
-RULES: tuple[Callable[[Manifests], Iterable[Violation]], ...] = (
+Rule = Callable[[Manifests], Iterable[Violation]]
+RULES: tuple[Rule, ...] = (
     ray_findings,
     serve_findings,
     model_findings,
@@ -36,10 +37,13 @@ RULES: tuple[Callable[[Manifests], Iterable[Violation]], ...] = (
 """They may rely on the shape that the schemas have found right."""
 
 
-def findings(manifests: Manifests) -> list[Violation]:
-    """Everything that would go wrong; only what is wrong with the shapes, if something is."""
-    shapes = list(schema_findings(manifests))
-    return shapes or [finding for rule in RULES for finding in rule(manifests)]
+def findings(manifests: Manifests) -> list[str]:
+    """Everything that would go wrong, a line each; only what is wrong with the shapes, if something is."""
+    return _lines([schema_findings], manifests) or _lines(RULES, manifests)
+
+
+def _lines(rules: Iterable[Rule], manifests: Manifests) -> list[str]:
+    return [f"{place}: {what}" for rule in rules for place, what in rule(manifests)]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,9 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     found = findings(manifests)
     if given.production and not found:
-        found = list(image_findings(manifests))
-    lines = [str(finding) for finding in found] or _summary(overlay, manifests)
-    say("\n".join(lines))
+        found = _lines([image_findings], manifests)
+    say("\n".join(found or _summary(overlay, manifests)))
     return 1 if found else 0
 
 

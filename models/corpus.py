@@ -63,11 +63,6 @@ class Split:
     held_out: tuple[SourceFile, ...]
 
 
-def standard_library() -> Path:
-    """The folder of the running interpreter's standard library."""
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
 def is_held_out(name: str) -> bool:
     """Whether the file of this relative name is kept from training. Depends on the name alone."""
     digest = hashlib.sha256(name.encode()).digest()
@@ -81,7 +76,7 @@ def is_wanted(relative: Path) -> bool:
 
 def read_sources(root: Path | None = None) -> Iterator[SourceFile]:
     """Yield every wanted UTF-8 file below `root` (default: the standard library), sorted by name."""
-    folder = root or standard_library()
+    folder = root or Path(sysconfig.get_paths()["stdlib"])
     relative_paths = (path.relative_to(folder) for path in folder.rglob("*.py"))
     for relative in sorted(filter(is_wanted, relative_paths), key=Path.as_posix):
         raw = (folder / relative).read_bytes()
@@ -96,11 +91,9 @@ def read_sources(root: Path | None = None) -> Iterator[SourceFile]:
 
 def split_sources(files: Iterable[SourceFile]) -> Split:
     """Divide files into what is trained on and what is held out."""
-    train: list[SourceFile] = []
-    held_out: list[SourceFile] = []
-    for file in files:
-        (held_out if is_held_out(file.name) else train).append(file)
-    return Split(tuple(train), tuple(held_out))
+    files = list(files)
+    train, held_out = (tuple(file for file in files if is_held_out(file.name) == apart) for apart in (False, True))
+    return Split(train, held_out)
 
 
 def train_tokenizer(files: Sequence[SourceFile], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:

@@ -8,7 +8,7 @@ whether the draft's token would have been the target's. Tensor names: T position
 # ruff: noqa: N803
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,12 +50,6 @@ class Fit:
         }
 
 
-def _windows(ids: TokenIds, length: int) -> Iterator[Tensor]:
-    """Consecutive windows of `length` + 1 tokens; the remainder is left out."""
-    for start in range(0, len(ids) - length, length):
-        yield torch.from_numpy(ids[start : start + length + 1].astype(np.int64))
-
-
 def measure_pair(
     target: LlamaForCausalLM, draft: LlamaForCausalLM, held_out: TokenIds, context: int, seed: int
 ) -> dict[str, object]:
@@ -63,8 +57,9 @@ def measure_pair(
     generator = torch.Generator(device=target.device).manual_seed(seed)
     fits = {"target": Fit(), "draft": Fit()}
     acceptance = Acceptance(TEMPERATURE)
-    for window in tqdm(list(_windows(held_out, context)), desc="evaluate", mininterval=5.0):
-        tokens_T1 = window.to(target.device)
+    # Consecutive windows; the remainder is left out.
+    for start in tqdm(range(0, len(held_out) - context, context), desc="evaluate", mininterval=5.0):
+        tokens_T1 = torch.from_numpy(held_out[start : start + context + 1].astype(np.int64)).to(target.device)
         target_TV, draft_TV = (logits_of(model, tokens_T1[None, :-1])[0].float() for model in (target, draft))
         fits["target"].add(target_TV, tokens_T1[1:])
         fits["draft"].add(draft_TV, tokens_T1[1:])

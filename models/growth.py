@@ -89,21 +89,13 @@ class Growth:
         return {old * self.layers // count: old for old in range(count)}.get(place)
 
 
-def stretch(
-    model: LlamaForCausalLM,
-    *,
-    hidden_size: int | None = None,
-    layers: int | None = None,
-    intermediate_size: int | None = None,
-    noise: float = 0.0,
-    seed: int = 0,
-) -> LlamaForCausalLM:
-    """Grow `model` to the given sizes, in its own dtype, where it is; with no noise the logits stay the same.
+def stretch(model: LlamaForCausalLM, *, noise: float = 0.0, seed: int = 0, **sizes: int | None) -> LlamaForCausalLM:
+    """Grow `model` to the sizes of :func:`grow_to`, in its own dtype, where it is; with no noise logits stay the same.
 
     The MLP grows in proportion to the hidden size unless told otherwise. Raises ValueError for sizes smaller
     than before or a hidden size that does not divide into whole groups of heads.
     """
-    growth = grow_to(model, hidden_size, layers, intermediate_size)
+    growth = grow_to(model, **sizes)
     with no_init_weights(), model.device:
         grown = placed(LlamaForCausalLM(growth.config()), model.dtype)
     grown.train(False)
@@ -178,12 +170,9 @@ def _fill_layer(new: nn.Module, old: nn.Module | None, growth: Growth, generator
 
 @torch.no_grad()
 def set_noise(grown: LlamaForCausalLM, growth: Growth, noise: float, seed: int) -> None:
-    """Set the free entries of all output projections to Gaussians; in place.
+    """Set the free entries of all output projections to Gaussians, in place; the same for a seed and kind of device.
 
-    The same for the same seed and kind of device.
-
-    `noise` is roughly the size of the disturbance of the residual stream after all layers, whatever the
-    sizes.
+    `noise` is roughly the size of the disturbance of the residual stream after all layers, whatever the sizes.
     """
     rows = growth.old.hidden_size
     for place, layer in enumerate(grown.model.layers):

@@ -21,7 +21,7 @@ import torch
 from tokenizers import Regex, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from alignment.encoding import Batches, TokenIds
+from alignment.encoding import Batches
 from alignment.losses import next_token_loss
 from alignment.training import Trainer, TrainingPlan
 from engine.head_files import placed
@@ -72,40 +72,6 @@ def transplant(model: LlamaForCausalLM, old: PreTrainedTokenizerFast, new: PreTr
     return copy
 
 
-def written_by_target(work: Path, seed: int) -> list[SourceFile]:
-    """What the bundled target writes, passage by passage; kept in the work folder."""
-    tokenizer = load_tokenizer(HERE / "target")
-    path = work / "written.npy"
-    if not path.exists():
-        target = load(HERE / "target", torch.bfloat16)
-        corpus = encode_files(tokenizer, split_sources(read_sources()).train)
-        assert isinstance(tokenizer.eos_token_id, int)
-        np.save(path, write_text(target, corpus, WRITTEN_TOKENS, tokenizer.eos_token_id, seed))
-    passages = str(tokenizer.decode(np.load(path).tolist())).split(END_OF_TEXT)
-    return [SourceFile(str(number), passage) for number, passage in enumerate(passages) if passage]
-
-
-def _plan(arguments: argparse.Namespace) -> TrainingPlan:
-    return TrainingPlan(
-        steps=arguments.steps,
-        minutes=float("inf"),
-        batch_tokens=4096,
-        sequence=512,
-        long_sequence=1024,
-        muon_rate=3e-3,
-        adam_rate=2e-3,
-        seed=arguments.seed,
-        device=torch.device("cpu"),
-        dtype=torch.bfloat16,
-    )
-
-
-def _batches(tokenizer: PreTrainedTokenizerFast, files: Sequence[SourceFile], work: Path, seed: int) -> Batches:
-    corpus = encode_files(tokenizer, files)
-    written: TokenIds = encode_files(tokenizer, written_by_target(work, seed))
-    return Batches(np.concatenate([corpus, *[written] * WRITTEN_WEIGHT]), seed)
-
-
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `python -m models.other_draft`."""
     parser = argparse.ArgumentParser(prog="python -m models.other_draft", description=__doc__)
@@ -120,11 +86,25 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(arguments.threads)
     arguments.work.mkdir(parents=True, exist_ok=True)
     files = split_sources(read_sources()).train
-    draft = load(HERE / "draft", torch.float32)
+    draft, old = load(HERE / "draft", torch.float32), load_tokenizer(HERE / "target")
     tokenizer = other_tokenizer(files, draft.config.max_position_embeddings)
-    model = transplant(draft, load_tokenizer(HERE / "draft"), tokenizer)
-    trainer = Trainer(model, _plan(arguments), arguments.work / "draft_other.pt")
-    trained = trainer.run(_batches(tokenizer, files, arguments.work, arguments.seed), next_token_loss, "other draft")
+    target, corpus = load(HERE / "target", torch.bfloat16), encode_files(old, files)
+    written = write_text(arguments.work, target, corpus, WRITTEN_TOKENS, arguments.seed)
+    passages = filter(None, str(old.decode(written.tolist())).split(END_OF_TEXT))
+    told = [SourceFile(str(number), passage) for number, passage in enumerate(passages)]
+    text = np.concatenate([encode_files(tokenizer, files), *[encode_files(tokenizer, told)] * WRITTEN_WEIGHT])
+    plan = TrainingPlan(
+        steps=arguments.steps,
+        batch_tokens=4096,
+        sequence=512,
+        long_sequence=1024,
+        muon_rate=3e-3,
+        adam_rate=2e-3,
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+    )
+    trainer = Trainer(transplant(draft, old, tokenizer), plan, arguments.work / "draft_other.pt")
+    trained = trainer.run(Batches(text, arguments.seed), next_token_loss, "other draft")
     publish(trained, tokenizer, arguments.out)
     facts = {
         "command": f"python -m models.other_draft --steps {arguments.steps} --seed {arguments.seed}",

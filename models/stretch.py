@@ -26,7 +26,7 @@ from alignment.writing import Writer
 from engine.medusa import read, save
 from models.corpus import read_prompts
 from models.growth import grow_to, set_noise, stretch, stretch_heads
-from models.pair import load, load_tokenizer, save_tokenizer
+from models.pair import load, load_tokenizer, parameter_count, save_tokenizer
 
 FIRST_NOISE = 2.0
 PROMPT_TOKENS = 12
@@ -47,13 +47,11 @@ def calibrate_noise(
     prompts_BT: Tensor,
     wanted: float,
     *,
-    hidden_size: int | None = None,
-    layers: int | None = None,
-    intermediate_size: int | None = None,
     seed: int = 0,
     tokens: int = 48,
     tolerance: float = 0.02,
     steps: int = 10,
+    **sizes: int | None,
 ) -> CalibratedNoise:
     """Find the noise at which `stretch(model, ...)` accepts a share `wanted` of the tokens `draft` would offer.
 
@@ -62,7 +60,7 @@ def calibrate_noise(
     measurements, each the cost of writing that text once. If even the silent stretch accepts less often than
     `wanted`, that is the answer.
     """
-    growth = grow_to(model, hidden_size, layers, intermediate_size)
+    growth = grow_to(model, **sizes)
     grown = stretch(model, **growth.sizes, seed=seed)
 
     def agreement(noise: float) -> float:
@@ -96,15 +94,13 @@ def bisect_noise(agreement: Callable[[float], float], wanted: float, tolerance: 
         tried = CalibratedNoise(noise, agreement(noise))
         if abs(tried.agreement - wanted) < abs(best.agreement - wanted):
             best = tried
-        if tried.agreement > wanted:
-            low = noise
-        else:
-            high = noise
+        low, high = (noise, high) if tried.agreement > wanted else (low, noise)
         noise = 2 * low if high == float("inf") else (low + high) / 2
     return best
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of `python -m models.stretch`."""
     parser = argparse.ArgumentParser(prog="python -m models.stretch", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
@@ -120,30 +116,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompts", type=int, default=16, help="prompts to calibrate on (%(default)s)")
     add("--threads", type=int, default=torch.get_num_threads())
     add("--seed", type=int, default=0)
-    return parser
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Entry point of `python -m models.stretch`."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     model = load(arguments.source, torch.bfloat16)
     tokenizer = load_tokenizer(arguments.source)
-    growth = grow_to(model, arguments.hidden, arguments.layers, arguments.intermediate)
+    sizes = grow_to(model, arguments.hidden, arguments.layers, arguments.intermediate).sizes
     noise = arguments.noise
     if arguments.agreement is not None:
         prompts_BT = calibration_prompts(tokenizer, arguments.prompts)
-        found = calibrate_noise(model, model, prompts_BT, arguments.agreement, **growth.sizes, seed=arguments.seed)
+        found = calibrate_noise(model, model, prompts_BT, arguments.agreement, **sizes, seed=arguments.seed)
         tqdm.write(f"noise {found.noise:.4g} agrees on {found.agreement:.3f} of the tokens")
         noise = found.noise
-    grown = stretch(model, **growth.sizes, noise=noise, seed=arguments.seed)
+    grown = stretch(model, **sizes, noise=noise, seed=arguments.seed)
     grown.save_pretrained(arguments.out)
     save_tokenizer(tokenizer, arguments.out)
     if arguments.medusa is not None:
-        heads = stretch_heads(read(arguments.medusa), growth.hidden_size)
+        heads = stretch_heads(read(arguments.medusa), grown.config.hidden_size)
         save(heads, arguments.out / "medusa", arguments.out.name)
-    millions = sum(parameter.numel() for parameter in grown.parameters()) / 1e6
-    tqdm.write(f"{arguments.out}: {millions:.0f} million parameters")
+    tqdm.write(f"{arguments.out}: {parameter_count(grown) / 1e6:.0f} million parameters")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ import json
 import math
 import os
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +25,11 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from alignment.encoding import Batches, BatchesInTurn, Encoder, TokenIds, joined
-from alignment.heads.eagle import EagleOptions, EagleTraining
-from alignment.heads.medusa import MedusaOptions, MedusaTraining
+from alignment.heads.eagle import EagleTraining
+from alignment.heads.medusa import MedusaTraining
 from alignment.heads.training import HELD_OUT
 from alignment.losses import Loss, distillation_loss, next_token_loss
+from alignment.options import EagleOptions, MedusaOptions
 from alignment.pair import load_stock, settings_of
 from alignment.training import Trainer, TrainingPlan
 from alignment.workplace import Workplace
@@ -57,7 +60,6 @@ from models.pair import (
 )
 
 HERE = Path(__file__).resolve().parent
-PHASES = ("tokenizer", "target", "draft", "medusa", "eagle", "evaluate", "card")
 PROMPTS = 40
 CONTINUATION_TOKENS = 96
 WRITTEN_WEIGHT = 2
@@ -76,46 +78,36 @@ class Pipeline:
         self._work: Path = arguments.work
         self._work.mkdir(parents=True, exist_ok=True)
         self._device = torch.device(arguments.device)
-        self._split: Split | None = None
 
     def run(self, phase: str) -> None:
         """Run one phase by name."""
-        phases: dict[str, Callable[[], None]] = {
-            "tokenizer": self._tokenizer_phase,
-            "target": self._target_phase,
-            "draft": self._draft_phase,
-            "medusa": lambda: self._heads_phase("medusa"),
-            "eagle": lambda: self._heads_phase("eagle"),
-            "evaluate": self._evaluate_phase,
-            "card": lambda: write_card(self._out),
-        }
-        phases[phase]()
+        PHASES[phase](self)
 
+    @cached_property
     def _sources(self) -> Split:
-        if self._split is None:
-            self._split = split_sources(read_sources(self._arguments.corpus))
-            if not self._split.train or not self._split.held_out:
-                raise SystemExit("the corpus is too small to be split into two parts")
-        return self._split
+        split = split_sources(read_sources(self._arguments.corpus))
+        if not split.train or not split.held_out:
+            raise SystemExit("the corpus is too small to be split into two parts")
+        return split
 
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         return load_tokenizer(self._work / "tokenizer")
 
     def _tokenizer_phase(self) -> None:
-        split = self._sources()
+        split = self._sources
         tokenizer = train_tokenizer(split.train, VOCABULARY, self._arguments.context)
         save_tokenizer(tokenizer, self._work / "tokenizer")
         prompts = held_out_prompts(tokenizer, split.held_out, PROMPTS, self._arguments.seed)
         write_prompts(self._out / "prompts.jsonl", prompts)
 
     def _target_phase(self) -> None:
-        text = encode_files(self._tokenizer(), self._sources().train)
+        text = encode_files(self._tokenizer(), self._sources.train)
         self._trained("target", TARGET_SHAPE, self._plan("target"), text, next_token_loss)
 
     def _draft_phase(self) -> None:
         plan = self._plan("draft")
         teacher = load(self._out / "target", plan.dtype, plan.device)
-        text = encode_files(self._tokenizer(), self._sources().train)
+        text = encode_files(self._tokenizer(), self._sources.train)
         text = np.concatenate([text, *[self._written(teacher, text)] * WRITTEN_WEIGHT])
         self._trained("draft", DRAFT_SHAPE, plan, text, distillation_loss(teacher, self._arguments.data_weight))
 
@@ -134,14 +126,14 @@ class Pipeline:
             "device": plan.device.type,
             "dtype": str(plan.dtype).removeprefix("torch."),
             "batch_tokens": plan.batch_tokens,
-            "seed": plan.seed,
+            "seed": seed,
         }
         self._merge_card({name: facts})
 
     def _heads_phase(self, name: str) -> None:
         arguments, tokenizer = self._arguments, self._tokenizer()
         target = load_stock(os.path.relpath(self._out / "target"), arguments.dtype, arguments.device, arguments.threads)
-        text, held_out = (encode_files(tokenizer, files) for files in (self._sources().train, self._sources().held_out))
+        text, held_out = (encode_files(tokenizer, files) for files in (self._sources.train, self._sources.held_out))
         written = self._written(load(self._out / "target", target.dtype, target.device), text)
         limits = {unit: getattr(arguments, f"{name}_{unit}") for unit in ("steps", "minutes")}
         medusa = MedusaOptions(shared_output=True, seed=arguments.seed, **limits)
@@ -152,17 +144,13 @@ class Pipeline:
         batches = BatchesInTurn((Batches(text, arguments.seed), 1), (Batches(written, arguments.seed), 1))
         apart = np.linspace(0, len(held_out) - options.sequence, HELD_OUT, dtype=int)
         rows = [held_out[start : start + options.sequence].tolist() for start in apart]
-        training: MedusaTraining | EagleTraining
-        if isinstance(options, MedusaOptions):
-            training = MedusaTraining(target, Encoder(tokenizer), options, place, tqdm.write)
-        else:
-            training = EagleTraining(target, Encoder(tokenizer), options, place, tqdm.write)
-        figures = training.fit(batches, rows)
+        training: Any = MedusaTraining if name == "medusa" else EagleTraining
+        figures = training(target, Encoder(tokenizer), options, place, tqdm.write).fit(batches, rows)
         self._merge_card({name: {"before": figures["before"], "after": figures["after"], "steps": figures["step"]}})
 
     def _evaluate_phase(self) -> None:
         tokenizer = self._tokenizer()
-        split = self._sources()
+        split = self._sources
         held_out = encode_files(tokenizer, split.held_out)
         target, draft = (load(self._out / name, torch.float32, self._device) for name in ("target", "draft"))
         seed = self._arguments.seed
@@ -180,14 +168,7 @@ class Pipeline:
         self._merge_card(facts)
 
     def _written(self, teacher: LlamaForCausalLM, text: TokenIds) -> TokenIds:
-        """What the target wrote for the draft to learn from; kept in the work folder."""
-        path = self._work / "written.npy"
-        if not path.exists():
-            end_of_text = teacher.config.eos_token_id
-            assert isinstance(end_of_text, int)
-            np.save(path, write_text(teacher, text, self._arguments.written_tokens, end_of_text, self._arguments.seed))
-        written: TokenIds = np.load(path)
-        return written
+        return write_text(self._work, teacher, text, self._arguments.written_tokens, self._arguments.seed)
 
     def _plan(self, name: str) -> TrainingPlan:
         arguments = self._arguments
@@ -202,7 +183,6 @@ class Pipeline:
             long_sequence=arguments.context,
             muon_rate=arguments.muon_rate,
             adam_rate=arguments.adam_rate,
-            seed=arguments.seed,
             device=self._device,
             dtype=getattr(torch, arguments.dtype),
         )
@@ -213,7 +193,19 @@ class Pipeline:
         path.write_text(json.dumps(known | facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _parser() -> argparse.ArgumentParser:
+PHASES: dict[str, Callable[[Pipeline], None]] = {
+    "tokenizer": Pipeline._tokenizer_phase,
+    "target": Pipeline._target_phase,
+    "draft": Pipeline._draft_phase,
+    "medusa": lambda pipeline: pipeline._heads_phase("medusa"),
+    "eagle": lambda pipeline: pipeline._heads_phase("eagle"),
+    "evaluate": Pipeline._evaluate_phase,
+    "card": lambda pipeline: write_card(pipeline._out),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of `python -m models.train`."""
     parser = argparse.ArgumentParser(prog="python -m models.train", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
@@ -238,37 +230,35 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="working precision (%(default)s)")
     add("--threads", type=int, default=1, help="CPU threads (%(default)s)")
     add("--seed", type=int, default=0)
-    return parser
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Entry point of `python -m models.train`."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     pipeline = Pipeline(arguments)
     for phase in PHASES if arguments.phase == "all" else (arguments.phase,):
         pipeline.run(phase)
 
 
-def write_text(model: LlamaForCausalLM, ids: TokenIds, tokens: int, end_of_text: int, seed: int) -> TokenIds:
-    """At least `tokens` token ids: passages of `ids`, each continued by `model` and behind an `end_of_text`."""
-    generator = np.random.default_rng(seed)
-    writer = Writer(model, {end_of_text})
-    rows: list[tuple[int, ...]] = []
-    written = 0
-    with tqdm(total=tokens, desc="target writes", mininterval=5.0) as bar:
-        for round_ in range(tokens):
-            starts = generator.integers(0, len(ids) - PROMPT_TOKENS, size=BATCH)
-            prompts = [ids[start : start + PROMPT_TOKENS].tolist() for start in starts]
-            temperature = TEMPERATURES[round_ % len(TEMPERATURES)]
-            fresh = [row.tokens for row in writer.write(prompts, NEW_TOKENS, temperature, seed + round_)]
-            rows += fresh
-            more = sum(map(len, fresh))
-            bar.update(more)
-            written += more
-            if written >= tokens:
-                break
-    return joined(rows, end_of_text)
+def write_text(work: Path, model: LlamaForCausalLM, ids: TokenIds, tokens: int, seed: int) -> TokenIds:
+    """At least `tokens` token ids: passages of `ids`, each continued by `model` and behind an end of text.
+
+    Kept in the work folder: the same for all drafts.
+    """
+    path, end_of_text = work / "written.npy", model.config.eos_token_id
+    assert isinstance(end_of_text, int)
+    if not path.exists():
+        generator, writer = np.random.default_rng(seed), Writer(model, {end_of_text})
+        rows: list[tuple[int, ...]] = []
+        with tqdm(total=tokens, desc="target writes", mininterval=5.0) as bar:
+            while sum(map(len, rows)) < tokens:
+                starts = generator.integers(0, len(ids) - PROMPT_TOKENS, size=BATCH)
+                prompts = [ids[start : start + PROMPT_TOKENS].tolist() for start in starts]
+                number = len(rows) // BATCH
+                temperature = TEMPERATURES[number % len(TEMPERATURES)]
+                fresh = [row.tokens for row in writer.write(prompts, NEW_TOKENS, temperature, seed + number)]
+                rows += fresh
+                bar.update(sum(map(len, fresh)))
+        np.save(path, joined(rows, end_of_text))
+    written: TokenIds = np.load(path)
+    return written
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
 
-from cluster.certificates import Issued, issue, new_authority, now, write_authority, write_roles
+from cluster.certificates import BACKDATED, Issued, begun, issue, new_authority, now, write_authority, write_roles
 from transport.tls import Credentials, Identity, TlsFiles
 
 
@@ -44,7 +45,7 @@ class Authority:
     def held_for(self, *names: str) -> Held:
         """A router's certificate in everything but its names."""
         issued = issue(self.issued, "router", now())
-        return Held(Issued(_renamed(issued.certificate, names, self.issued), issued.key), self)
+        return Held(Issued(_renamed(issued.certificate, issued.key, names, self.issued), issued.key), self)
 
 
 class Held(Identity):
@@ -59,18 +60,13 @@ class Held(Identity):
         return self._given
 
 
-def _renamed(certificate: x509.Certificate, names: tuple[str, ...], signer: Issued) -> x509.Certificate:
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(certificate.subject)
-        .issuer_name(certificate.issuer)
-        .public_key(certificate.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(certificate.not_valid_before_utc)
-        .not_valid_after(certificate.not_valid_after_utc)
-    )
+def _renamed(
+    certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey, names: tuple[str, ...], signer: Issued
+) -> x509.Certificate:
+    begins, ends = certificate.not_valid_before_utc + BACKDATED, certificate.not_valid_after_utc
+    builder = begun(certificate.subject, certificate.issuer, key, begins, ends)
     for extension in certificate.extensions:
-        if not isinstance(extension.value, x509.SubjectAlternativeName):
+        if not isinstance(extension.value, x509.SubjectAlternativeName | x509.SubjectKeyIdentifier):
             builder = builder.add_extension(extension.value, extension.critical)
     if names:
         builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), False)

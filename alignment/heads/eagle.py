@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from alignment.encoding import BatchSource
-from alignment.heads.training import FARTHER, Accuracy, HeadOptions, HeadTraining, run_of
+from alignment.heads.training import HeadTraining
+from alignment.options import EagleOptions
 from alignment.training import Optimizers, muon_and_adamw
 from alignment.writing import Writer
 from engine.eagle.config import EagleConfig
@@ -43,26 +43,6 @@ COUNTED = 64
 """Batches whose tokens are counted for a reduced vocabulary."""
 PROMPT = 48
 """Tokens of a passage held out that the target goes on from."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagleOptions(HeadOptions):
-    """How a head is made."""
-
-    depth: int = 5
-    """Steps of training-time test: guesses in a row."""
-    layers: int = 1
-    vocabulary: int = 0
-    """Tokens that the head knows, those that come most often; 0: all."""
-    farther: float = FARTHER
-    """What the loss of a guess counts, relative to the one before it."""
-    start: str = ""
-    """Folder of a head to begin with, whose layers and vocabulary it keeps; empty: from the target."""
-
-    @property
-    def reach(self) -> int:
-        """How far the last step guesses."""
-        return self.depth + 1
 
 
 class UnrolledAttention:
@@ -171,19 +151,14 @@ class EagleTraining(HeadTraining[EagleOptions]):
         kept = [row.tokens for row in written if len(row.tokens) > row.start + self._options.reach]
         return list(kept or rows)
 
-    @torch.no_grad()
-    def measure(self, rows: Sequence[Sequence[int]]) -> Accuracy:
-        """How right the head is behind the prompts of these texts."""
-        hits: list[Tensor] = []
-        for row in rows:
-            tokens_1T = torch.tensor([row], device=self._target.device)
-            aux_1TA, logits_1TV = read_target(self._target.module, tokens_1T, self._heads.config)
-            said_T = logits_1TV[0].argmax(-1)
-            said_HN = said_T.unfold(0, len(row) - self._options.depth, 1)[1:]
-            with self._mixed():
-                guessed_HN = guesses(self._heads, tokens_1T, aux_1TA, self._options.depth)
-            hits.append((guessed_HN == said_HN)[:, min(PROMPT, len(row) // 2) :])
-        return run_of(torch.cat(hits, -1))
+    def _hits(self, tokens_1T: Tensor) -> Tensor:
+        """Behind the prompts of the texts held out."""
+        aux_1TA, logits_1TV = read_target(self._target.module, tokens_1T, self._heads.config)
+        length, depth = tokens_1T.shape[1], self._options.depth
+        said_HN = logits_1TV[0].argmax(-1).unfold(0, length - depth, 1)[1:]
+        with self._mixed():
+            guessed_HN = guesses(self._heads, tokens_1T, aux_1TA, depth)
+        return (guessed_HN == said_HN)[:, min(PROMPT, length // 2) :]
 
     def _learn(self, tokens_BT: Tensor) -> float:
         with torch.no_grad():

@@ -10,8 +10,6 @@ Tensor legend: B sequences, T positions, V vocabulary, D hidden size, H heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from alignment.encoding import BatchSource
-from alignment.heads.training import FARTHER, Accuracy, HeadOptions, HeadTraining, run_of
+from alignment.heads.training import HeadTraining
+from alignment.options import FARTHER, MedusaOptions
 from alignment.training import Optimizers
 from engine.medusa import MedusaHeads, save
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MedusaOptions(HeadOptions):
-    """How Medusa heads are made."""
-
-    heads: int = 4
-    layers: int = 1
-    """Residual blocks of a head."""
-    shared_output: bool = False
-    """Whether all heads have one output layer."""
-
-    @property
-    def reach(self) -> int:
-        """How far the last head guesses."""
-        return self.heads + 1
 
 
 class MedusaTraining(HeadTraining[MedusaOptions]):
@@ -63,20 +46,12 @@ class MedusaTraining(HeadTraining[MedusaOptions]):
     def _write(self, folder: Path) -> None:
         save(self._heads, folder, self._target.name)
 
-    @torch.no_grad()
-    def measure(self, rows: Sequence[Sequence[int]]) -> Accuracy:
-        """How right the heads are on these texts, wherever all of them have something to say."""
-        heads = len(self._heads)
-        hits: list[Tensor] = []
-        for row in rows:
-            hidden_TD, logits_TV = (part[0] for part in self._read(torch.tensor([row], device=self._target.device)))
-            said_T = logits_TV.argmax(-1)
-            places = len(row) - heads
-            with self._mixed():
-                guessed_HT = self._heads(hidden_TD[:places]).argmax(-1)
-            right_HT = torch.stack([said_T[head + 1 : head + 1 + places] for head in range(heads)])
-            hits.append(guessed_HT == right_HT)
-        return run_of(torch.cat(hits, -1))
+    def _hits(self, tokens_1T: Tensor) -> Tensor:
+        hidden_TD, logits_TV = (part[0] for part in self._read(tokens_1T))
+        places = tokens_1T.shape[1] - len(self._heads)
+        with self._mixed():
+            guessed_HT: Tensor = self._heads(hidden_TD[:places]).argmax(-1)
+        return guessed_HT == logits_TV.argmax(-1).unfold(0, places, 1)[1:]
 
     def _learn(self, tokens_BT: Tensor) -> float:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""How heads of a target are trained, whatever they are: data, rates, what is measured on the way, and going on again.
+"""How heads of a target are trained, whatever they are: on which data, and what is measured on the way.
 
 The target itself stays as it is; heads learn what it says of text. On text held out is measured how many of their
 guesses in a row are right, and the weights that are best by that are kept. It knows neither what a head computes nor
@@ -9,11 +9,11 @@ Tensor legend: B sequences, T positions, V vocabulary, D hidden size.
 
 from __future__ import annotations
 
-import copy
-import time
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -22,14 +22,12 @@ from torch import Tensor, nn
 
 from alignment.data import Data
 from alignment.encoding import Batches, BatchSource, Encoder, gather, joined
-from alignment.errors import DataError, Interrupted
-from alignment.training import Optimizers, rate_share, set_rates, train_in_steps
-from alignment.workplace import Workplace, read_checkpoint, write_checkpoint
+from alignment.options import DataError, HeadOptions, Interrupted
+from alignment.training import HeldOut, Optimizers, Trainer, TrainingPlan, restore
+from alignment.workplace import Workplace
 from engine.hidden import HiddenTap
 from engine.model import Model
 
-FARTHER = 0.8
-"""What the loss of a guess counts, relative to the one before it (as in Medusa's and EAGLE-3's own training)."""
 WARM_UP = 20
 """Steps in which the learning rate rises."""
 DECAY_FROM = 0.4
@@ -40,32 +38,6 @@ EVALUATIONS = 12
 """How often it is measured on the way."""
 PATIENCE = 4
 """Measurements in a row without anything better, after which training ends."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadOptions(ABC):
-    """What the making of any heads is asked for. Any of it that differs makes them others."""
-
-    data_tokens: int = 1_000_000
-    """Most tokens that are taken from the data."""
-    steps: int = 400
-    """At most."""
-    minutes: float = 0.0
-    """Most minutes in steps; 0: as many as it takes."""
-    batch_tokens: int = 2048
-    """Of a step."""
-    sequence: int = 256
-    """Tokens of a sequence."""
-    rate: float = 3e-3
-    """Peak learning rate."""
-    seed: int = 0
-    """Same seed, same heads."""
-
-    @property
-    @abstractmethod
-    def reach(self) -> int:
-        """How many tokens ahead of a text's last one is guessed."""
-
 
 Options = TypeVar("Options", bound=HeadOptions)
 
@@ -78,24 +50,6 @@ class Accuracy:
     """How often each guess is the target's first choice, nearest first."""
     run: float
     """How many guesses in a row are right, from the first on, in the mean."""
-
-
-@dataclass(slots=True)
-class HeadProgress:
-    """What was spent and found so far; survives a restart."""
-
-    step: int = 0
-    seconds: float = 0.0
-    best_step: int = 0
-    waited: int = 0
-    """Measurements since the best."""
-    before: dict[str, Any] = field(default_factory=dict)
-    after: dict[str, Any] = field(default_factory=dict)
-
-    def fraction(self, options: HeadOptions) -> float:
-        """Share of the budget used, 0 to 1."""
-        spent = self.seconds / (60 * options.minutes) if options.minutes else 0.0
-        return min(1.0, max(self.step / options.steps, spent))
 
 
 def run_of(hits_HN: Tensor) -> Accuracy:
@@ -115,11 +69,7 @@ class HeadTraining(ABC, Generic[Options]):
         self._target, self._encoder, self._options, self._place = target, encoder, options, place
         self._report = report
         self._tap = HiddenTap(target)
-        self._checkpoint = place.work / "heads.pt"
-        self._progress = HeadProgress()
         self._heads: nn.Module
-        self._best: dict[str, Any]
-        self._optimizers: Optimizers
 
     @abstractmethod
     def _fresh(self, batches: BatchSource) -> nn.Module:
@@ -142,13 +92,19 @@ class HeadTraining(ABC, Generic[Options]):
         return rows
 
     @abstractmethod
+    def _hits(self, tokens_1T: Tensor) -> Tensor:
+        """Of a text's places where all guesses can be judged, which are right, nearest first: ``[guesses, places]``."""
+
+    @torch.no_grad()
     def measure(self, rows: Sequence[Sequence[int]]) -> Accuracy:
         """How right the heads are on these texts, wherever all of them have something to say."""
+        texts = (torch.tensor([row], device=self._target.device) for row in rows)
+        return run_of(torch.cat([self._hits(tokens_1T) for tokens_1T in texts], -1))
 
     def run(self, data: Data) -> dict[str, Any]:
         """Do all that is not done yet with text; the folder then holds the heads. Returns the figures.
 
-        Raises :class:`alignment.errors.AlignmentError`: DataError, DiskError, or Interrupted when told to stop.
+        Raises :class:`alignment.options.AlignmentError`: DataError, DiskError, or Interrupted when told to stop.
         """
         options = self._options
         self._report(f"reading {data}")
@@ -164,80 +120,40 @@ class HeadTraining(ABC, Generic[Options]):
         """The same with token ids; of ``held_out`` as much of each row is read as a sequence has tokens."""
         rows = [row[: self._options.sequence] for row in held_out if len(row) > self._options.reach]
         rows = self._held_out(rows)
-        self.begin(batches)
-        self._resume()
-        if not self._progress.before:
-            self._progress.before = self._progress.after = asdict(self.measure(rows))
+        trainer, best = self.begin(batches), self._place.work / "best.safetensors"
+        measured = HeldOut(lambda: asdict(self.measure(rows)), itemgetter("run"), EVALUATIONS, PATIENCE, best)
         try:
-            self._train(batches, rows)
+            trainer.train_to_best(batches, self._learn, "heads", measured)
         except KeyboardInterrupt:
             again = "the same command goes on from the last checkpoint"
             raise Interrupted(f"{self._place.out}: stopped; {again}") from None
-        self._heads.load_state_dict(self._best)
-        figures = asdict(self._progress)
+        restore(self._heads, best)
+        notes, progress = trainer.notes, trainer.progress
+        spent = {"step": progress.step, "seconds": progress.seconds, "best_step": notes["best"]}
+        waited = sum(step > notes["best"] for step, _ in notes["history"])
+        figures = {**spent, "waited": waited, "before": notes["before"], "after": notes["after"]}
         self._place.finish(figures, self._write)
         return figures
 
-    def begin(self, batches: BatchSource) -> None:
-        """Make the heads as training with these begins."""
+    def begin(self, batches: BatchSource) -> Trainer[nn.Module]:
+        """Make the heads as training with these begins, and what trains them."""
         self._heads = self._fresh(batches)
-        self._best = copy.deepcopy(self._heads.state_dict())
-        self._optimizers = self._make_optimizers()
-
-    def _train(self, batches: BatchSource, held_out: Sequence[Sequence[int]]) -> None:
-        progress, options = self._progress, self._options
-        sequences = max(1, options.batch_tokens // options.sequence)
-        loss = 0.0
-
-        def step() -> bool:
-            nonlocal loss
-            began, fraction = time.monotonic(), progress.fraction(options)
-            tokens_BT = batches.at(progress.step, sequences, options.sequence).to(self._target.device)
-            set_rates(self._optimizers, rate_share(progress.step, WARM_UP, fraction, DECAY_FROM))
-            loss = self._learn(tokens_BT)
-            nn.utils.clip_grad_norm_(self._heads.parameters(), 1.0)
-            for optimizer, _ in self._optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            progress.step += 1
-            progress.seconds += time.monotonic() - began
-            if int(progress.fraction(options) * EVALUATIONS) > int(fraction * EVALUATIONS):
-                self._evaluate(held_out)
-            return progress.waited < PATIENCE
-
-        if progress.waited < PATIENCE:
-            shown = lambda: f"step {progress.step}, loss {loss:.3f}"  # noqa: E731
-            train_in_steps("heads", lambda: progress.fraction(options), step, shown, self._save)
+        options = self._options
+        plan = TrainingPlan(
+            steps=options.steps,
+            minutes=options.minutes or math.inf,
+            batch_tokens=options.batch_tokens,
+            sequence=options.sequence,
+            muon_rate=options.rate,
+            adam_rate=options.rate,
+            device=self._target.device,
+            dtype=torch.float32,
+            decay_from=DECAY_FROM,
+            warmup_steps=WARM_UP,
+        )
+        return Trainer(self._heads, plan, self._place.work / "checkpoint.pt", self._make_optimizers())
 
     def _mixed(self) -> torch.autocast:
         """Products in the target's format, where that is a short one; the weights stay in float32."""
         short = self._target.dtype in (torch.bfloat16, torch.float16)
         return torch.autocast(self._target.device.type, self._target.dtype if short else None, enabled=short)
-
-    def _evaluate(self, held_out: Sequence[Sequence[int]]) -> None:
-        """Measure, and keep the weights if they are the best so far."""
-        progress, found = self._progress, self.measure(held_out)
-        if found.run > progress.after["run"]:
-            progress.after, progress.best_step, progress.waited = asdict(found), progress.step, 0
-            self._best = copy.deepcopy(self._heads.state_dict())
-        else:
-            progress.waited += 1
-
-    def _save(self) -> None:
-        state = {
-            "heads": self._heads.state_dict(),
-            "best": self._best,
-            "optimizers": [optimizer.state_dict() for optimizer, _ in self._optimizers],
-            "progress": asdict(self._progress),
-        }
-        write_checkpoint(self._checkpoint, state)
-
-    def _resume(self) -> None:
-        state = read_checkpoint(self._checkpoint)
-        if state is None:
-            return
-        self._heads.load_state_dict(state["heads"])
-        self._best = state["best"]
-        for (optimizer, _), saved in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self._progress = HeadProgress(**state["progress"])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.autoscaling import policy
@@ -37,15 +37,6 @@ IMPORT_PATH = "cluster.autoscaling.serve_policy:ServePolicy"
 Demand = TypeVar("Demand", TargetDemand, DraftDemand, RouterDemand)
 
 
-@dataclass(frozen=True, slots=True)
-class Scaled:
-    """What the policy has to know of a deployment of workers."""
-
-    deployment: str
-    role: str
-    model: str
-
-
 def figures(demand: WorkerDemand | RouterDemand, model: str = "") -> dict[str, float]:
     """What a replica reports, by name: ``streams``, or ``llama:streams`` of one of a router's models."""
     return {f"{model}:{name}" if model else name: float(value) for name, value in asdict(demand).items()}
@@ -66,7 +57,8 @@ def options(min_replicas: int, max_replicas: int, settings: AutoscalingConfig) -
 
 def declared(config: Config) -> dict[str, Any]:
     """The policy of the application, as Serve's declaration has it."""
-    pools = [asdict(Scaled(pool.deployment, pool.role.value, pool.model)) for pool in config.pools()]
+    names = ("deployment", "role", "model")
+    pools = [dict(zip(names, (one.deployment, one.role.value, one.model), strict=True)) for one in config.pools()]
     return {"policy_function": IMPORT_PATH, "policy_kwargs": {"pools": pools, "settings": asdict(config.autoscaling)}}
 
 
@@ -74,8 +66,8 @@ class ServePolicy:
     """Made once by Serve's controller, then called every tenth of a second or so."""
 
     def __init__(self, pools: Sequence[Mapping[str, str]], settings: Mapping[str, Any] | None = None) -> None:
-        """``pools``: fields of :class:`Scaled`; ``settings``: of :class:`cluster.config.config.AutoscalingConfig`."""
-        self._pools = {pool["deployment"]: Scaled(**pool) for pool in pools}
+        """``pools``: as :func:`declared`; ``settings``: of :class:`cluster.config.config.AutoscalingConfig`."""
+        self._pools = {pool["deployment"]: pool for pool in pools}
         self._settings = AutoscalingConfig(**(settings or {}))
         self._metrics = DecisionMetrics()
         self._strangers: set[str] = set()
@@ -113,33 +105,26 @@ class ServePolicy:
     def _wanted(self, ctx: AutoscalingContext, routers: AutoscalingContext | None) -> DesiredReplicas:
         name = ctx.deployment_name
         if name == ROUTER:
-            return policy.routers(self._routers(ctx), self._settings)
+            streams: defaultdict[Any, float] = defaultdict(float)  # of each router, of all models together
+            for model in {pool["model"] for pool in self._pools.values()}:
+                for replica, one in _reports(RouterDemand, ctx, model).items():
+                    streams[replica] += one.streams
+            return policy.routers([RouterDemand(count) for count in streams.values()], self._settings)
         pool = self._pools.get(name)
-        if pool is None:
-            return self._unlisted(name)
-        if pool.role == Role.TARGET:
+        if pool is None:  # it stays as it is, and the others go on
+            if name not in self._strangers:
+                self._strangers.add(name)
+                told = "%s is not in policy_kwargs.pools, so it stays as it is; there are %s"
+                log.warning(told, name, [*self._pools])
+            return DesiredReplicas(0.0, Why.UNKNOWN, "policy_kwargs.pools does not list it")
+        if pool["role"] == Role.TARGET:
             return policy.targets([*_reports(TargetDemand, ctx).values()], self._settings)
         reports = [*_reports(DraftDemand, ctx).values()]
         present = PRESENT if reports else frozenset()
-        asking = _reports(RouterDemand, routers, pool.model, present).values() if routers is not None else ()
+        asking = _reports(RouterDemand, routers, pool["model"], present).values() if routers is not None else ()
         if not asking or len(reports) < ctx.current_num_replicas:
             return DesiredReplicas(0.0, Why.UNKNOWN, "not every router and drafter has reported yet")
         return policy.drafters(reports, asking, self._settings)
-
-    def _routers(self, ctx: AutoscalingContext) -> list[RouterDemand]:
-        """One report of every router that has reported: the streams of all models together."""
-        streams: defaultdict[Any, float] = defaultdict(float)
-        for model in {pool.model for pool in self._pools.values()}:
-            for replica, one in _reports(RouterDemand, ctx, model).items():
-                streams[replica] += one.streams
-        return [RouterDemand(count) for count in streams.values()]
-
-    def _unlisted(self, name: str) -> DesiredReplicas:
-        """Of a deployment of which nothing was said: it stays as it is, and the others go on."""
-        if name not in self._strangers:
-            self._strangers.add(name)
-            log.warning("%s is not in policy_kwargs.pools, so it stays as it is; there are %s", name, [*self._pools])
-        return DesiredReplicas(0.0, Why.UNKNOWN, "policy_kwargs.pools does not list it")
 
 
 def _reports(

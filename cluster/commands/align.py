@@ -9,13 +9,14 @@ import argparse
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
 from functools import partial
 from pathlib import Path
 from threading import Event
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from alignment.options import DistillationOptions, EagleOptions, MedusaOptions
 from cluster.config.flags import Parser, number, values
 from cluster.console import BAD_INPUT, FAILED, CommandError, complain, say
 from cluster.local.threads import usable_cores
@@ -37,28 +38,7 @@ DTYPES = ("auto", "bfloat16", "bf16", "float32", "fp32", "float64", "fp64")
 """16-bit floats without bfloat16's range lose gradients."""
 OBJECTIVES = ("forward-kl", "reverse-kl", "tv")
 MAX_TEMPERATURE = 2.0
-Limits = tuple[int | float, float, float, str]
-"""Default, minimum, maximum, and what it is."""
-OF_DRAFTS: dict[str, Limits] = {
-    "samples": (200_000, 1000, 10**10, "tokens that the target writes"),
-    "new_tokens": (128, 8, 4096, "longest continuation that it writes"),
-    "data_tokens": (1_000_000, 1000, 10**10, "most tokens that are taken from the data, from all over it"),
-    "data_share": (0.25, 0.0, 0.9, "share of the batches that are data, not samples"),
-    "steps": (400, 1, 10**7, "steps of training, at most"),
-    "batch_tokens": (4096, 16, 1 << 22, "tokens of a step"),
-    "sequence": (512, 16, 1 << 20, "tokens of a sequence"),
-    "rate": (0.0, 0.0, 1.0, "peak learning rate (default: 0.2 / hidden size)"),
-    "seed": (0, 0, 2**31, "same seed, same draft"),
-}
-OF_HEADS: dict[str, Limits] = {
-    "data_tokens": (1_000_000, 1000, 10**10, "most tokens that are taken from the data, from all over it"),
-    "steps": (400, 1, 10**7, "steps of training, at most"),
-    "minutes": (0.0, 0, 10**6, "minutes in steps, at most; 0: no limit"),
-    "batch_tokens": (2048, 16, 1 << 22, "tokens of a step"),
-    "sequence": (256, 16, 1 << 20, "tokens of a sequence"),
-    "rate": (3e-3, 1e-9, 1, "peak learning rate"),
-    "seed": (0, 0, 2**31, "same seed, same heads"),
-}
+START = "folder of an EAGLE-3 head for this target to go on from (default: begin with the target's own weights)"
 
 
 @dataclass(frozen=True)
@@ -69,12 +49,17 @@ class Alignment:
     details: str
     out: str
     """What ``--out`` is."""
-    numbers: Mapping[str, Limits]
-    """Flags that take one."""
-    add: Callable[[Parser], None]
+    options: type[Any]
+    """What it may be asked for; its numbers are flags."""
+    add: Callable[[Parser], object]
     """Its other flags, beside those of all kinds."""
-    run: Callable[[argparse.Namespace], int]
-    """Trains and reports."""
+    run: Callable[[argparse.Namespace, dict[str, Any]], int]
+    """Trains with such numbers, and reports."""
+
+    @property
+    def numbers(self) -> list[Field[Any]]:
+        """Those of the options."""
+        return [entry for entry in fields(self.options) if "about" in entry.metadata]
 
 
 def add(parser: Parser) -> None:
@@ -84,19 +69,19 @@ def add(parser: Parser) -> None:
     for name, kind in KINDS.items():
         about = f"{kind.about}\n\n{kind.details}"
         own = kinds.add_parser(name, help=kind.about, description=about, prog=f"paceline align {name}")
-        _add_common(own, kind)
+        _add_common(own.add_argument, kind)
         kind.add(own)
 
 
-def _add_common(parser: Parser, kind: Alignment) -> None:
-    flag = parser.add_argument
+def _add_common(flag: Callable[..., object], kind: Alignment) -> None:
     flag("--target", required=True, metavar="MODEL", help="folder or hub id of the target")
     flag("--data", type=Path, required=True, nargs="+", metavar="PATH", help="files, or folders of them")
     flag("--out", type=Path, required=True, metavar="DIR", help=kind.out)
-    for name, (default, _, _, about) in kind.numbers.items():
+    for entry in kind.numbers:
+        default, about = entry.default, entry.metadata["about"]
         text = about if "(default:" in about else f"{about} (default: {default})"
         metavar = "N" if isinstance(default, int) else "X"
-        flag(f"--{name.replace('_', '-')}", type=type(default), default=default, metavar=metavar, help=text)
+        flag(f"--{entry.name.replace('_', '-')}", type=type(default), default=default, metavar=metavar, help=text)
     flag("--device", default="auto", metavar="TEXT", help="auto, cpu or cuda (default: auto)")
     flag("--dtype", choices=DTYPES, default="auto", help="working precision; weights are fp32 (default: auto)")
     flag("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
@@ -107,30 +92,26 @@ def _add_common(parser: Parser, kind: Alignment) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, and say what it brought."""
     kind = KINDS[args.kind]
-    _check(args, kind.numbers)
-    from alignment.errors import AlignmentError, DataError, Interrupted, SettingsError
+    asked = {entry.name: getattr(args, entry.name) for entry in kind.numbers}
+    for entry in kind.numbers:
+        minimum, maximum = entry.metadata["minimum"], entry.metadata["maximum"]
+        if not minimum <= asked[entry.name] <= maximum:
+            flag = f"--{entry.name.replace('_', '-')}"
+            raise CommandError(f"{flag} must be from {minimum} to {maximum}, got {asked[entry.name]}", BAD_INPUT)
+    cores = usable_cores()
+    if not 1 <= args.threads <= cores:
+        raise CommandError(f"--threads must be 1 to {cores}, the cores usable here, got {args.threads}", BAD_INPUT)
+    from alignment.options import AlignmentError, DataError, Interrupted, SettingsError
     from engine.model import ModelError
 
     try:
-        return kind.run(args)
+        return kind.run(args, asked)
     except (DataError, SettingsError, ModelError) as error:
         raise CommandError(str(error), BAD_INPUT) from error
     except Interrupted as error:
         raise CommandError(str(error), INTERRUPTED) from error
     except AlignmentError as error:
         raise CommandError(str(error), FAILED) from error
-
-
-def _check(args: argparse.Namespace, numbers: Mapping[str, Limits]) -> None:
-    """Raises CommandError for a number out of bounds, or more threads than cores."""
-    for name, (_, minimum, maximum, _) in numbers.items():
-        value = getattr(args, name)
-        if not minimum <= value <= maximum:
-            flag = f"--{name.replace('_', '-')}"
-            raise CommandError(f"{flag} must be from {minimum} to {maximum}, got {value}", BAD_INPUT)
-    cores = usable_cores()
-    if not 1 <= args.threads <= cores:
-        raise CommandError(f"--threads must be 1 to {cores}, the cores usable here, got {args.threads}", BAD_INPUT)
 
 
 def _done_before(place: Workplace) -> Mapping[str, Any] | None:
@@ -152,19 +133,18 @@ def _add_draft(parser: Parser) -> None:
     flag("--temperature", action="append", metavar="X,Y", help=about)
 
 
-def _align_draft(args: argparse.Namespace) -> int:
+def _align_draft(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     temperatures = values(args, "temperature", "0,0.8,1", partial(number, maximum=MAX_TEMPERATURE))
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     from alignment.data import find_data
-    from alignment.distillation import Distillation, DistillationOptions, DistillationOutcome
+    from alignment.distillation import Distillation, DistillationOutcome
     from alignment.encoding import Encoder, tokenizer_of
     from alignment.pair import load_pair, settings_of
     from alignment.workplace import Workplace
 
-    asked = {name: getattr(args, name) for name in OF_DRAFTS}
     options = DistillationOptions(objective=args.objective, temperatures=temperatures, **asked)
     data = find_data(args.data)
     pair = load_pair(args.target, args.draft, args.dtype, args.device, args.threads)
@@ -217,28 +197,17 @@ def _stopping() -> Iterator[Callable[[], bool]]:
 # -- heads -------------------------------------------------------------------------------------------------------------
 
 
-def _add_medusa(parser: Parser) -> None:
-    parser.add_argument("--share-output", action="store_true", help="one output layer for all heads")
+def _align_medusa(args: argparse.Namespace, asked: dict[str, Any]) -> int:
+    from alignment.heads.medusa import MedusaTraining
 
-
-def _align_medusa(args: argparse.Namespace) -> int:
-    from alignment.heads.medusa import MedusaOptions, MedusaTraining
-
-    asked = {name: getattr(args, name) for name in KINDS["medusa"].numbers}
     return _align_heads(args, MedusaOptions(shared_output=args.share_output, **asked), MedusaTraining, "--medusa")
 
 
-def _add_eagle(parser: Parser) -> None:
-    about = "folder of an EAGLE-3 head for this target to go on from (default: begin with the target's own weights)"
-    parser.add_argument("--start", default="", metavar="DIR", help=about)
+def _align_eagle(args: argparse.Namespace, asked: dict[str, Any]) -> int:
+    from alignment.heads.eagle import EagleTraining
 
-
-def _align_eagle(args: argparse.Namespace) -> int:
-    from alignment.heads.eagle import EagleOptions, EagleTraining
-
-    asked = {name: getattr(args, name) for name in KINDS["eagle"].numbers}
     for name in ("layers", "vocabulary") if args.start else ():
-        if asked[name] != KINDS["eagle"].numbers[name][0]:
+        if asked[name] != getattr(EagleOptions(), name):
             raise CommandError(f"--{name} is that of the head that --start names: leave it out", BAD_INPUT)
     return _align_heads(args, EagleOptions(start=args.start, **asked), EagleTraining, "--draft-eagle")
 
@@ -295,7 +264,7 @@ Data are UTF-8 text and JSON lines with "text", "prompt" (and "completion") or "
 them.
 """,
         "folder for the aligned draft",
-        OF_DRAFTS,
+        DistillationOptions,
         _add_draft,
         _align_draft,
     ),
@@ -313,12 +282,10 @@ The defaults suit small models on a CPU. Data are UTF-8 text and JSON lines with
 "messages". With --share-output all heads have one output layer, which makes them a quarter as large.
 """,
         "folder for the heads",
-        {
-            "heads": (4, 1, 32, "heads: tokens guessed behind the next one"),
-            "layers": (1, 0, 16, "residual blocks of a head"),
-            **OF_HEADS,
-        },
-        _add_medusa,
+        MedusaOptions,
+        lambda parser: parser.add_argument(
+            "--share-output", action="store_true", help="one output layer for all heads"
+        ),
         _align_medusa,
     ),
     "eagle": Alignment(
@@ -337,14 +304,8 @@ The defaults suit small models on a CPU. Data are UTF-8 text and JSON lines with
 the output layer small.
 """,
         "folder for the heads",
-        {
-            "depth": (5, 1, 16, "guesses in a row that are trained"),
-            "layers": (1, 1, 16, "layers of the head"),
-            "vocabulary": (0, 0, 1 << 24, "tokens the head knows, those that come most often; 0: all"),
-            "farther": (0.8, 0, 1, "what a guess counts, relative to the one before it"),
-            **OF_HEADS,
-        },
-        _add_eagle,
+        EagleOptions,
+        lambda parser: parser.add_argument("--start", default="", metavar="DIR", help=START),
         _align_eagle,
     ),
 }

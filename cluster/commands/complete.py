@@ -97,14 +97,11 @@ def closing_line(tally: CompletionTally, plain: CompletionTally | None) -> str:
     else:
         parts.append("no drafts were offered")
     if plain is not None and plain.rate and tally.rate:
-        same = "same text" if plain.text == tally.text else _difference(tally.text, plain.text)
+        pairs = enumerate(zip(tally.text, plain.text, strict=False))
+        at = next((i for i, (one, other) in pairs if one != other), min(len(tally.text), len(plain.text)))
+        # Below fp32 a step of several tokens rounds otherwise than a step of one, so near-ties may fall otherwise.
+        differ = f"the texts differ from character {at} on, which happens with rounding below fp32"
+        same = "same text" if plain.text == tally.text else differ
         speedup = f"{tally.rate / plain.rate:.2f}x the speed of plain decoding"
         parts.append(f"{speedup} ({plain.rate:.1f} tokens/s, measured on the same request without drafts; {same})")
     return "; ".join(parts)
-
-
-def _difference(text: str, plain: str) -> str:
-    """Below fp32 a step of several tokens rounds otherwise than a step of one, so near-ties may fall otherwise."""
-    at = next((i for i, (one, other) in enumerate(zip(text, plain, strict=False)) if one != other), None)
-    at = min(len(text), len(plain)) if at is None else at
-    return f"the texts differ from character {at} on, which happens with rounding below fp32"

@@ -16,10 +16,9 @@ from cluster.config.flags import Parser, add_file, add_setting, configuration, o
 from cluster.config.security import identity, own_api_key
 from cluster.config.settings import ConfigError
 from cluster.console import BAD_INPUT, FAILED, CommandError, say, stages
-from cluster.discovery import WorkerListError, read_list
+from cluster.discovery import addresses_in
 from cluster.doctor.finding import Finding, Level, ok, problem
 from speculation.events import Role
-from transport.address import parse
 
 ABOUT = "check an installation and say what to fix"
 DETAILS = """\
@@ -61,8 +60,12 @@ def add(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check, report, and say by the exit code whether there is a problem."""
-    listed = _listed(args)
-    _check_distance(args)
+    for name, maximum in (("target_step_ms", 60_000.0), ("draft_step_ms", 60_000.0), ("acceptance", 1.0)):
+        value = getattr(args, name)
+        if value is not None and not 0 < value <= maximum:
+            flag = f"--{name.replace('_', '-')}"
+            raise CommandError(f"{flag} {value:g}: must be above 0 and at most {maximum:g}", BAD_INPUT)
+    listed = addresses_in(args)
     found = list(_findings(args, listed))
     if args.json:
         say(json.dumps([asdict(finding) for finding in found], indent=2))
@@ -112,7 +115,8 @@ def _checks(args: argparse.Namespace, config: Config, listed: dict[Role, list[st
     """What there is to check, in order; ``listed`` gets the workers that Ray knows."""
     from cluster.doctor import certificates, endpoint, machine, models, ray_nodes
 
-    elsewhere = _on_ray(config) and not models.are_here(config)
+    folders = [Path(pool.settings.model) for pool in config.pools()]
+    elsewhere = _on_ray(config) and not all(folder.is_dir() for folder in folders if folder.is_absolute())
     if not elsewhere:
         yield "models", lambda: models.check(config)
     if (security := config.security).certificate:
@@ -124,8 +128,13 @@ def _checks(args: argparse.Namespace, config: Config, listed: dict[Role, list[st
     if _on_ray(config):
         yield f"Ray at {config.ray.address}", lambda: ray_nodes.check(config, listed, models=elsewhere)
     yield "workers", lambda: _workers(args, config, listed)
-    if args.url:
-        yield args.url, lambda: endpoint.check(args.url, _api_key(args, config))
+    if args.url:  # with the key of the flag, else as other clients have it, else where the configuration says
+
+        def check() -> Iterator[Finding]:
+            key = environment.api_key() or own_api_key(config) if args.api_key is None else str(args.api_key)
+            return endpoint.check(args.url, key)
+
+        yield args.url, check
 
 
 def _workers(args: argparse.Namespace, config: Config, listed: dict[Role, list[str]]) -> Iterator[Finding]:
@@ -134,15 +143,8 @@ def _workers(args: argparse.Namespace, config: Config, listed: dict[Role, list[s
     met = asyncio.run(workers.meet_all(listed, identity(config, "router") if any(listed.values()) else None))
     yield from workers.judge(met)
     if args.target_step_ms is not None:
-        steps = workers.StepCosts(args.target_step_ms / 1000, args.draft_step_ms / 1000, args.acceptance)
-        yield from workers.judge_distance(met, steps)
-
-
-def _api_key(args: argparse.Namespace, config: Config) -> str:
-    """From the flag, else the environment as other clients have it, else where the configuration says they are."""
-    if args.api_key is not None:
-        return str(args.api_key)
-    return environment.api_key() or own_api_key(config)
+        steps = args.target_step_ms / 1000, args.draft_step_ms / 1000
+        yield from workers.judge_distance(met, *steps, args.acceptance)
 
 
 def _guarded(name: str, check: Check) -> Iterator[Finding]:
@@ -152,27 +154,3 @@ def _guarded(name: str, check: Check) -> Iterator[Finding]:
     except Exception as error:  # whatever it was, the other checks may still tell why
         reason = next(iter(str(error).strip().splitlines()), "")
         yield problem(name, f"cannot be checked: {type(error).__name__}: {reason}", "report this, with the line")
-
-
-def _listed(args: argparse.Namespace) -> dict[Role, list[str]]:
-    """Addresses from flags and file; raises AddressError, CommandError."""
-    listed = {Role.TARGET: list(args.target), Role.DRAFT: list(args.draft)}
-    for address in (*args.target, *args.draft):
-        parse(address)
-    if args.workers is not None:
-        try:
-            for role, addresses in read_list(args.workers).items():
-                listed[role] += addresses
-        except WorkerListError as error:
-            raise CommandError(f"--workers {error}", BAD_INPUT) from error
-    return listed
-
-
-def _check_distance(args: argparse.Namespace) -> None:
-    for flag, value, maximum in (
-        ("--target-step-ms", args.target_step_ms, 60_000.0),
-        ("--draft-step-ms", args.draft_step_ms, 60_000.0),
-        ("--acceptance", args.acceptance, 1.0),
-    ):
-        if value is not None and not 0 < value <= maximum:
-            raise CommandError(f"{flag} {value:g}: must be above 0 and at most {maximum:g}", BAD_INPUT)

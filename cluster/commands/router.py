@@ -16,11 +16,11 @@ from cluster.config.config import Config
 from cluster.config.security import check_http_exposure, check_security
 from cluster.config.serving import router_settings
 from cluster.console import BAD_INPUT, FAILED, CommandError, stages, tell
-from cluster.discovery import FileDirectory, StaticDirectory, WorkerListError
+from cluster.discovery import FileDirectory, StaticDirectory, WorkerListError, addresses_in
 from cluster.processes.logs import add_flags, set_up
-from cluster.processes.starting import READY, STOPPING, exit_with, notify
+from cluster.processes.starting import READY, STOPPING, notify
 from speculation.events import Role
-from transport.address import check_free, join, parse
+from transport.address import check_free, join
 
 ABOUT = "run one router: the HTTP address in front of workers"
 DETAILS = """\
@@ -46,14 +46,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     flags.add_tracing(parser)
     flags.add_file(parser)
     add_flags(parser)
-    flags.add_parent(parser)
     parser.add_argument(flags.AFTER_INPUT, action="store_true", help="connect to workers once standard input has ended")
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped."""
-    if args.exit_with is not None:
-        exit_with(args.exit_with)
     set_up(args)
     from router.http.exhaustion import raise_limit
 
@@ -82,9 +79,7 @@ def _directory(args: argparse.Namespace) -> StaticDirectory:
             raise CommandError(f"--workers {error}", BAD_INPUT) from error
     if not args.target:
         raise CommandError("give --target HOST:PORT, at least once, or --workers FILE", BAD_INPUT)
-    for address in (*args.target, *args.draft):
-        parse(address)
-    return StaticDirectory({Role.TARGET: args.target, Role.DRAFT: args.draft})
+    return StaticDirectory(addresses_in(args))
 
 
 async def _serve(config: Config, directory: StaticDirectory) -> int:

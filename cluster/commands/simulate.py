@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from cluster.config.config import default_of
-from cluster.config.flags import Parser, Value, count, number, round_trip, values
+from cluster.config.flags import Parser, count, number, round_trip, values
 from cluster.config.pools import AT_DRAFTER, AT_TARGET
 from cluster.console import BAD_INPUT, CommandError, stages
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from cluster.sweep import Simulator, Sweep
     from simulation.costs import Costs
     from speculation.drafting.draft_session import Outcome
@@ -128,6 +127,8 @@ def add(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and report."""
+    from rich.console import Console
+
     from cluster.sweep import plot, table, write_csv
 
     sweep = _sweep(args)
@@ -136,23 +137,17 @@ def run(args: argparse.Namespace) -> int:
     with stages() as progress:
         rows = simulator.rows(sweep, progress)
         verdicts = list(simulator.verdicts(sweep))
-    _show(table(rows), verdicts)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    console.print(table(rows))
+    for verdict in verdicts:
+        console.print(verdict, soft_wrap=True)
     if args.csv:
         write_csv(rows, args.csv)
     if args.plot:
         plot(rows, sweep, args.plot)
     return 0
-
-
-def _show(table: Table, verdicts: Sequence[str]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
-    console.print(table)
-    for verdict in verdicts:
-        console.print(verdict, soft_wrap=True)
 
 
 # -- flags -------------------------------------------------------------------------------------------------------------
@@ -172,20 +167,12 @@ def _sweep(args: argparse.Namespace) -> Sweep:
             raise ValueError(f"one of {', '.join(schedules)}" + " with --head" * bool(args.head))
         return text
 
-    def workers(text: str) -> int:
-        return count(text, MAX_COUNT)
-
-    def of(name: str, parse: Callable[[str], Value]) -> tuple[Value, ...]:
-        return values(args, name, SWEEP[name][0], parse)
-
-    return Sweep(
-        schedules=values(args, "schedule", ",".join(schedules), schedule),
-        draft_lengths=of("draft_length", workers),
-        rtts=of("rtt", round_trip),
-        sessions=of("sessions", workers),
-        targets=of("targets", workers),
-        drafters=of("drafters", workers),
-    )
+    names = ("draft_length", "sessions", "targets", "drafters")
+    counts = (values(args, name, SWEEP[name][0], partial(count, maximum=MAX_COUNT)) for name in names)
+    draft_lengths, sessions, targets, drafters = counts
+    rtts = values(args, "rtt", SWEEP["rtt"][0], round_trip)
+    given = values(args, "schedule", ",".join(schedules), schedule)
+    return Sweep(given, draft_lengths, rtts, sessions, targets, drafters)
 
 
 def _check_results(args: argparse.Namespace, sweep: Sweep) -> None:
@@ -317,7 +304,10 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
             for number, text in enumerate(stream, 1):
                 if not text.endswith("\n"):
                     return
-                line = _parsed(text)
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    line = None
                 if not isinstance(line, dict) or line.get("role") not in ("target", "draft"):
                     what = f"line {number} is not one that a worker writes with --record"
                     raise CommandError(f"--record {file}: {what}", BAD_INPUT)
@@ -325,10 +315,3 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise CommandError(f"--record {file}: {reason}; give what a worker wrote with --record", BAD_INPUT) from error
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None

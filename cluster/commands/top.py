@@ -9,10 +9,9 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -44,7 +43,7 @@ TIMEOUT_SECONDS = 5.0
 MIN_INTERVAL, MAX_INTERVAL = 0.1, 3600.0
 PLAIN_WIDTH = 160
 """Columns where the output is no terminal."""
-STATES = {"up": "green", "draining": "yellow", "connecting": "yellow", "loading": "yellow", "lost": "red"}
+STATES = {"draining": "yellow", "connecting": "yellow", "loading": "yellow", "lost": "red"}
 BAD = ("worker_lost", "session_condemned", "drafter_quarantined")
 OTHER_LINES = 8
 """Of the screen, besides workers and events."""
@@ -80,10 +79,14 @@ def run(args: argparse.Namespace) -> int:
     with httpx.Client(timeout=TIMEOUT_SECONDS, trust_env=not is_local(args.url), headers=headers) as client:
         look = partial(look_at, client, args.url)
         console = Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-        if args.json or args.once or not console.is_terminal:
-            return _once(look, console, as_json=args.json)
-        with contextlib.suppress(KeyboardInterrupt):
-            watch(look, console, args.interval)
+        view = first(look)
+        if args.json:
+            say(json.dumps(view, allow_nan=False))
+        elif args.once or not console.is_terminal:
+            console.print(screen(view, console.width))
+        else:
+            with contextlib.suppress(KeyboardInterrupt):
+                watch(view, look, console, args.interval)
         return 0
 
 
@@ -113,14 +116,15 @@ def look_at(client: httpx.Client, url: str) -> Json:
 
 
 def watch(
+    view: Json,
     look: Callable[[], Json],
     console: Console,
     interval: float,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Show the view again and again, until KeyboardInterrupt. While the router is away, the last one, and why."""
-    view, seen = _first(look), clock()
+    """Show the view, and look again and again, until KeyboardInterrupt. While the router is away, the last, and why."""
+    seen = clock()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             trouble = ""
@@ -133,16 +137,7 @@ def watch(
             sleep(interval)
 
 
-def _once(look: Callable[[], Json], console: Console, *, as_json: bool) -> int:
-    view = _first(look)
-    if as_json:
-        say(json.dumps(view, allow_nan=False))
-        return 0
-    console.print(screen(view, console.width))
-    return 0
-
-
-def _first(look: Callable[[], Json]) -> Json:
+def first(look: Callable[[], Json]) -> Json:
     """The first view; a server that was never there is a mistake rather than a fault."""
     try:
         return look()
@@ -165,31 +160,22 @@ def _key(path: Path | None) -> str:
 # -- the screen --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    title: str
-    cell: Callable[[Json, float], str]
-    """Of a worker at a time."""
-    min_width: int = 0
-    """Columns of the terminal from which on it is shown."""
-    left: bool = False
-
-
-COLUMNS = (
-    _Column("worker", lambda w, _: f"{w['role']:6} {w['address']}", left=True),
-    _Column("state", lambda w, _: _state(w), left=True),
-    _Column("for", lambda w, now: span(now - w["since"]), 100),
-    _Column("model", lambda w, _: w["model"] or NOTHING, 120, left=True),
-    _Column("dtype", lambda w, _: w["dtype"] or NOTHING, 150, left=True),
-    _Column("sess", lambda w, _: f"{w['sessions']}"),
-    _Column("wait", lambda w, _: f"{w['waiting']}"),
-    _Column("cache", lambda w, _: _used(w)),
-    _Column("trip ms", lambda w, _: number(w["round_trip_ms"])),
-    _Column("acc", lambda w, _: percent(w["acceptance"])),
-    _Column("steps/s", lambda w, _: number(w["steps_per_second"]), 100),
-    _Column("tok/s", lambda w, _: number(w["tokens_per_second"])),
-    _Column("busy", lambda w, _: percent(w["efficiency"]), 110),
+COLUMNS: tuple[tuple[str, int, bool, Callable[[Json, float], str]], ...] = (
+    ("worker", 0, True, lambda w, _: f"{w['role']:6} {w['address']}"),
+    ("state", 0, True, lambda w, _: w["state"] + ("" if w["fraction"] is None else f" {percent(w['fraction'])}")),
+    ("for", 100, False, lambda w, now: span(now - w["since"])),
+    ("model", 120, True, lambda w, _: w["model"] or NOTHING),
+    ("dtype", 150, True, lambda w, _: w["dtype"] or NOTHING),
+    ("sess", 0, False, lambda w, _: f"{w['sessions']}"),
+    ("wait", 0, False, lambda w, _: f"{w['waiting']}"),
+    ("cache", 0, False, lambda w, _: _used(w)),
+    ("trip ms", 0, False, lambda w, _: number(w["round_trip_ms"])),
+    ("acc", 0, False, lambda w, _: percent(w["acceptance"])),
+    ("steps/s", 100, False, lambda w, _: number(w["steps_per_second"])),
+    ("tok/s", 0, False, lambda w, _: number(w["tokens_per_second"])),
+    ("busy", 110, False, lambda w, _: percent(w["efficiency"])),
 )
+"""Title, columns of the terminal from which on it is shown, whether it is text, and the cell of a worker at a time."""
 
 
 def screen(view: Json, width: int, height: int | None = None, trouble: str = "") -> RenderableType:
@@ -242,21 +228,16 @@ def _line(view: Json) -> Text:
 
 
 def _workers(view: Json, width: int, rows: int) -> Table:
-    columns = [column for column in COLUMNS if width >= column.min_width]
+    columns = [column for column in COLUMNS if width >= column[1]]
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in columns:
+    for title, _, text, _ in columns:
         # Only the first two may be cut; figures never are.
-        table.add_column(
-            column.title,
-            justify="left" if column.left else "right",
-            no_wrap=True,
-            overflow="ellipsis",
-            min_width=None if column.left else len(column.title),
-        )
+        least = None if text else len(title)
+        justify: Literal["left", "right"] = "left" if text else "right"
+        table.add_column(title, justify=justify, no_wrap=True, overflow="ellipsis", min_width=least)
     for worker in view["workers"][:rows]:
-        cells = (Text(clean(column.cell(worker, view["time"]))) for column in columns)
-        style = STATES.get(worker["state"], "")
-        table.add_row(*cells, style="" if style == "green" else style)
+        cells = (Text(clean(cell(worker, view["time"]))) for *_, cell in columns)
+        table.add_row(*cells, style=STATES.get(worker["state"], ""))
     return table
 
 
@@ -291,10 +272,6 @@ def span(seconds: float) -> str:
         if whole >= length:
             return f"{whole // length}{unit}{whole % length // smaller:02}{below}"
     return f"{whole}s"
-
-
-def _state(worker: Json) -> str:
-    return worker["state"] if worker["fraction"] is None else f"{worker['state']} {percent(worker['fraction'])}"
 
 
 def _used(worker: Json) -> str:

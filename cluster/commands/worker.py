@@ -17,7 +17,7 @@ from cluster.console import BAD_INPUT, FAILED, CommandError, complain, stages, t
 from cluster.processes.imports import import_worker
 from cluster.processes.logs import add_flags, set_up
 from cluster.processes.rank_processes import RankProcesses
-from cluster.processes.starting import READY, STOPPING, exit_with, notify
+from cluster.processes.starting import READY, STOPPING, notify
 from speculation.events import Role
 
 if TYPE_CHECKING:
@@ -60,13 +60,10 @@ def add(parser: flags.Parser) -> None:
         flags.add_tracing(worker)
         flags.add_file(worker)
         add_flags(worker)
-        flags.add_parent(worker)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped."""
-    if args.exit_with is not None:
-        exit_with(args.exit_with)
     set_up(args)
     config = flags.configuration(args)
     checks.check_listen(args.listen, config)
@@ -107,18 +104,13 @@ async def _serve(role: Role, config: Config, listen: str) -> int:
     failed.cancel()
     stop.cancel()
     if error is None:
-        await _end(worker, config.drain_timeout, loop)
+        for number in (signal.SIGINT, signal.SIGTERM):  # a second one ends the process at once
+            loop.add_signal_handler(number, os._exit, 128 + number)
+        await worker.drain(config.drain_timeout)
         return 0
     await worker.stop()
     complain(f"paceline: the {role} worker failed: {type(error).__name__}: {error}")
     return FAILED
-
-
-async def _end(worker: Worker, seconds: float, loop: asyncio.AbstractEventLoop) -> None:
-    """Drain; a second signal ends the process at once."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, os._exit, 128 + number)
-    await worker.drain(seconds)
 
 
 async def _start(role: Role, config: Config, listen: str) -> Worker:

@@ -32,11 +32,10 @@ def check(config: Config) -> None:
     check_security(config, ROLES if config.on_this_machine else ())
     if config.on_this_machine:  # in a cluster it may be our own, to be updated
         check_free(join(config.router.host, config.router.port))
-    pools = config.pools()
-    for pool in pools:
+    for pool in config.pools():
         _check_models(config, pool)
     check_ranks(config)
-    for pool in pools:
+    for pool in config.pools():
         check_assistant(pool.settings, f"{pool.path}.assistant")
         if pool.role is Role.TARGET:
             check_tokenizer(config.router.tokenizer or pool.settings.model)
@@ -48,11 +47,11 @@ def _check_models(config: Config, pool: Pool) -> None:
     if isinstance(pool.settings, TargetConfig):
         check_heads(pool.settings.medusa, f"{pool.path}.medusa", "Medusa heads")
         check_eagle(pool.settings.eagle, f"{pool.path}.eagle")
+        if draft := config.shared_draft(pool):
+            check_model(draft.model, "--draft")
+            check_shared_draft(pool.settings, draft, "--draft")
     else:
         check_heads(pool.settings.eagle, f"{pool.path}.eagle", "an EAGLE-3 head")
-    if isinstance(pool.settings, TargetConfig) and (draft := config.shared_draft(pool)):
-        check_model(draft.model, "--draft")
-        check_shared_draft(pool.settings, draft, "--draft")
 
 
 def check_bounds(config: Config) -> None:

@@ -29,25 +29,20 @@ def current() -> dict[str, str]:
     return dict(os.environ)
 
 
+def variable(name: str) -> str:
+    """One of it; empty where it is not set."""
+    return os.environ.get(name, "")
+
+
 def api_key() -> str:
     """The key that clients of OpenAI's send; empty for none."""
-    return os.environ.get("OPENAI_API_KEY", "")
+    return variable("OPENAI_API_KEY")
 
 
 def cache_folder() -> Path:
     """Where the XDG base directory specification puts caches; it says to ignore a relative path."""
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return chosen if chosen.is_absolute() else Path("~/.cache").expanduser()
-
-
-def notify_socket() -> str:
-    """Where systemd listens for the state of a service; empty where it does not."""
-    return os.environ.get("NOTIFY_SOCKET", "")
-
-
-def haproxy() -> bool:
-    """Whether Serve was told to carry requests by HAProxy."""
-    return os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "") == "1"
 
 
 def may_have_gpus() -> bool:
@@ -58,16 +53,6 @@ def may_have_gpus() -> bool:
 def on_cpu(device: str) -> bool:
     """Whether a worker set to this device computes on the CPU here, as far as that is known without torch."""
     return device == "cpu" or (device == "auto" and not may_have_gpus())
-
-
-def visible_gpus() -> list[str]:
-    """Names of the GPUs that this process may use, in its own order; empty strings where nobody has said."""
-    return os.environ.get(VISIBLE_GPUS, "").split(",")
-
-
-def replica_settings() -> str:
-    """What :data:`REPLICA_SETTINGS` holds; empty outside of a replica that has settings of its own."""
-    return os.environ.get(REPLICA_SETTINGS, "")
 
 
 def expanded(path: str) -> Path:

@@ -25,9 +25,7 @@ if TYPE_CHECKING:  # they bring torch
     from engine.leader import Ranks
     from engine.settings import EngineSettings
     from router.http.admission import AdmissionSettings
-    from router.limits import Allowance
     from router.service import RouterSettings
-    from router.sessions.choice import StandbyTargets
     from target_service.drafting.draft_model import MakeDrafter
     from target_service.service import TargetSettings
     from transport.tracing import TraceSettings
@@ -132,8 +130,14 @@ def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tu
     from router.http.api import ApiSettings
     from router.http.prompt_recorder import RecordSettings
     from router.service import RouterSettings
+    from router.sessions.choice import StandbyTargets
 
     folder, limit = config.router.record_prompts, config.router.record_megabytes << 20
+    standby = {
+        pool.model: StandbyTargets(pool.settings.replicas, pool.settings.standby)
+        for pool in config.pools()
+        if isinstance(pool.settings, TargetConfig) and pool.settings.standby
+    }
     return RouterSettings(
         targets=targets,
         drafts=drafts,
@@ -149,22 +153,11 @@ def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tu
             api_keys=api_keys(config),
             admission=_admission(config),
         ),
-        limits=DispatchLimits(sessions=config.router.max_sessions, standby=_standby(config)),
+        limits=DispatchLimits(sessions=config.router.max_sessions, standby=standby),
         identity=identity(config, "router"),
         trace=trace_settings(config),
         record=RecordSettings(Path(folder), limit) if folder else None,
     )
-
-
-def _standby(config: Config) -> dict[str, StandbyTargets]:
-    from router.sessions.choice import StandbyTargets
-
-    pools = ((pool.model, pool.settings) for pool in config.pools())
-    return {
-        model: StandbyTargets(settings.replicas, settings.standby)
-        for model, settings in pools
-        if isinstance(settings, TargetConfig) and settings.standby
-    }
 
 
 def trace_settings(config: Config) -> TraceSettings | None:
@@ -176,23 +169,19 @@ def trace_settings(config: Config) -> TraceSettings | None:
     return TraceSettings(chosen.otlp_endpoint, chosen.sample) if on else None
 
 
-def _allowance(config: Config) -> Allowance:
-    """Of one API key, or of all callers where there are no keys. One key never takes all of a router unless told so."""
+def _admission(config: Config) -> AdmissionSettings:
+    """The allowance is that of one API key, which never takes all of a router unless told so, or of all callers."""
+    from router.http.admission import AdmissionSettings
     from router.limits import Allowance
 
-    chosen, share = config.admission, max(config.router.max_sessions // 2, 1) if config.security.api_keys else 0
-    sessions, tokens = chosen.concurrent_sessions, chosen.concurrent_tokens
-    sessions = sessions if isinstance(sessions, int) else share
-    tokens = tokens if isinstance(tokens, int) else TOKENS_OF_CHOICE * (sessions if config.security.api_keys else 0)
-    return Allowance(chosen.requests_per_minute, chosen.tokens_per_minute, chosen.concurrent_requests, sessions, tokens)
-
-
-def _admission(config: Config) -> AdmissionSettings:
-    from router.http.admission import AdmissionSettings
-
-    chosen = config.admission
+    chosen, keys = config.admission, bool(config.security.api_keys)
+    sessions = max(config.router.max_sessions // 2, 1) if keys else 0
+    sessions = chosen.concurrent_sessions if isinstance(chosen.concurrent_sessions, int) else sessions
+    tokens = TOKENS_OF_CHOICE * sessions if keys else 0
+    tokens = chosen.concurrent_tokens if isinstance(chosen.concurrent_tokens, int) else tokens
+    rates = chosen.requests_per_minute, chosen.tokens_per_minute
     return AdmissionSettings(
-        allowance=_allowance(config),
+        allowance=Allowance(*rates, chosen.concurrent_requests, sessions, tokens),
         timeout=chosen.request_timeout,
         max_timeout=chosen.max_request_timeout,
         target_timeout=chosen.target_timeout,

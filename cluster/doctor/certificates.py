@@ -43,7 +43,10 @@ def check_all(certificate: str, key: str, authority: str) -> Iterator[Finding]:
 def check(certificate: Path, key: Path, authority: Path, now: datetime) -> Iterator[Finding]:
     """All that can be known of the three files without connecting anywhere."""
     try:
-        (own, *between), authorities = _certificates(certificate), _certificates(authority)
+        (own, *between), authorities = (
+            _read(file, "certificate in PEM that can be read", partial(certificates_in, SUBJECT, file))
+            for file in (certificate, authority)
+        )
         private = _read(key, "private key in PEM without a password", partial(load_pem_private_key, password=None))
     except _Unreadable as error:
         yield problem(SUBJECT, str(error), "write it again; `security` in the configuration names the files")
@@ -92,10 +95,6 @@ def _check_uses(file: Path, certificate: x509.Certificate) -> Iterator[Finding]:
         use, name = USES[role]
         if use not in allowed:
             yield problem(SUBJECT, f"{file} is for a {role} and not meant for {name}", f"issue it for {name}")
-
-
-def _certificates(file: Path) -> list[x509.Certificate]:
-    return _read(file, "certificate in PEM that can be read", partial(certificates_in, SUBJECT, file))
 
 
 def _read(file: Path, what: str, load: Callable[[bytes], Content]) -> Content:

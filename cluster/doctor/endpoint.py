@@ -19,7 +19,9 @@ def check(url: str, api_key: str = "") -> Iterator[Finding]:
     """Models, one short streamed completion, and the same without drafts."""
     subject = f"http {url}"
     try:
-        models = _models(url, api_key)
+        with httpx.Client(trust_env=False, timeout=ANSWER_SECONDS) as client:
+            answer = client.get(f"{url.rstrip('/')}/v1/models", headers=bearer(api_key)).raise_for_status()
+        models = [str(entry["id"]) for entry in answer.json()["data"]]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         text = f"does not serve: {error or type(error).__name__}"
         yield problem(subject, text, "start Paceline, or give the address of its router with --url")
@@ -53,10 +55,3 @@ def judge(subject: str, drafted: CompletionTally, plain: CompletionTally) -> Ite
         share = drafted.accepted / drafted.offered
         text = f"streams {rate}, the same text with and without drafts, {share:.0%} of drafts accepted"
         yield ok(subject, text)
-
-
-def _models(url: str, api_key: str) -> list[str]:
-    with httpx.Client(trust_env=False, timeout=ANSWER_SECONDS) as client:
-        answer = client.get(f"{url.rstrip('/')}/v1/models", headers=bearer(api_key))
-        answer.raise_for_status()
-        return [str(entry["id"]) for entry in answer.json()["data"]]

@@ -161,7 +161,8 @@ def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, in
     stored = 1 if pool.quantization != NO_QUANTIZATION else itemsize
     context = min(getattr(text_config, "max_position_embeddings", None) or SMALLEST_CONTEXT, SMALLEST_CONTEXT)
     cache = (pool.cache_tokens or context) * bytes_a_token(text_config, itemsize)
-    return weights.loaded_bytes(stored) // pool.tensor_parallel_size, cache // pool.tensor_parallel_size
+    loaded = weights.numbers * stored + weights.fixed_bytes
+    return loaded // pool.tensor_parallel_size, cache // pool.tensor_parallel_size
 
 
 def check_devices(config: Config) -> Iterator[Finding]:
@@ -202,11 +203,9 @@ def check_threads(config: Config, cores: int) -> Iterator[Finding]:
     pools = [pool.settings for pool in _pools(config)]
     asked = sum(pool.replicas * pool.tensor_parallel_size * chosen_threads(pool) for pool in pools)
     chosen = any(isinstance(pool.threads, int) for pool in pools)
-    if chosen and asked > cores:
-        text = f"workers here compute with {asked} threads, but there are {cores} cores"
-        yield warning("cores", text, "lower target.threads or draft.threads, or leave them at auto")
-    else:
-        yield ok("cores", f"{cores}")
+    text = f"workers here compute with {asked} threads, but there are {cores} cores"
+    crowded = warning("cores", text, "lower target.threads or draft.threads, or leave them at auto")
+    yield crowded if chosen and asked > cores else ok("cores", f"{cores}")
 
 
 def check_port(host: str, port: int) -> Iterator[Finding]:

@@ -40,12 +40,6 @@ def check(config: Config) -> Iterator[Finding]:
             yield from check_folder(f"draft model of {pool}", draft)
 
 
-def are_here(config: Config) -> bool:
-    """Whether all models that are given as folders can be looked at on this machine."""
-    folders = [Path(pool.settings.model) for pool in config.pools()]
-    return all(folder.is_dir() for folder in folders if folder.is_absolute())
-
-
 def check_folder(subject: str, pool: TargetConfig | DraftConfig) -> Iterator[Finding]:
     """One model, for the workers of one pool."""
     try:
@@ -67,19 +61,13 @@ def check_folder(subject: str, pool: TargetConfig | DraftConfig) -> Iterator[Fin
     if weights is None:
         yield warning(subject, f"{pool.model} has no safetensors weights", "convert them; they cannot be checked")
         return
-    unfit = list(check_ranks(subject, text_config, pool.tensor_parallel_size))
-    yield from unfit
-    if not unfit:
-        yield ok(subject, f"{pool.model}: {weights.tensors} tensors, {_count(weights.numbers)} weights")
-
-
-def check_ranks(subject: str, text_config: Any, ranks: int) -> Iterator[Finding]:
-    """Whether the heads can be divided among the ranks."""
     heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
-    if heads % ranks:
+    if heads % pool.tensor_parallel_size:
         possible = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
-        text = f"{heads} key-value heads cannot be divided among {ranks} ranks"
+        text = f"{heads} key-value heads cannot be divided among {pool.tensor_parallel_size} ranks"
         yield problem(subject, text, f"set tensor_parallel_size to one of {possible}")
+    else:
+        yield ok(subject, f"{pool.model}: {weights.tensors} tensors, {_count(weights.numbers)} weights")
 
 
 def check_pair(subject: str, target: str, draft: str) -> Iterator[Finding]:
@@ -124,10 +112,6 @@ class Weights:
     """Weights stored as floating-point numbers, which loading converts to the chosen format."""
     fixed_bytes: int
     """Bytes of what keeps the format it is stored in."""
-
-    def loaded_bytes(self, itemsize: int) -> int:
-        """Once loaded in a format of ``itemsize`` bytes a number."""
-        return self.numbers * itemsize + self.fixed_bytes
 
 
 def read_weights(folder: Path) -> Weights | None:

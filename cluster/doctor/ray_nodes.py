@@ -36,8 +36,6 @@ ANSWER_SECONDS = 60.0
 """How long nodes may take to say what they run; the first task on a node starts a process."""
 WORKER_SECONDS = 10.0
 """How long workers may take to say where they listen."""
-
-
 LOGS = "see its message in `serve status`, and Ray's logs"
 
 
@@ -62,31 +60,25 @@ def check_room(config: Config, nodes: Sequence[Seen]) -> Iterator[Finding]:
     listed = ", ".join(f"{count} x {name}" for name, count in sorted(classes.items()))
     gpus = sum(node.room.gpus for node in nodes)
     text = f"{len(nodes)} nodes ({GPU_CLASS}: {listed}), {gpus:g} GPUs"
-    if reason:
-        fix = f"add such nodes, start them with --labels {GPU_CLASS}=..., or lower replicas, gpus or ranks"
-        yield problem("ray", f"{reason}; there are {text}", fix)
-    else:
-        yield ok("ray", f"{text}: room for every pool")
+    fix = f"add such nodes, start them with --labels {GPU_CLASS}=..., or lower replicas, gpus or ranks"
+    full = problem("ray", f"{reason}; there are {text}", fix)
+    yield full if reason else ok("ray", f"{text}: room for every pool")
 
 
 def check_nodes(nodes: Sequence[Seen], here: Mapping[str, str]) -> Iterator[Finding]:
     """Whether the nodes run what this machine does, and have the models."""
-    sound = True
+    faults = []
     for node in nodes:
-        subject = f"node {node.address}"
-        for folder in node.lacks:
-            sound = False
-            yield problem(subject, f"has no {folder}", "put the model there, or mount the same volume on all nodes")
+        subject, mount = f"node {node.address}", "put the model there, or mount the same volume on all nodes"
+        faults += [problem(subject, f"has no {folder}", mount) for folder in node.lacks]
         if node.silence:
-            sound = False
-            yield problem(subject, node.silence, "install the same Paceline on every node, for instance from its image")
+            fix = "install the same Paceline on every node, for instance from its image"
+            faults.append(problem(subject, node.silence, fix))
         for name, version in node.says.items():
             if here.get(name) not in (None, version):
-                sound = False
                 text = f"{name} is {version} there and {here[name]} here"
-                yield warning(subject, text, "install the same versions (requirements.lock)")
-    if sound:
-        yield ok("nodes", f"all {len(nodes)} run what this machine does")
+                faults.append(warning(subject, text, "install the same versions (requirements.lock)"))
+    yield from faults or [ok("nodes", f"all {len(nodes)} run what this machine does")]
 
 
 def check_doors(config: Config, address: str, hosts: Sequence[str]) -> Iterator[Finding]:
@@ -108,14 +100,6 @@ def versions() -> dict[str, str]:
 def inspect(models: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Runs on a node: its versions, and which of the folders it lacks."""
     return versions(), [folder for folder in models if not os.path.isdir(folder)]
-
-
-def check_pools(config: Config, deployed: Iterable[str]) -> Iterator[Finding]:
-    """Whether the deployments of workers there are those that the configuration describes, by their names."""
-    there = [name for name in deployed if role_of(name)]
-    if not {pool.deployment for pool in config.pools()} & set(there):
-        text = f"has {', '.join(sorted(there)) or 'no workers'}, and none that this configuration describes"
-        yield warning("application", text, "give by --config what was deployed; room is judged by what is given")
 
 
 def deployed(config: Config) -> Mapping[str, Any] | None:
@@ -150,7 +134,12 @@ def check(config: Config, addresses: dict[Role, list[str]], *, models: bool = Fa
     try:
         if models:
             rooms = {node["NodeID"]: described_node(node) for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
-            yield from check_models(config, rooms, _models_on)
+
+            def on_node(name: str, config: Config) -> Iterable[Finding]:
+                found: list[Finding] = ray.get(_ask(name, models_there, config), timeout=ANSWER_SECONDS)
+                return found
+
+            yield from check_models(config, rooms, on_node)
         nodes = list(_nodes(config))
         yield from check_room(config, nodes)
         yield from check_nodes(nodes, versions())
@@ -189,13 +178,6 @@ def _ask(node: str, function: Callable[..., Any], *arguments: object) -> Any:
     return ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=place).remote(*arguments)
 
 
-def _models_on(name: str, config: Config) -> list[Finding]:
-    import ray
-
-    found: list[Finding] = ray.get(_ask(name, models_there, config), timeout=ANSWER_SECONDS)
-    return found
-
-
 def models_on(config: Config, node: ClusterNode) -> list[str]:
     """Folders of the models that may be read there: by the workers that may come there, or by a router."""
     pools = config.pools()
@@ -214,20 +196,15 @@ def _nodes(config: Config) -> Iterator[Seen]:
     asked = [_ask(node["NodeID"], inspect, models_on(config, room)) for node, room in zip(alive, rooms, strict=True)]
     ray.wait(asked, num_returns=len(asked), timeout=ANSWER_SECONDS)
     for node, room, answer in zip(alive, rooms, asked, strict=True):
-        yield _answered(Seen(node["NodeManagerAddress"], room), answer)
-
-
-def _answered(node: Seen, answer: Any) -> Seen:
-    import ray
-
-    try:
-        says, lacks = ray.get(answer, timeout=0)
-    except ray.exceptions.GetTimeoutError:
-        return Seen(node.address, node.room, silence=f"did not answer within {ANSWER_SECONDS:.0f} s")
-    except ray.exceptions.RayError as error:
-        last = str(error).strip().splitlines()[-1]
-        return Seen(node.address, node.room, silence=f"cannot run Paceline ({last})")
-    return Seen(node.address, node.room, says, lacks=lacks)
+        host = node["NodeManagerAddress"]
+        try:
+            says, lacks = ray.get(answer, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            yield Seen(host, room, silence=f"did not answer within {ANSWER_SECONDS:.0f} s")
+        except ray.exceptions.RayError as error:
+            yield Seen(host, room, silence=f"cannot run Paceline ({str(error).strip().splitlines()[-1]})")
+        else:
+            yield Seen(host, room, says, lacks=lacks)
 
 
 def check_application(config: Config, addresses: dict[Role, list[str]]) -> Iterator[Finding]:
@@ -240,7 +217,10 @@ def check_application(config: Config, addresses: dict[Role, list[str]]) -> Itera
         yield ok("application", "running")
     else:
         yield problem("application", f"{status.status}: {' '.join(status.message.split())[:300]}", "see Ray's logs")
-    yield from check_pools(config, status.deployments)
+    there = [name for name in status.deployments if role_of(name)]
+    if not {pool.deployment for pool in config.pools()} & set(there):
+        text = f"has {', '.join(sorted(there)) or 'no workers'}, and none that this configuration describes"
+        yield warning("application", text, "give by --config what was deployed; room is judged by what is given")
     for name, deployment in status.deployments.items():
         role = role_of(name)
         if role is None:

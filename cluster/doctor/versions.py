@@ -23,27 +23,21 @@ TELLING = ("torch", "transformers", "ray", "grpcio", "protobuf", "tokenizers")
 
 def check_python(wanted: str, found: str) -> Iterator[Finding]:
     """Whether this Python is one that Paceline runs on."""
-    if Version(found) in SpecifierSet(wanted):
-        yield ok("python", found)
-    else:
-        yield problem("python", f"{found}, but Paceline needs {wanted}", "install such a Python and run `make setup`")
+    wrong = problem("python", f"{found}, but Paceline needs {wanted}", "install such a Python and run `make setup`")
+    yield ok("python", found) if Version(found) in SpecifierSet(wanted) else wrong
 
 
 def check_packages(wanted: Iterable[Requirement], installed: Callable[[str], str | None]) -> Iterator[Finding]:
     """Whether everything needed is there, in a version that is allowed."""
     fix = "run `make setup`, or pip install --no-deps -r requirements.lock -r torch.lock"
-    sound = True
+    faults = []
     for need in wanted:
         found = installed(need.name)
         if found is None:
-            yield problem(SUBJECT, f"{need.name} is not installed", fix)
+            faults.append(problem(SUBJECT, f"{need.name} is not installed", fix))
         elif not need.specifier.contains(found, prereleases=True):
-            yield problem(SUBJECT, f"{need.name} is {found}, but Paceline needs {need.specifier}", fix)
-        else:
-            continue
-        sound = False
-    if sound:
-        yield ok(SUBJECT, ", ".join(f"{name} {installed(name)}" for name in TELLING))
+            faults.append(problem(SUBJECT, f"{need.name} is {found}, but Paceline needs {need.specifier}", fix))
+    yield from faults or [ok(SUBJECT, ", ".join(f"{name} {installed(name)}" for name in TELLING))]
 
 
 def check_lock(locked: Mapping[str, str], installed: Callable[[str], str | None]) -> Iterator[Finding]:

@@ -174,44 +174,36 @@ PAYS = 1.05
 TOKENS = 600
 
 
-@dataclass(frozen=True, slots=True)
-class StepCosts:
-    """What steps take, in seconds, and how often a draft token is right."""
-
-    target: float
-    draft: float
-    acceptance: float
-
-
-def speedup(steps: StepCosts, rtt: float) -> float:
-    """Of one request over plain decoding, with ``rtt`` seconds from drafter to target and back."""
+def speedup(target: float, draft: float, acceptance: float, rtt: float) -> float:
+    """Of one request over plain decoding, by seconds of steps, and with ``rtt`` from drafter to target and back."""
     costs = Costs(
-        verify={1: Curve.straight(steps.target, 0.01)},
-        draft=Curve.straight(steps.draft, 0.04),
+        verify={1: Curve.straight(target, 0.01)},
+        draft=Curve.straight(draft, 0.04),
         to_target=rtt / 2,
         to_draft=rtt / 2,
     )
-    outcomes = made_up(Random(0), steps.acceptance, None)
-    rates = [
+    outcomes = made_up(Random(0), acceptance, None)
+    drafted, plain = (
         simulate(SimulationSettings(schedule), costs, outcomes, Random(0), tokens=TOKENS, bounds=Bounds()).rate
         for schedule in (Schedule.TRIE, None)
-    ]
-    return rates[0] / rates[1]
+    )
+    return drafted / plain
 
 
-def judge_distance(met: Sequence[Met], steps: StepCosts) -> Iterator[Finding]:
-    """For the farthest drafter and the farthest target; drafts take the way through the router, where this runs."""
+def judge_distance(met: Sequence[Met], target: float, draft: float, acceptance: float) -> Iterator[Finding]:
+    """For the farthest drafter and target, whose steps take so many seconds, and drafts that are so often right.
+
+    Drafts take the way through the router, where this runs.
+    """
     far = {role: max((met_.trip for met_ in met if met_.role is role and met_.trips), default=None) for role in Role}
     to_target, to_draft = far[Role.TARGET], far[Role.DRAFT]
     if to_target is None or to_draft is None:
         return
     rtt = to_target + to_draft
-    gain = speedup(steps, rtt)
+    gain = speedup(target, draft, acceptance, rtt)
     text = (
         f"{1000 * rtt:.1f} ms from drafter to target and back make drafting {gain:.2f} times as fast as plain decoding "
-        f"(simulated: steps of {1000 * steps.target:g} and {1000 * steps.draft:g} ms, acceptance {steps.acceptance:g})"
+        f"(simulated: steps of {1000 * target:g} and {1000 * draft:g} ms, acceptance {acceptance:g})"
     )
-    if gain < PAYS:
-        yield warning("distance", text, "put drafters nearer, or do without them")
-    else:
-        yield ok("distance", text)
+    far_off = warning("distance", text, "put drafters nearer, or do without them")
+    yield far_off if gain < PAYS else ok("distance", text)

@@ -40,7 +40,15 @@ ENOUGH_SECONDS = 0.2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
-    args = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(prog="python -m cluster.local.core_times", description="Time steps of two models.")
+    for role in ("target", "draft"):
+        parser.add_argument(f"--{role}", required=True, metavar="FOLDER", help="model folder or hub id")
+        parser.add_argument(f"--{role}-dtype", default="auto", metavar="TEXT", help="number format (default: auto)")
+        about = "of the weights (default: none)"
+        parser.add_argument(f"--{role}-quantization", default="none", metavar="TEXT", help=about)
+    parser.add_argument("--threads", type=int, nargs="+", required=True, metavar="N", help="numbers of threads")
+    add_parent(parser)
+    args = parser.parse_args(argv)
     if args.exit_with is not None:
         exit_with(args.exit_with)
     try:
@@ -88,18 +96,6 @@ def _milliseconds(engine: Engine, step: Chunk) -> float:
         times.append(time.perf_counter() - started)
         step.sequence.rollback()
     return 1e3 * statistics.median(times[1:] or times)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m cluster.local.core_times", description="Time steps of two models.")
-    for role in ("target", "draft"):
-        parser.add_argument(f"--{role}", required=True, metavar="FOLDER", help="model folder or hub id")
-        parser.add_argument(f"--{role}-dtype", default="auto", metavar="TEXT", help="number format (default: auto)")
-        about = "of the weights (default: none)"
-        parser.add_argument(f"--{role}-quantization", default="none", metavar="TEXT", help=about)
-    parser.add_argument("--threads", type=int, nargs="+", required=True, metavar="N", help="numbers of threads")
-    add_parent(parser)
-    return parser
 
 
 if __name__ == "__main__":

@@ -60,24 +60,25 @@ def settled(config: Config) -> Config:
         config = replace(config, target=replace(config.target, threads=threads, max_threads=most))
     if not divisible(config, cores):
         return config
-    cache, key, failure = default_cache(), key_of(config, cores), ""
-    measured = cache.get(key, cores)
-    fresh = measured is None and not cache.failed(key, time.time())
+    key, failure = key_of(config, cores), ""
+    measured, failed = recall(key, cores, time.time())
+    fresh = measured is None and not failed
     if fresh:
         try:
             measured = _measured(config, cores)
+            keep(key, encoded(measured))
         except Unmeasured as error:
             failure = str(error)
-            cache.put(key, {"failed": time.time()})
-        else:
-            cache.put(key, encoded(measured))
+            keep(key, {"failed": time.time()})
     division = _division(config, cores, measured)
     if failure:
         doubt = f"if that is fastest could not be measured ({failure}), see --threads"
         complain(f"paceline: {cores} cores: {division}; {doubt}")
     elif fresh:
         tell(f"{cores} cores: {division}, the fastest as measured at this first start")
-    return _divided(config, division)
+    target, draft = replace(config.target, threads=division.target), config.draft
+    draft = replace(draft, threads=division.draft) if division.draft else replace(draft, placement=SHARED)
+    return replace(config, target=target, draft=draft)
 
 
 def _division(config: Config, cores: int, measured: Measured | None) -> CoreDivision:
@@ -88,13 +89,6 @@ def _division(config: Config, cores: int, measured: Measured | None) -> CoreDivi
         return CoreDivision(cores - 1, 1)
     best = fastest(cores, measured)
     return best if best.draft or may_draft_in_turn(config) else divide(cores, measured)
-
-
-def _divided(config: Config, division: CoreDivision) -> Config:
-    target = replace(config.target, threads=division.target)
-    if not division.draft:
-        return replace(config, target=target, draft=replace(config.draft, placement=SHARED))
-    return replace(config, target=target, draft=replace(config.draft, threads=division.draft))
 
 
 def usable_cores() -> int:
@@ -164,47 +158,38 @@ def output_of(command: Sequence[str], seconds: float) -> str:
     return output
 
 
-class CoreCache:
-    """The step times in one file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def get(self, key: str, cores: int) -> Measured | None:
-        """What was kept under ``key``, if it is whole."""
-        try:
-            return decoded(self._entries()[key], cores)
-        except (KeyError, ValueError):
-            return None
-
-    def failed(self, key: str, now: float) -> bool:
-        """Whether measuring it failed less than :data:`FAILED_SECONDS` before ``now``, in seconds since the epoch."""
-        entry = self._entries().get(key)
-        since = entry.get("failed") if isinstance(entry, dict) else None
-        return isinstance(since, int | float) and 0 <= now - since < FAILED_SECONDS
-
-    def put(self, key: str, entry: dict[str, Any]) -> None:
-        """Keep what was measured, encoded, or since when it is known to fail, as far as that is possible."""
-        others = [kept for kept in self._entries().items() if kept[0] != key]
-        newest = [*others, (key, entry)][-MAX_ENTRIES:]
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self.path, json.dumps({"layout": LAYOUT, "measured": dict(newest)}, indent=1).encode())
-
-    def _entries(self) -> dict[str, Any]:
-        """All that the file holds, unchecked."""
-        try:
-            document = json.loads(self.path.read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return {}
-        known = isinstance(document, dict) and document.get("layout") == LAYOUT
-        entries = document.get("measured") if known else None
-        return entries if isinstance(entries, dict) else {}
+def cache_file() -> Path:
+    """The user's own file of step times."""
+    return cache_folder() / "paceline" / "cores.json"
 
 
-def default_cache() -> CoreCache:
-    """The user's own."""
-    return CoreCache(cache_folder() / "paceline" / "cores.json")
+def recall(key: str, cores: int, now: float) -> tuple[Measured | None, bool]:
+    """What was kept under ``key``, if it is whole; else whether measuring it failed a short while before ``now``."""
+    entry = _entries().get(key)
+    with contextlib.suppress(ValueError):
+        return decoded(entry, cores), False
+    since = entry.get("failed") if isinstance(entry, dict) else None
+    return None, isinstance(since, int | float) and 0 <= now - since < FAILED_SECONDS
+
+
+def keep(key: str, entry: dict[str, Any]) -> None:
+    """Keep what was measured, encoded, or since when it is known to fail, as far as that is possible."""
+    others = [kept for kept in _entries().items() if kept[0] != key]
+    newest = dict([*others, (key, entry)][-MAX_ENTRIES:])
+    with contextlib.suppress(OSError):
+        cache_file().parent.mkdir(parents=True, exist_ok=True)
+        replace_file(cache_file(), json.dumps({"layout": LAYOUT, "measured": newest}, indent=1).encode())
+
+
+def _entries() -> dict[str, Any]:
+    """All that the file holds, unchecked."""
+    try:
+        document = json.loads(cache_file().read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    known = isinstance(document, dict) and document.get("layout") == LAYOUT
+    entries = document.get("measured") if known else None
+    return entries if isinstance(entries, dict) else {}
 
 
 def key_of(config: Config, cores: int) -> str:

@@ -145,18 +145,20 @@ class Child:
                     self._heard(self.name, text)
 
 
-def spawn(command: Sequence[str], variables: Mapping[str, str], *, held: bool = False) -> subprocess.Popen[str]:
+def spawn(
+    command: Sequence[str], variables: Mapping[str, str], *, held: bool = False, merged: bool = False
+) -> subprocess.Popen[str]:
     """Start a process that is read from; ``variables`` are added to its environment.
 
-    Its input is empty; ``held``: it has not ended yet, so that the process can wait for the end.
-    In a session of its own, so that Ctrl-C reaches only the process that started it.
+    Its input is empty; ``held``: it has not ended yet, so that the process can wait for the end. ``merged``: what it
+    says on stderr comes by stdout. In a session of its own, so that Ctrl-C reaches only the process that started it.
     """
     return subprocess.Popen(
         command,
         env=environment() | dict(variables),
         stdin=subprocess.PIPE if held else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.STDOUT if merged else subprocess.PIPE,
         text=True,
         errors="replace",
         start_new_session=True,

@@ -12,6 +12,9 @@ import logging
 import sys
 from datetime import UTC, datetime
 
+from cluster.config.flags import add_parent
+from cluster.processes.starting import exit_with
+
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
 FIELDS = ("request", "session")
@@ -19,52 +22,43 @@ FIELDS = ("request", "session")
 
 
 def add_flags(parser: argparse._ActionsContainer) -> None:
-    """The flags of processes that log."""
+    """The flags of processes that serve."""
     parser.add_argument("--log-format", choices=FORMATS, default="text", help="of log lines on stderr (default: text)")
     parser.add_argument("--log-level", choices=LEVELS, default="warning", help="least level logged (default: warning)")
+    add_parent(parser)
 
 
 def set_up(args: argparse.Namespace) -> None:
-    """Log from now on as the flags say; replaces what was set up before."""
+    """Log from now on as the flags say, in place of what was set up before, and end with the parent that they name."""
+    if args.exit_with is not None:
+        exit_with(args.exit_with)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if args.log_format == "json" else TextFormatter())
+    handler.setFormatter(RecordFormatter(json=args.log_format == "json"))
     logging.basicConfig(handlers=[handler], level=args.log_level.upper(), force=True)
 
 
-def _fields(record: logging.LogRecord) -> dict[str, object]:
-    return {name: value for name in FIELDS if (value := getattr(record, name, None)) not in (None, "")}
+class RecordFormatter(logging.Formatter):
+    """``2026-01-02T03:04:05.678Z WARNING router.service: message (request=..., session=...)``, a traceback below it.
 
+    In JSON an object with ``time``, ``level``, ``logger``, ``message``, the fields there are, and ``traceback``.
+    """
 
-def _time(record: logging.LogRecord) -> str:
-    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-class TextFormatter(logging.Formatter):
-    """``2026-01-02T03:04:05.678Z WARNING router.service: message (request=..., session=...)``, a traceback below it."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """One record."""
-        fields = ", ".join(f"{name}={value}" for name, value in _fields(record).items())
-        line = f"{_time(record)} {record.levelname} {record.name}: {_one_line(record.getMessage())}"
-        line += f" ({_one_line(fields)})" if fields else ""
-        return line if record.exc_info is None else f"{line}\n{self.formatException(record.exc_info)}"
-
-
-class JsonFormatter(logging.Formatter):
-    """An object with ``time``, ``level``, ``logger``, ``message``, the fields there are, and ``traceback``."""
+    def __init__(self, *, json: bool) -> None:
+        super().__init__()
+        self._json = json
 
     def format(self, record: logging.LogRecord) -> str:
         """One record."""
-        entry: dict[str, object] = {
-            "time": _time(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **_fields(record),
-        }
-        if record.exc_info is not None:
-            entry["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False, default=str)
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        told = {name: value for name in FIELDS if (value := getattr(record, name, None)) not in (None, "")}
+        message, level = record.getMessage(), record.levelname
+        traceback = "" if record.exc_info is None else self.formatException(record.exc_info)
+        if self._json:
+            entry = {"time": at, "level": level.lower(), "logger": record.name, "message": message, **told}
+            return json.dumps(entry | ({"traceback": traceback} if traceback else {}), ensure_ascii=False, default=str)
+        fields = ", ".join(f"{name}={value}" for name, value in told.items())
+        line = f"{at} {level} {record.name}: {_one_line(message)}" + (f" ({_one_line(fields)})" if fields else "")
+        return f"{line}\n{traceback}" if traceback else line
 
 
 def _one_line(text: str) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING
 
 from cluster.console import BAD_INPUT, FAILED, complain
-from cluster.processes.child import environment, ours
+from cluster.processes.child import ours, spawn
 from cluster.processes.imports import uncollected
 from cluster.processes.starting import exit_with
 
@@ -35,7 +35,7 @@ REMEMBERED_LINES = 40
 
 @dataclass(eq=False)
 class _Rank:
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[str]
     said: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_LINES))
 
 
@@ -58,20 +58,13 @@ class RankProcesses:
     def start(self, tasks: Sequence[RankTask]) -> None:
         """Start them all; the kernel ends them with the thread that calls this. Raises OSError."""
         for task in tasks:
-            process = subprocess.Popen(
-                ours(self.module, str(os.getpid())),
-                env=environment(),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for the worker, which then ends them
-            )
+            process = spawn(ours(self.module, str(os.getpid())), {}, held=True, merged=True)
             rank = self._ranks[task.rank] = _Rank(process)
             assert process.stdin and process.stdout
             follow = task.rank, rank, process.stdout
             threading.Thread(target=self._follow, args=follow, daemon=True, name=f"rank {task.rank}").start()
-            process.stdin.write(pickle.dumps(task))
-            process.stdin.flush()  # left open: its end is the worker's end
+            with open(process.stdin.fileno(), "wb", closefd=False) as pipe:
+                pipe.write(pickle.dumps(task))  # left open: its end is the worker's end
 
     def wait(self) -> Loss:
         """Block until one has ended."""
@@ -112,10 +105,10 @@ class RankProcesses:
         complain(f"paceline: the worker ends, it has lost a rank: {reason}")
         os._exit(FAILED)
 
-    def _follow(self, number: int, rank: _Rank, output: IO[bytes]) -> None:
+    def _follow(self, number: int, rank: _Rank, output: IO[str]) -> None:
         with output:
             for line in output:
-                if text := line.decode(errors="replace").rstrip():
+                if text := line.rstrip():
                     rank.said.append(text)
         rank.process.wait()
         self._ended.put(number)

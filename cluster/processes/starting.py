@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from cluster.config.environment import current, notify_socket
+from cluster.config.environment import current, variable
 
 LIBRARY = "cmeel.prefix/lib/libomp.so"
 """Where the package cmeel-libomp has it, below the folder that it is installed in."""
@@ -89,7 +89,7 @@ def exit_with(parent: int) -> None:
 
 def notify(state: str) -> None:
     """Send a state to systemd, by the protocol of sd_notify(3), if it started this process."""
-    address = notify_socket()
+    address = variable("NOTIFY_SOCKET")
     if not address.startswith(("/", "@")):
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(OSError):

@@ -64,8 +64,18 @@ class RayCluster:
     def start(self, report: Stages) -> None:
         """Start everything and wait until it serves. Raises :class:`cluster.console.CommandError`."""
         report("starting Ray" if self._local else f"joining Ray at {self._config.ray.address}")
-        self._connect()
-        self._check_alone()
+        if self._local:
+            prepare_environment()
+        self._connected = True  # also when interrupted halfway: there may be processes to end
+        join(self._config)
+        self._found = not self._local and APPLICATION in applications()
+        if self._found and not self._detach:  # two that both believe they own it would take it from each other
+            address = self._config.ray.address
+            raise CommandError(
+                f"Paceline is deployed at {address} already; change it with --detach, or remove it with "
+                f"`paceline down --address {address}`",
+                FAILED,
+            )
         self._check_room()
         report("starting Ray Serve")
         self._deploy()
@@ -85,7 +95,9 @@ class RayCluster:
                 status = applications()[APPLICATION]
             except (ray.exceptions.RayError, KeyError) as error:
                 raise CommandError(f"Ray is gone: {type(error).__name__}", FAILED) from error
-            said = self._unhealthy(status)
+            waiting = [f"{self._called(name)}: {entry.status}" for name, entry in status.deployments.items()]
+            down = f"some replicas are down ({', '.join(waiting)}); Ray replaces them"
+            said = "" if status.status == "RUNNING" else down
             if said != told:
                 complain(said or "all replicas are well again")
                 told = said
@@ -116,23 +128,6 @@ class RayCluster:
                 _apply([])
                 _await_gone()
 
-    def _connect(self) -> None:
-        if self._local:
-            prepare_environment()
-        self._connected = True  # also when interrupted halfway: there may be processes to end
-        join(self._config)
-
-    def _check_alone(self) -> None:
-        """Two that both believe they own the application would take it from each other."""
-        self._found = not self._local and APPLICATION in applications()
-        if self._found and not self._detach:
-            address = self._config.ray.address
-            raise CommandError(
-                f"Paceline is deployed at {address} already; change it with --detach, or remove it with "
-                f"`paceline down --address {address}`",
-                FAILED,
-            )
-
     def _check_room(self) -> None:
         import ray
 
@@ -146,8 +141,7 @@ class RayCluster:
         self._config = with_routers(self._config, described)
         self._needs = {need.deployment: need for need in needs(self._config)}
         # A larger cluster may be on its way where an autoscaler runs; here only what is there counts.
-        reason = lacking(self._needs.values(), described)
-        if reason:
+        if reason := lacking(self._needs.values(), described):
             raise CommandError(reason, FAILED)
 
     def _deploy(self) -> None:
@@ -183,7 +177,10 @@ class RayCluster:
                 if _leaving(status):
                     self._room_since = time.monotonic()
                 self._raise_if_hopeless(status)
-                self._show(status, report)
+                for name, need in self._needs.items():
+                    deployment = status.deployments.get(name)
+                    running = deployment.replica_states["RUNNING"] if deployment else 0
+                    report(f"{running} of {need.replicas} ready", need.name)
             if time.monotonic() > deadline:
                 raise CommandError(f"not ready within {self._config.start_timeout:.0f} s (start_timeout)", FAILED)
             time.sleep(POLL_SECONDS)
@@ -201,18 +198,8 @@ class RayCluster:
         if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise CommandError(f"cannot start: {reason_in(status.message)}", FAILED)
 
-    def _show(self, status: ApplicationStatus, report: Stages) -> None:
-        for name, need in self._needs.items():
-            deployment = status.deployments.get(name)
-            running = deployment.replica_states["RUNNING"] if deployment else 0
-            report(f"{running} of {need.replicas} ready", need.name)
-
     def _called(self, deployment: str) -> str:
         return self._needs[deployment].name if deployment in self._needs else deployment
-
-    def _unhealthy(self, status: ApplicationStatus) -> str:
-        waiting = [f"{self._called(name)}: {entry.status}" for name, entry in status.deployments.items()]
-        return "" if status.status == "RUNNING" else f"some replicas are down ({', '.join(waiting)}); Ray replaces them"
 
 
 def applications() -> dict[str, ApplicationStatus]:

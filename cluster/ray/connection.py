@@ -34,8 +34,12 @@ def join(config: Config) -> None:
     if settings.address == "local":
         size = settings.object_store_mb << 20
         options = {"num_cpus": settings.num_cpus, "object_store_memory": size, "include_dashboard": False}
-    else:
-        _check_reachable(settings.address)
+    elif settings.address != "auto":
+        try:  # Ray itself would try for minutes
+            socket.create_connection(parse(settings.address), timeout=REACH_SECONDS).close()
+        except OSError as error:
+            where = f"no Ray cluster at {settings.address} ({error.strerror or error})"
+            raise CommandError(f"{where}; --address takes its HOST:PORT", FAILED) from error
     import ray
 
     try:
@@ -52,18 +56,6 @@ def join(config: Config) -> None:
     from ray import serve  # noqa: F401 - sets the level of its logger when first imported
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it would write into our own lines
-
-
-def _check_reachable(address: str) -> None:
-    """Ray itself would try for minutes."""
-    if address == "auto":
-        return
-    try:
-        with socket.create_connection(parse(address), timeout=REACH_SECONDS):
-            pass
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise CommandError(f"no Ray cluster at {address} ({reason}); --address takes its HOST:PORT", FAILED) from error
 
 
 def answers_anyone(address: str) -> bool:

@@ -26,7 +26,7 @@ from cluster.config.config import (
     from_mapping,
     max_replicas_of,
 )
-from cluster.config.environment import CHECKOUT, VISIBLE_GPUS, haproxy, replica_settings
+from cluster.config.environment import CHECKOUT, VISIBLE_GPUS, variable
 from cluster.config.environment import REPLICA_SETTINGS as SETTINGS
 from cluster.config.pools import DraftConfig, Pool, TargetConfig, chosen_threads
 from cluster.placement import APPLICATION, need, router_need
@@ -79,7 +79,7 @@ def part(config: Config, own: Pool | None) -> Config:
 
 def known(config: Config) -> Config:
     """The settings of the replica that calls this: those in its environment, else ``config``, which Serve was given."""
-    settings = replica_settings()
+    settings = variable(SETTINGS)
     return from_mapping(json.loads(settings), SETTINGS) if settings else config
 
 
@@ -137,7 +137,7 @@ def options(config: Config, pool: Pool | None, *, settings: bool = False) -> dic
     # Its requests are streams of minutes, which a replacement must not cut.
     drain = {"graceful_shutdown_timeout_s": LOCAL_DRAIN_SECONDS if local else config.router.drain_timeout}
     # HAProxy chooses by itself, and Serve refuses a class beside it; whether other clusters have it is not known here.
-    told = local and not haproxy()
+    told = local and variable("RAY_SERVE_ENABLE_HA_PROXY") != "1"
     choice = {"request_router_config": {"request_router_class": ROUTER_CHOICE}} if told else {}
     return router_need(config).deployment_options(environment) | drain | choice | {"max_surge_percent": ROUTER_SURGE}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -12,7 +13,7 @@ from cluster.autoscaling.serve_policy import figures
 from cluster.config.config import Config
 from cluster.config.security import check_http_exposure
 from cluster.config.serving import router_settings
-from cluster.discovery import Handles, serve_directory
+from cluster.discovery import Handles, LongPoll, ServeDirectory
 from cluster.ray.connection import check_token
 from cluster.ray.metrics import copy_metrics
 from cluster.ray.parts import known
@@ -43,7 +44,7 @@ class RouterReplica:
         self._recorder = PromptRecorder(settings.record) if settings.record else None
         self._dispatcher = dispatcher(settings.limits, settings.identity, self._tracing)
         self._models = tuple(dict.fromkeys(pool.model for pool in config.pools()))
-        self._directory = serve_directory(workers)
+        self._directory = ServeDirectory(workers, partial(LongPoll, asyncio.get_running_loop()))
         self._directory.start(self._dispatcher.pool.set_workers)
         self._copying = asyncio.create_task(copy_metrics(self._dispatcher.metrics.collect))
         freeze_loaded()

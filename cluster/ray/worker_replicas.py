@@ -41,24 +41,24 @@ ANNOUNCE_SECONDS = 2.0
 """Pause between telling routers of a worker that loads, and how long they may take to hear it."""
 
 
-class _WorkerReplica:
-    """A replica that is a worker with a gRPC server of its own."""
+class ServedWorker:
+    """A replica that is a target or draft worker, with a gRPC server of its own."""
 
-    role: Role
     _worker: Worker
     _copying: asyncio.Task[None] | None = None
 
     async def __init__(self, config: Config, deployment: str) -> None:  # type: ignore[misc]  # Serve awaits it
         config = known(config)
         pool = next(pool for pool in config.pools() if pool.deployment == deployment)
-        own, certified, wanted = worker_config(config, pool), identity(config, self.role.value), need(pool, config)
+        role, own, wanted = pool.role, worker_config(config, pool), need(pool, config)
+        certified = identity(config, role.value)
         ranks = RayRanks(wanted) if wanted.ranks > 1 else None
-        import_worker(own, self.role)
+        import_worker(own, role)
         from transport.worker import Door
 
-        door = await Door.open(self.role.value, _listen(config), certified)
-        async with _announced(door, self.role):
-            worker = await start_worker(own, self.role, door, ranks)
+        door = await Door.open(role.value, _listen(config), certified)
+        async with _announced(door, role):
+            worker = await start_worker(own, role, door, ranks)
         await self._begin(worker, config.drain_timeout, certified)
 
     async def _begin(self, worker: Worker, drain_timeout: float, certified: Identity | None) -> None:
@@ -96,18 +96,6 @@ class _WorkerReplica:
             if self._copying is not None:
                 self._copying.cancel()
             await self._worker.drain(self._drain_timeout)
-
-
-class TargetWorker(_WorkerReplica):
-    """A target worker."""
-
-    role = Role.TARGET
-
-
-class DraftWorker(_WorkerReplica):
-    """A draft worker."""
-
-    role = Role.DRAFT
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
@@ -33,7 +33,9 @@ class NotLockedError(Exception):
 def runtime_requirements(root: Path = ROOT) -> str:
     """The file's text: pins of requirements.lock that the dependencies in pyproject.toml lead to, in its order."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    locked = _locked((root / "requirements.lock").read_text(encoding="utf-8"))
+    lock = (root / "requirements.lock").read_text(encoding="utf-8")
+    pins = re.finditer(r"^([\w.-]+)==.*(?:\n[ ].*)*", lock, re.MULTILINE)
+    locked = {canonicalize_name(pin[1]): pin[0] for pin in pins}
     needed = closure([*project["dependencies"], *BUILD])
     missing = sorted(needed - locked.keys() - {TORCH})
     if missing:
@@ -66,11 +68,6 @@ def _requirements_of(name: str) -> list[Requirement]:
 
 def _applies(need: Requirement, extra: str) -> bool:
     return need.marker is None or need.marker.evaluate({"extra": extra})
-
-
-def _locked(text: str) -> Mapping[str, str]:
-    pins = re.finditer(r"^([\w.-]+)==.*(?:\n[ ].*)*", text, re.MULTILINE)
-    return {canonicalize_name(pin[1]): pin[0] for pin in pins}
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ pytestmark = needs_kubectl
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_overlay_is_valid(overlay: str) -> None:
-    assert [str(finding) for finding in findings(rendered(overlay))] == []
+    assert findings(rendered(overlay)) == []
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -62,10 +62,10 @@ def test_application_is_built_from_the_arguments(overlay: str) -> None:
 
 
 def test_ray_reads_the_variables_that_the_rules_are_about() -> None:
-    defaults = {ray_rules.DRAIN: ray_rules.DEFAULT_DRAIN_SECONDS}
+    defaults = {ray_rules.DRAIN: ray_rules.USUAL[ray_rules.DRAIN]}
     assert {name: getattr(ray_constants, name) for name in defaults} == defaults
-    assert getattr(serve_constants, ray_rules.HARD_STOP) == ray_rules.DEFAULT_HARD_STOP_SECONDS
-    assert serve_constants.MAX_PER_REPLICA_RETRY_COUNT == ray_rules.DEFAULT_RETRIES
+    assert getattr(serve_constants, ray_rules.HARD_STOP) == ray_rules.USUAL[ray_rules.HARD_STOP]
+    assert ray_rules.USUAL[ray_rules.RETRIES] == serve_constants.MAX_PER_REPLICA_RETRY_COUNT
     assert f'get_env_int("{ray_rules.RETRIES}", 3)' in inspect.getsource(serve_constants)
     assert all(hasattr(serve_constants, name) for name in ray_rules.WORDS)
 
@@ -76,7 +76,7 @@ def test_traces_reach_a_collector_beside_prometheus() -> None:
     document = yaml.safe_load(service["spec"]["serveConfigV2"])
     document["applications"][0]["args"]["tracing"] = {"otlp_endpoint": "http://collector.monitoring:4317"}
     service["spec"]["serveConfigV2"] = yaml.safe_dump(document)
-    assert [str(finding) for finding in findings(manifests)] == []
+    assert findings(manifests) == []
 
 
 def test_ports_that_stay_closed_are_those_of_haproxy() -> None:
@@ -154,7 +154,7 @@ def test_one_edited_file_is_enough_for_other_gpus_and_models(tmp_path: Path) -> 
         text = text.replace(old, new)
     values.write_text(text)
     manifests = render(values.parent)
-    assert [str(finding) for finding in findings(manifests)] == []
+    assert findings(manifests) == []
     large = one(manifests, "RayService", "paceline")["spec"]["rayClusterConfig"]["workerGroupSpecs"][2]
     pod = large["template"]["spec"]
     assert machines_of(large) == {"key": "gpu", "operator": "In", "values": ["NVIDIA-H200"]}
@@ -172,7 +172,7 @@ def test_another_model_builds_no_second_cluster(tmp_path: Path) -> None:
     values = tmp_path / "deploy/kubernetes/overlays/gpu/values.yaml"
     values.write_text(values.read_text().replace("Llama-3.2-1B", "Llama-3.2-3B").replace("llama-1b", "llama-3b"))
     before, after = rendered("gpu"), render(values.parent)
-    assert [str(finding) for finding in findings(after)] == []
+    assert findings(after) == []
     services = [one(manifests, "RayService", "paceline")["spec"] for manifests in (before, after)]
     assert services[0]["rayClusterConfig"] == services[1]["rayClusterConfig"]
     assert services[0]["serveConfigV2"] != services[1]["serveConfigV2"]
@@ -196,7 +196,7 @@ def with_components(folder: Path, overlay: str, old: str, new: str) -> Manifests
 def test_a_component_that_the_cluster_does_not_have_can_be_left_out(tmp_path: Path, component: str) -> None:
     path = "../.." if component.startswith("components") else "../../.."
     manifests = with_components(tmp_path, "ha", f"- {path}/{component}\n", "")
-    assert [str(finding) for finding in findings(manifests)] == []
+    assert findings(manifests) == []
     assert models_by_hand(manifests) == (component == "components/models")
     by_hand = {name for name in secrets_by_hand(manifests) if name.endswith("-tls")}
     roles = ("router", "target", "draft", "redis") if component == "components/certificates" else ()
@@ -205,7 +205,7 @@ def test_a_component_that_the_cluster_does_not_have_can_be_left_out(tmp_path: Pa
 
 def test_gpus_may_need_a_runtime_class(tmp_path: Path) -> None:
     manifests = with_components(tmp_path, "gpu", "components:\n", "components:\n- ../../components/nvidia-runtime\n")
-    assert [str(finding) for finding in findings(manifests)] == []
+    assert findings(manifests) == []
     groups = one(manifests, "RayService", "paceline")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     classes = {group["groupName"]: group["template"]["spec"].get("runtimeClassName") for group in groups}
     assert classes == {"router": None, "small-gpu": "nvidia", "large-gpu": "nvidia"}
@@ -214,7 +214,7 @@ def test_gpus_may_need_a_runtime_class(tmp_path: Path) -> None:
 def test_a_registry_may_ask_for_a_login(tmp_path: Path) -> None:
     assert "paceline-registry" not in secrets_by_hand(rendered("ha"))
     manifests = with_components(tmp_path, "ha", "components:\n", "components:\n- ../../components/registry\n")
-    assert [str(finding) for finding in findings(manifests)] == []
+    assert findings(manifests) == []
     assert "paceline-registry" in secrets_by_hand(manifests)
     accounts = {pod.spec["serviceAccountName"] for pod in manifests.pods()}
     pulling = {entry["metadata"]["name"] for entry in manifests.of("ServiceAccount") if entry.get("imagePullSecrets")}
@@ -229,18 +229,18 @@ def test_prometheus_of_the_helm_chart_takes_what_we_give_it() -> None:
 
 def test_ingress_may_replace_the_gateway(tmp_path: Path) -> None:
     manifests = with_components(tmp_path, "gpu", "components/gateway", "components/ingress")
-    assert [str(finding) for finding in findings(manifests)] == []
+    assert findings(manifests) == []
     ingress = one(manifests, "Ingress", "paceline")
     assert ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
     ingress["spec"]["rules"][0]["http"]["paths"][-1]["pathType"] = "Prefix"
-    assert [str(finding) for finding in findings(manifests)] == [
+    assert findings(manifests) == [
         f"Ingress paceline: {path} is for operators, and comes through here" for path in ("/metrics", "/cluster")
     ]
 
 
 def test_inference_pool_may_replace_the_gateway(tmp_path: Path) -> None:
     manifests = with_components(tmp_path, "gpu", "components/gateway", "components/inference-pool")
-    assert [str(finding) for finding in findings(manifests)] == []
+    assert findings(manifests) == []
     assert "set-by-values" not in yaml.safe_dump(manifests.objects)
     pool = one(manifests, "InferencePool", "paceline")
     assert [pod.where for pod in manifests.pods() if selects(pool["spec"]["selector"], pod.labels)] == [
@@ -270,7 +270,7 @@ def test_endpoint_picker_that_needs_a_key_is_found(tmp_path: Path) -> None:
         data["picker.yaml"] = data["picker.yaml"].replace(
             old, old.removesuffix("/picker").replace(", path: /metrics", "")
         )
-        found = [str(finding) for finding in findings(manifests)]
+        found = findings(manifests)
         assert len(found) == 1 and "picker.yaml: /metrics wants a key; have it read /metrics/picker" in found[0]
 
 
@@ -293,7 +293,7 @@ def test_faults_planted_in_the_pool_are_found(
     for step in path[:-1]:
         part = part[step]
     part[path[-1]] = value
-    assert [finding for finding in findings(manifests) if found in str(finding)]
+    assert [finding for finding in findings(manifests) if found in finding]
 
 
 def test_command_says_what_to_make_first(capsys: pytest.CaptureFixture[str]) -> None:

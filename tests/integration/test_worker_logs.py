@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from cluster.processes.logs import JsonFormatter, TextFormatter
+from cluster.processes.logs import RecordFormatter
 from router.generation import Generation
 from speculation.messages import Sampling, SessionId
 from tests.stack import dispatcher, draft_worker, held_out_prompts, target_worker
@@ -21,7 +21,7 @@ async def test_lines_about_a_session_name_its_request(caplog: pytest.LogCaptureF
             for request in ("req-1", "req-2"):
                 generation = Generation(held_out_prompts()[0], Sampling(temperature=0.0), 20, request_id=request)
                 assert [item async for item in serving.generate(generation)]
-    records = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
+    records = [json.loads(RecordFormatter(json=True).format(record)) for record in caplog.records]
     for name in ("router.dispatch", "target_service.verify_loop", "draft_service.lookahead"):
         told = [record for record in records if record["logger"] == name]
         assert {record["request"] for record in told} == {"req-1", "req-2"}, name
@@ -35,4 +35,4 @@ async def test_lines_about_a_session_name_its_request(caplog: pytest.LogCaptureF
 def test_an_id_cannot_begin_a_line_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     SessionLog(logging.getLogger("x"), SessionId(1), "a\nb").warning("hello")
     (record,) = caplog.records
-    assert "\n" not in TextFormatter().format(record)
+    assert "\n" not in RecordFormatter(json=False).format(record)

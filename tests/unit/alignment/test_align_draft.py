@@ -18,7 +18,7 @@ import torch
 from alignment import distillation, report, workplace
 from alignment.distillation import DistillationOutcome, score
 from alignment.encoding import Batches
-from alignment.errors import DiskError, SettingsError
+from alignment.options import DiskError, SettingsError
 from alignment.pair import load_stock
 from alignment.training import Trainer
 from alignment.workplace import read_checkpoint, write_checkpoint, write_whole

@@ -13,7 +13,7 @@ import pytest
 
 from alignment import data
 from alignment.data import BLOCK_BYTES, Conversation, DataSource, Passage, find_data, scattered
-from alignment.errors import DataError
+from alignment.options import DataError
 
 ALPHABET = "abcdefgh  \n\nöé世🎉"
 

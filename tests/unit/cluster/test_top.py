@@ -120,7 +120,7 @@ def test_it_says_that_the_router_is_away_and_goes_on_when_it_is_back() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        watch(look, console, 1.0, sleep)
+        watch(look(), look, console, 1.0, sleep)
     assert "\x1b[?1049h" in frames[0], "on a screen of its own, so that what stood there comes back"
     assert "does not answer: refused; trying again" in frames[1]
     assert "100.1:7001" in frames[1], "what was last known stays"
@@ -143,13 +143,14 @@ def test_it_says_that_the_router_is_away_and_goes_on_when_it_is_back() -> None:
 )
 def test_what_is_wrong_at_the_start_ends_it(answer: Any, words: str, code: int) -> None:
     with pytest.raises(CommandError, match=words) as error:
-        top._once(partial(look_at, client(answer), "http://paceline"), Console(file=io.StringIO()), as_json=False)
+        top.first(partial(look_at, client(answer), "http://paceline"))
     assert error.value.code == code
 
 
-def test_json_is_the_answer_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_the_answer_as_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     shown = view()
-    assert top._once(partial(look_at, client(shown), "http://paceline"), Console(file=io.StringIO()), as_json=True) == 0
+    monkeypatch.setattr(top, "look_at", lambda *_: shown)
+    assert cli.main(["top", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == shown
 
 

@@ -195,7 +195,6 @@ PLAN = TrainingPlan(
     long_sequence=16,
     muon_rate=1e-2,
     adam_rate=1e-2,
-    seed=0,
     device=torch.device("cpu"),
     dtype=torch.bfloat16,
     warmup_steps=2,

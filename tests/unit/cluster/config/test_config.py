@@ -83,6 +83,40 @@ def test_without_speculation_there_are_no_drafters():
         ("target: fast", "target must be a mapping of settings, got 'fast'"),
         ("- target", "must be a mapping of settings, got a list"),
         ("target: {", "is not YAML"),
+        ("draft: {placement: here}", "draft.placement must be one of auto, own, shared, cpu, got 'here'"),
+        ("draft: {placement: cpu, device: 'cuda:1'}", "draft.placement is cpu, but its device is cuda:1"),
+        (
+            "draft: {placement: shared, assistant: /m}",
+            "draft.placement is shared, which draft.assistant cannot be used",
+        ),
+        ("draft: {placement: shared, target_tokenizer: /m}", "which draft.target_tokenizer cannot be used with"),
+        ("draft: {placement: shared, tensor_parallel_size: 2}", "but draft.tensor_parallel_size is 2"),
+        (
+            "models: {a: {drafts: {b: {placement: shared}, c: {placement: shared}}}}",
+            "models.a has 2 draft pools with placement shared; a target has one",
+        ),
+        ("models: {a: {drafts: {b: {placement: cpu, device: cuda}}}}", "models.a.drafts.b.placement is cpu"),
+        ("models: [a]", "models must be a mapping of settings, got a list"),
+        ("models: {a: 3}", "models.a must be a mapping of settings, got 3"),
+        ("models: {3: {}}", "models has a name 3; a name there is made of letters, digits and . _ - : /"),
+        ("models: {a b: {}}", "models has a name 'a b'; a name"),
+        ("models: {a: {draft: {}}}", "unknown setting 'models.a.draft'; did you mean 'drafts'?"),
+        ("models: {a: {target: 3}}", "models.a.target must be a mapping of settings, got 3"),
+        (
+            "models: {a: {target: {gpsu: 1}}}",
+            "unknown setting 'models.a.target.gpsu'; did you mean 'models.a.target.gpus'?",
+        ),
+        ("models: {a: {target: {name: b}}}", "models.a.target.name is 'b'; the key 'a' is the name"),
+        ("models: {a: {drafts: [small]}}", "models.a.drafts must be a mapping of settings, got a list"),
+        ("models: {a: {drafts: {Big One: {}}}}", "models.a.drafts has a name 'Big One'; a name there is made of lower"),
+        (
+            "models: {llama-8b: {drafts: {small: {replicas: many}}}}",
+            "models.llama-8b.drafts.small.replicas must be a whole number from 0 to 1024, got 'many'",
+        ),
+        ("models: {a/b: {}, a-b: {}}", "models 'a/b' and 'a-b' differ only in / : -; rename one of them"),
+        ("models.a.target.gpus: 1", "unknown setting 'models.a.target.gpus'"),
+        ("{models: {a: {}}, router: {model_name: b}}", "router.model_name is 'b'; leave it empty, the keys of models"),
+        ("target: {labels: zone}", "target.labels must be labels such as paceline.io/role=router, zone=a, got 'zone'"),
     ],
 )
 def test_a_bad_file_is_refused_with_what_would_be_right(tmp_path, text, words):
@@ -220,65 +254,6 @@ def test_each_model_places_its_drafts(tmp_path):
 
 def test_drafting_on_cpus_is_a_device():
     assert load(None, [Override("draft.placement", "cpu", "-")]).draft.device == "cpu"
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("draft: {placement: here}", "draft.placement must be one of auto, own, shared, cpu, got 'here'"),
-        ("draft: {placement: cpu, device: 'cuda:1'}", "draft.placement is cpu, but its device is cuda:1"),
-        (
-            "draft: {placement: shared, assistant: /m}",
-            "draft.placement is shared, which draft.assistant cannot be used",
-        ),
-        ("draft: {placement: shared, target_tokenizer: /m}", "which draft.target_tokenizer cannot be used with"),
-        ("draft: {placement: shared, tensor_parallel_size: 2}", "but draft.tensor_parallel_size is 2"),
-        (
-            "models: {a: {drafts: {b: {placement: shared}, c: {placement: shared}}}}",
-            "models.a has 2 draft pools with placement shared; a target has one",
-        ),
-        ("models: {a: {drafts: {b: {placement: cpu, device: cuda}}}}", "models.a.drafts.b.placement is cpu"),
-    ],
-)
-def test_a_placement_that_contradicts_the_rest_is_refused(tmp_path, text, words):
-    with pytest.raises(ConfigError) as caught:
-        load(written(tmp_path, text))
-    assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("models: [a]", "models must be a mapping of settings, got a list"),
-        ("models: {a: 3}", "models.a must be a mapping of settings, got 3"),
-        ("models: {3: {}}", "models has a name 3; a name there is made of letters, digits and . _ - : /"),
-        ("models: {a b: {}}", "models has a name 'a b'; a name"),
-        ("models: {a: {draft: {}}}", "unknown setting 'models.a.draft'; did you mean 'drafts'?"),
-        ("models: {a: {target: 3}}", "models.a.target must be a mapping of settings, got 3"),
-        (
-            "models: {a: {target: {gpsu: 1}}}",
-            "unknown setting 'models.a.target.gpsu'; did you mean 'models.a.target.gpus'?",
-        ),
-        ("models: {a: {target: {name: b}}}", "models.a.target.name is 'b'; the key 'a' is the name"),
-        ("models: {a: {drafts: [small]}}", "models.a.drafts must be a mapping of settings, got a list"),
-        ("models: {a: {drafts: {Big One: {}}}}", "models.a.drafts has a name 'Big One'; a name there is made of lower"),
-        (
-            "models: {llama-8b: {drafts: {small: {replicas: many}}}}",
-            "models.llama-8b.drafts.small.replicas must be a whole number from 0 to 1024, got 'many'",
-        ),
-        ("models: {a/b: {}, a-b: {}}", "models 'a/b' and 'a-b' differ only in / : -; rename one of them"),
-        ("models.a.target.gpus: 1", "unknown setting 'models.a.target.gpus'"),
-        ("{models: {a: {}}, router: {model_name: b}}", "router.model_name is 'b'; leave it empty, the keys of models"),
-        ("target: {labels: zone}", "target.labels must be labels such as paceline.io/role=router, zone=a, got 'zone'"),
-    ],
-)
-def test_bad_models_are_refused_by_their_path(tmp_path, text, words):
-    path = written(tmp_path, text)
-    with pytest.raises(ConfigError) as caught:
-        load(path)
-    assert words in str(caught.value)
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

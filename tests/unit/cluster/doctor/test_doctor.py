@@ -5,12 +5,12 @@ import shutil
 import socket
 import struct
 from collections import Counter
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cryptography.hazmat.primitives.serialization import Encoding
 from packaging.requirements import Requirement
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
@@ -318,10 +318,10 @@ def authorities():
 
 def certified(folder, authorities, *, days=90, signer=0, other_key=False, now=NOW, **options):
     """What is found in a certificate made that way."""
-    certificate, key = issue(authorities[signer], NOW - timedelta(days=1), NOW + timedelta(days=days), **options)
+    issued = issue(authorities[signer], NOW - timedelta(days=1), NOW + timedelta(days=days), **options)
     if other_key:
-        _, key = issue(authorities[0], NOW, NOW + timedelta(days=1))
-    files = write(folder, certificate, key, authorities[0])
+        issued = replace(issued, key=issue(authorities[0], NOW, NOW + timedelta(days=1)).key)
+    files = write(folder, issued, authorities[0])
     return list(certificates.check(*files, now=now))
 
 
@@ -346,23 +346,19 @@ def test_a_certificate_with_a_fault(tmp_path, authorities, options, words):
     assert words in only(certified(tmp_path, authorities, **options))
 
 
-def joined(*certified):
-    return b"".join(certificate.public_bytes(Encoding.PEM) for certificate in certified)
-
-
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("other", [timedelta(days=1), timedelta(0)])
 def test_any_of_several_authorities_may_have_issued_it(tmp_path, authorities, first, other):
     certified(tmp_path, authorities)
-    listed = [authorities[0].certificate, make_authority(NOW, other).certificate]
-    (tmp_path / "ca.crt").write_bytes(joined(listed[first], listed[1 - first]))
+    listed = [authorities[0].certificate_pem, make_authority(NOW, other).certificate_pem]
+    (tmp_path / "ca.crt").write_bytes(listed[first] + listed[1 - first])
     assert "valid for another 90 days" in only(looked_at(tmp_path))
 
 
 def test_the_authority_that_issued_it_must_be_valid(tmp_path, authorities):
     old = make_authority(NOW, timedelta(0))
     certified(tmp_path, [old])
-    (tmp_path / "ca.crt").write_bytes(joined(authorities[0].certificate, old.certificate))
+    (tmp_path / "ca.crt").write_bytes(authorities[0].certificate_pem + old.certificate_pem)
     assert "ca.crt expired at 2030-01-01 00:00 UTC" in only(looked_at(tmp_path))
     ending = make_authority(NOW, timedelta(days=3))
     certified(tmp_path, [ending])
@@ -380,10 +376,10 @@ def test_the_authority_that_issued_it_must_be_valid(tmp_path, authorities):
 )
 def test_intermediates_may_stand_between(tmp_path, authorities, days, chain, words):
     between = make_intermediate(authorities[0], NOW - timedelta(days=1), NOW + timedelta(days=days))
-    own, key = issue(between, NOW - timedelta(days=1), NOW + timedelta(days=90))
-    write(tmp_path, own, key, authorities[0])
+    own = issue(between, NOW - timedelta(days=1), NOW + timedelta(days=90))
+    write(tmp_path, own, authorities[0])
     if chain:
-        (tmp_path / "tls.crt").write_bytes(joined(own, between.certificate))
+        (tmp_path / "tls.crt").write_bytes(own.certificate_pem + between.certificate_pem)
     assert words in only(looked_at(tmp_path))
 
 
@@ -396,7 +392,7 @@ def test_certificates_of_the_roles_on_this_machine(tmp_path):
     router = tmp_path / "router"
     router.mkdir()
     authority = make_authority(now)
-    write(router, *issue(authority, now, now + timedelta(days=50)), authority)
+    write(router, issue(authority, now, now + timedelta(days=50)), authority)
     paths = [f"{tmp_path}/{{role}}/{name}" for name in ("tls.crt", "tls.key", "ca.crt")]
     assert "router/tls.crt" in only(certificates.check_all(*paths))
     (router / "tls.crt").unlink()
@@ -651,12 +647,12 @@ def test_nobody_listed_is_no_fault():
 
 def test_distance_pays_or_not():
     near = [met(Role.TARGET), met(Role.DRAFT)]
-    steps = workers.StepCosts(target=0.03, draft=0.002, acceptance=0.8)
-    assert only(workers.judge_distance(near, steps)).startswith("ok       distance: 2.0 ms from drafter to target")
+    assert only(workers.judge_distance(near, 0.03, 0.002, 0.8)).startswith(
+        "ok       distance: 2.0 ms from drafter to target"
+    )
     far = [met(Role.TARGET), met(Role.DRAFT, trips=(2.0,))]
-    slow = workers.StepCosts(0.005, 0.004, 0.3)
-    assert only(workers.judge_distance(far, slow)).startswith("warning  distance: 2001.0 ms")
-    assert not list(workers.judge_distance([met(Role.TARGET)], steps))
+    assert only(workers.judge_distance(far, 0.005, 0.004, 0.3)).startswith("warning  distance: 2001.0 ms")
+    assert not list(workers.judge_distance([met(Role.TARGET)], 0.03, 0.002, 0.8))
 
 
 def test_the_same_text_with_and_without_drafts():

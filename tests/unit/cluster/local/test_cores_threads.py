@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -19,13 +20,14 @@ from cluster.config.pools import chosen_max_threads, chosen_threads
 from cluster.local import threads
 from cluster.local.cores import DRAFTS, StepTimes, decoded, encoded
 from cluster.local.threads import (
-    CoreCache,
     Unmeasured,
-    default_cache,
+    cache_file,
     divisible,
+    keep,
     key_of,
     measuring,
     output_of,
+    recall,
     settled,
     usable_cores,
 )
@@ -42,11 +44,11 @@ def configured(**settings: str) -> Config:
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> CoreCache:
-    """The cache of the test, and two cores."""
+def cache(tmp_path, monkeypatch) -> Path:
+    """The file of the test, and two cores."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(threads, "usable_cores", lambda: 2)
-    return default_cache()
+    return cache_file()
 
 
 def measured_by(monkeypatch, program: str, seconds: float = 20.0) -> list[str]:
@@ -141,7 +143,7 @@ def test_the_first_start_measures_and_the_second_remembers(monkeypatch, capsys, 
     measured_by(monkeypatch, "raise SystemExit('not again')")
     assert settled(configured()) == first
     assert capsys.readouterr() == ("", "")
-    assert [path.name for path in cache.path.parent.iterdir()] == ["cores.json"]
+    assert [path.name for path in cache.parent.iterdir()] == ["cores.json"]
 
 
 def test_a_target_that_drafts_in_turn_gets_the_cores_that_pay(monkeypatch, capsys, cache):
@@ -287,14 +289,12 @@ def test_the_measuring_process_ends_with_its_parent(number):
     ],
 )
 def test_a_damaged_cache_is_replaced(cache, content):
-    cache.path.parent.mkdir(parents=True)
-    cache.path.write_text(content, encoding="latin-1")
-    assert cache.get("key", 2) is None
-    assert not cache.failed("key", 0.0)
-    cache.put("key", encoded(MEASURED))
-    assert cache.get("key", 2) == MEASURED
-    assert cache.get("other", 2) is None
-    assert cache.get("key", 3) is None
+    cache.parent.mkdir(parents=True)
+    cache.write_text(content, encoding="latin-1")
+    assert recall("key", 2, 0.0) == (None, False)
+    keep("key", encoded(MEASURED))
+    assert recall("key", 2, 0.0) == (MEASURED, False)
+    assert recall("other", 2, 0.0) == recall("key", 3, 0.0) == (None, False)
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch, capsys):
@@ -308,14 +308,14 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch, c
 def test_a_relative_cache_folder_is_ignored(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
     monkeypatch.setenv("HOME", "/home/someone")
-    assert str(default_cache().path) == "/home/someone/.cache/paceline/cores.json"
+    assert str(cache_file()) == "/home/someone/.cache/paceline/cores.json"
 
 
 def test_the_oldest_measurements_are_forgotten(cache, monkeypatch):
     monkeypatch.setattr(threads, "MAX_ENTRIES", 2)
     for key in ("a", "b", "a", "c"):
-        cache.put(key, encoded(MEASURED))
-    assert [key for key in "abc" if cache.get(key, 2)] == ["a", "c"]
+        keep(key, encoded(MEASURED))
+    assert [key for key in "abc" if recall(key, 2, 0.0)[0]] == ["a", "c"]
 
 
 def test_the_key_follows_what_the_times_depend_on(tmp_path):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.processes.logs import JsonFormatter, TextFormatter, add_flags, set_up
+from cluster.processes.logs import RecordFormatter, add_flags, set_up
 from speculation.messages import SessionId
 from transport.tracing import SessionLog
 
@@ -55,7 +55,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert failed["traceback"].endswith("ValueError: boom")
 
 
-@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
+@pytest.mark.parametrize("formatter", [RecordFormatter(json=False), RecordFormatter(json=True)])
 def test_fields_that_are_not_there_are_left_out(formatter: logging.Formatter) -> None:
     record = logging.makeLogRecord({"msg": "hello", "request": "", "session": None})
     assert "request" not in formatter.format(record)

@@ -52,7 +52,7 @@ def router(monkeypatch: pytest.MonkeyPatch, security: dict[str, str]) -> Any:
     """Starts a router's replica in a cluster that is not there."""
     nothing = SimpleNamespace(start=lambda *_: None)
     monkeypatch.setattr(router_replica, "_check_doors", lambda _config: None)
-    monkeypatch.setattr(router_replica, "serve_directory", lambda _workers: nothing)
+    monkeypatch.setattr(router_replica, "ServeDirectory", lambda *_: nothing)
     monkeypatch.setattr(router_replica, "copy_metrics", lambda _collect: asyncio.sleep(0))
     monkeypatch.setattr(router_replica, "freeze_loaded", lambda: None)
     return started(router_replica.RouterReplica, monkeypatch, on_a_cluster(security), [])
@@ -77,9 +77,7 @@ async def test_a_router_opens_nothing_on_the_word_of_a_worker(router: Any) -> No
         await (await router)._tokenizers.of(ServedModel("m", 400, 64, 0, "/etc"))
 
 
-WORKERS = pytest.mark.parametrize(
-    ("kind", "name"), [(worker_replicas.TargetWorker, "target"), (worker_replicas.DraftWorker, "draft")]
-)
+WORKERS = pytest.mark.parametrize("name", ["target", "draft"])
 
 
 class OpenedError(Exception):
@@ -99,18 +97,18 @@ def doors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @WORKERS
 async def test_a_worker_listens_with_its_certificate(
-    kind: Any, name: str, doors: None, monkeypatch: pytest.MonkeyPatch, security: dict[str, str]
+    name: str, doors: None, monkeypatch: pytest.MonkeyPatch, security: dict[str, str]
 ) -> None:
     deployment = f"{name.capitalize()}Worker"
     with pytest.raises(OpenedError) as opened:
-        await started(kind, monkeypatch, on_a_cluster(security), deployment)
+        await started(worker_replicas.ServedWorker, monkeypatch, on_a_cluster(security), deployment)
     assert opened.value.args == (name, f"{ADDRESS}:0", Path(security["certificate"].format(role=name)))
 
 
 @WORKERS
 async def test_a_worker_that_anyone_could_use_does_not_listen(
-    kind: Any, name: str, doors: None, monkeypatch: pytest.MonkeyPatch
+    name: str, doors: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SecurityError, match=rf"^{ADDRESS} can be reached from other machines"):
-        await started(kind, monkeypatch, on_a_cluster({}), f"{name.capitalize()}Worker")
+        await started(worker_replicas.ServedWorker, monkeypatch, on_a_cluster({}), f"{name.capitalize()}Worker")
     assert not asyncio.all_tasks() - {asyncio.current_task()}

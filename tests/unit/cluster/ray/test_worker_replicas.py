@@ -48,10 +48,10 @@ async def test_a_worker_with_certificates_tells_when_they_end(monkeypatch, files
     # One of the class has a destructor that must be awaited.
     replica = SimpleNamespace(_exit_on_failure=worker.wait, _copying=None)
     certified = SimpleNamespace(certificates=tuple(map(Path, files))) if files else None
-    await worker_replicas._WorkerReplica._begin(replica, worker, 1.0, certified)
+    await worker_replicas.ServedWorker._begin(replica, worker, 1.0, certified)
     await asyncio.sleep(0)
     assert heard == told
-    await worker_replicas._WorkerReplica.__del__(replica)
+    await worker_replicas.ServedWorker.__del__(replica)
     assert worker.drained.is_set()
     await asyncio.sleep(0)
     assert len(ended) == len(told)
