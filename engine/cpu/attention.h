@@ -94,11 +94,13 @@ inline const float* value_at(const void* cache, const size_t* at, int head, bool
 // Keys of a head at WIDTH places of the cache by columns: [size / PER][WIDTH].
 template <typename N>
 inline void to_columns(const void* cache, const size_t* at, int head, int size, bool half, float* columns) {
+  size_t from[WIDTH];
+  for (int j = 0; j < WIDTH; ++j) from[j] = (at[j] + head) * size;
   for (int i = 0; i < size / PER<N>; i += WIDTH) {
     Vec rows[WIDTH];
     for (int j = 0; j < WIDTH; ++j)
-      rows[j] = PER<N> == 2 ? load(static_cast<const float*>(cache) + (at[j] + head) * size / 2 + i)
-                            : widened_at(cache, (at[j] + head) * size + i, half);
+      rows[j] = PER<N> == 2 ? load(static_cast<const float*>(cache) + from[j] / 2 + i)
+                            : widened_at(cache, from[j] + i, half);
     transpose(rows);
     for (int j = 0; j < WIDTH; ++j) store(columns + (i + j) * WIDTH, rows[j]);
   }

@@ -40,7 +40,8 @@ def expected(folder: Path, tokens: list[int]) -> Tensor:
 
 
 def stock(model: Model) -> Engine:
-    return Engine(model, slot_engine(model).cache, aux_layers=LAYERS)
+    computing = slot_engine(model)
+    return Engine(computing.model, computing.cache, aux_layers=LAYERS)
 
 
 def rows(model: Model, record: Recorder | None = None) -> Engine:
