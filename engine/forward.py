@@ -1,8 +1,8 @@
 """One forward of the model over the cache, from nothing but plain data.
 
-Decides how a step is computed, once it is decided what: by rows (:mod:`engine.cuda` or :mod:`engine.cpu`), or sequence
-by sequence. Every rank of a tensor-parallel group computes the same step from the same :class:`StepInput`. Knows no
-books; those are kept once, by :mod:`engine.step` on rank 0.
+Decides how a step is computed, once it is decided what: padded and replayed (:mod:`engine.cuda`), or as it is. Every
+rank of a tensor-parallel group computes the same step from the same :class:`StepInput`. Knows no books; those are kept
+once, by :mod:`engine.step` on rank 0.
 
 Tensor legend: T tokens of the step, R rows asked for, V vocabulary, D hidden size, X logits and hidden state together,
 A auxiliary hidden states of a token.
@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention.attention import Step, forward_context
+from engine.attention.attention import Step, forward_context, steps_of
 from engine.attention.row_attention import RowAttention
-from engine.attention.rows import ROW_CLASSES, Rows, as_wanted, packed
+from engine.attention.rows import ROW_CLASSES, as_wanted
 from engine.cache.kv_cache import CachedSequence
 from engine.cache.kv_store import KVStore, Move
 from engine.cache.sequence_state import SequenceState
@@ -35,9 +35,6 @@ from engine.layers.fused import fused_logits
 from engine.layers.linear import products
 from engine.model import Model
 from engine.sampling.sampling import Draw
-
-MAX_ROWS = 4096
-"""Of a piece of a step that is computed by rows and not padded."""
 
 
 class Chunk(NamedTuple):
@@ -78,19 +75,9 @@ class StepInput:
     moves: Sequence[Move]
     """Slots to copy before anything is computed."""
     invariant: bool
-    """Whether attention has to be batch-invariant; see :mod:`engine.attention.invariance`."""
+    """Whether products have to be; see :func:`engine.layers.linear.products`."""
     row_classes: Sequence[int] = ()
     """Numbers of rows that rank 0 pads steps to, if it does; the others then use no more than these."""
-
-    @property
-    def positions(self) -> list[int]:
-        """Of every token."""
-        return [state.length + depth for state, count in self.chunks for depth in state.depths[-count:]]
-
-    @property
-    def slots(self) -> list[int]:
-        """Where every token's keys and values go."""
-        return [slot for state, count in self.chunks for slot in state.pending_slots[-count:]]
 
     def encoded(self) -> bytes:
         """For the other ranks; see :meth:`decoded`."""
@@ -154,8 +141,10 @@ class ForwardPass:
         self._tap = HiddenTap(model) if keep_hidden else None
         self._hidden_size: int = model.config.get_text_config(decoder=True).hidden_size if keep_hidden else 0
         self._layer_tap = LayerTap(model, aux_layers, ROW_CLASSES[-1]) if aux_layers else None
+        assert model.attention is not None, "a model that cannot speculate"
+        self._attention: RowAttention = model.attention
         self._rows: RowSteps | None = None
-        if model.attention is not None and model.attention.replayed:
+        if model.attention.replayed:
             drawn = model.vocabulary if draws and self.dtype == torch.float32 else 0
             self._rows = RowSteps(
                 self._logits, store, model.attention, model.layers, model.context, record, agreed, drawn, self._note
@@ -179,11 +168,8 @@ class ForwardPass:
                 for rows in set(self._rows.classes).difference(inputs.row_classes or self._rows.classes):
                     self._rows.avoid(rows)
             logits_RV = self._rows.run(inputs.tokens, inputs.rows, inputs.chunks, draws)
-        elif self.model.attention is not None:
-            logits_RV = self._by_rows(inputs, self.model.attention)
         else:
-            logits_RV = self._computed(inputs)
-            self._note(len(inputs.tokens))
+            logits_RV = self._by_rows(inputs)
         if self._layer_tap is not None:
             self.aux = self._layer_tap.take()
         if self._tap is not None:
@@ -231,29 +217,16 @@ class ForwardPass:
         """Prepare for steps of every size, where that can be done without one; False: it cannot."""
         return self._rows is not None and self._rows.warm_up()
 
-    def _by_rows(self, inputs: StepInput, attention: RowAttention) -> Tensor:
+    def _by_rows(self, inputs: StepInput) -> Tensor:
         """The wanted rows, of a step as large as what it computes: neither padded nor recorded."""
-        order, page, layers = sorted(set(inputs.rows)), attention.page, self.model.layers
-        assert all(state.block == page for state, _ in inputs.chunks), "pages are the cache's blocks"
-        pages = -(-self.model.context // page)
-        found: list[Tensor] = []
-        for piece in packed(inputs.tokens, order, inputs.chunks, group=attention.group, max_rows=MAX_ROWS, pages=pages):
-            rows = Rows.within(piece.host_buffer(len(piece), 0), len(piece))
-            step = Step(self._store, (), rows.slots_T, layers, rows=rows, attention=attention)
-            wanted_R = rows.wanted_R[: len(piece.wanted)].long()
-            found.append(self._logits(step, rows.tokens_T.long(), rows.positions_T.long(), wanted_R))
+        order, model, found = sorted(set(inputs.rows)), self.model, list[Tensor]()
+        for piece, step, tokens_T, positions_T in steps_of(
+            inputs.tokens, order, inputs.chunks, self._store, self._attention, model.layers, model.context
+        ):
+            step.invariant = inputs.invariant
+            found.append(self._logits(step, tokens_T, positions_T, upload(piece.wanted, model.device)))
             self._note(len(piece))
         return as_wanted(found, order, inputs.rows)
-
-    def _computed(self, inputs: StepInput) -> Tensor:
-        """The wanted rows, or one if none are, laid out sequence by sequence."""
-        store, device, slots = self._store, self.model.device, inputs.slots
-        count = len(slots)
-        tokens_T, positions_T, slots_T = upload([*inputs.tokens, *inputs.positions, *slots], device).view(3, count)
-        rows_R = upload(inputs.rows or [count - 1], device)
-        first = slots[0] if slots == list(range(slots[0], slots[0] + count)) else None
-        step = Step(store, inputs.chunks, slots_T, self.model.layers, first=first, invariant=inputs.invariant)
-        return self._logits(step, tokens_T, positions_T, rows_R)
 
     @torch.inference_mode()
     def _logits(self, step: Step, tokens_T: Tensor, positions_T: Tensor, rows_R: Tensor) -> Tensor:

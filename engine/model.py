@@ -31,6 +31,11 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+def kind_and_line(error: BaseException) -> str:
+    """The same behind the name of its class."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 @dataclass(frozen=True)
 class Model:
     """A causal language model whose attention goes through :mod:`engine.attention.attention`, if it can speculate."""
@@ -70,6 +75,6 @@ class Model:
         return kind
 
     attention: RowAttention | None = None
-    """What computes its attention by rows; None: see :mod:`engine.attention.attention`."""
+    """What computes its attention; None: transformers does, as it cannot speculate."""
     weights: str = ""
     """How the weights are quantised and what that saves, for people; empty if they are not."""

@@ -10,19 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.row_attention import PlainRowAttention, RowAttention, RowPlan
+from engine.attention.row_attention import RowAttention, RowPlan
 from engine.attention.rows import SLICE, Rows
 from engine.cache.kv_cache import CachedSequence, KVCache
+from engine.cache.kv_store import PAGE
 from engine.interface import Chunk
 from engine.model import Model
 from engine.step import Engine
 
 
-class PlainRows(PlainRowAttention):
+class PlainRows(RowAttention):
     """The plain computation in place of the kernels, for any computer; counts its calls and checks its rows."""
 
-    def __init__(self, heads_per_key: int = 1, context: int = 1 << 20) -> None:
-        super().__init__(context, heads_per_key, torch.device("cpu"), page=8)
+    replayed, spare = True, 64
+
+    def __init__(self, heads_per_key: int = 1) -> None:
+        super().__init__(group=64 // heads_per_key, page=8)
         self.calls = 0
         self.max_rows = 0
 
@@ -30,7 +33,7 @@ class PlainRows(PlainRowAttention):
         self.calls += 1
         self.max_rows = max(self.max_rows, len(query_TQD))
         check_groups(plan.rows)
-        return super().__call__(query_TQD, keys_SHD, values_SHE, plan, **how)
+        return plain_attention(query_TQD, keys_SHD, values_SHE, plan.rows, page=self.page, **how).to(query_TQD.dtype)
 
 
 def check_groups(rows: Rows) -> None:
@@ -51,9 +54,46 @@ def check_groups(rows: Rows) -> None:
     assert covered == real
 
 
+def plain_attention(
+    query_TQD: Tensor,
+    keys_SHD: Tensor,
+    values_SHE: Tensor,
+    rows: Rows,
+    *,
+    page: int = PAGE,
+    scaling: float | None = None,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks_Q: Tensor | None = None,
+) -> Tensor:
+    """What attention by rows is, row by row in float32, ``[T, Q, E]``."""
+    heads, group = keys_SHD.shape[1], query_TQD.shape[1] // keys_SHD.shape[1]
+    numbers = rows.numbers_F.tolist()
+    out_TQE = torch.zeros(*query_TQD.shape[:2], values_SHE.shape[-1], device=query_TQD.device)
+    columns = (rows.keys_T, rows.home_T, rows.pages_T, rows.branch_T)
+    for t, (seen, home, pages, branch) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        first = max(0, seen - window) if window else 0
+        slots = [
+            numbers[pages + p // page] * page + p % page if p < home else numbers[branch + p - home]
+            for p in range(first, seen)
+        ]
+        if not slots:
+            continue
+        query_HGD = query_TQD[t].float().view(heads, group, -1)
+        scores_HGK = torch.einsum("hgd,khd->hgk", query_HGD, keys_SHD[slots].float())
+        scores_HGK = scores_HGK * (query_TQD.shape[-1] ** -0.5 if scaling is None else scaling)
+        if cap is not None:
+            scores_HGK = cap * torch.tanh(scores_HGK / cap)
+        if sinks_Q is not None:
+            scores_HGK = torch.cat((scores_HGK, sinks_Q.float().view(heads, group, 1)), -1)
+        weights_HGK = scores_HGK.softmax(-1)[..., : len(slots)]
+        out_TQE[t] = torch.einsum("hgk,khe->hge", weights_HGK, values_SHE[slots].float()).flatten(0, 1)
+    return out_TQE
+
+
 def by_rows(model: Model, capacity: int = 400, attention: RowAttention | None = None, **how: Any) -> Engine:
     """An engine that computes steps by rows, with the plain computation unless another is given."""
-    model = replace(model, attention=attention or PlainRows(2, model.context))
+    model = replace(model, attention=attention or PlainRows(2))
     cache = KVCache(
         model.layers, capacity, block=model.block, spare=model.spare, dtype=model.dtype, device=model.device
     )

@@ -34,13 +34,13 @@ from benchmarks.gpu.device import Subject, TimedDevice, floor_ms
 from benchmarks.gpu.figures import StageResult, StepTiming, contender, result
 from benchmarks.gpu.settings import GpuOptions
 from benchmarks.harness.report import Result
-from engine.attention.row_attention import first_line
 from engine.attention.rows import ROW_CLASSES
 from engine.cache.kv_cache import CachedSequence
 from engine.cuda.level_memory import LevelExpansion, TreePlace
 from engine.cuda.levels import Levels
 from engine.interface import Chunk
 from engine.loading.quantisation import weight_bytes
+from engine.model import kind_and_line
 from engine.sampling.sampling import Draw, candidates
 from engine.settings import NONE
 from engine.step import Engine
@@ -101,7 +101,7 @@ def measure(options: GpuOptions, device: torch.device, report: Report, tell: Cal
                 else:
                     outcome = MEASURED[stage](subject)
             except Exception as error:
-                outcome = StageResult(failed=first_line(error))
+                outcome = StageResult(failed=kind_and_line(error))
                 unbuilt = f"its model was not built: {outcome.failed}"
             report(replace(outcome, stage=stage, shape=shape, seconds=time.perf_counter() - started))
         del subject
@@ -303,7 +303,7 @@ def _transformers(subject: Subject) -> StageResult:
                     left[name](prompts)
                     gpu.wait()
                 except Exception as error:
-                    failed.append(f"{contender(name, batch)}: {first_line(error)}")
+                    failed.append(f"{contender(name, batch)}: {kind_and_line(error)}")
                     del left[name]
                     continue
                 if turn >= 0:

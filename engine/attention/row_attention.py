@@ -1,76 +1,67 @@
 """Attention of the rows of a step over the paged cache, whatever the rows are for.
 
-One way for prompts, decoding, chains and trees of drafts, fit for CUDA graphs: what is launched depends on the number
-of rows only. A row's result has the same bits alone, in any tree, in any batch, and computed again elsewhere
-(:mod:`engine.attention.row_attention_kernels`). :func:`plain_attention` defines what is computed; at load the kernels
-are tried against it, and not used where they differ.
+One way for prompts, decoding, chains and trees of drafts. Here it is computed by operations of torch, for any device,
+number format and size of heads, and this defines what is computed: on CUDA by kernels of our own
+(:mod:`engine.attention.triton_rows`), on x86-64 by C++ (:mod:`engine.cpu.rows`), both faster and exact everywhere.
 
-Keys are read in splits that lie at fixed positions, short ones at first, longer ones far back: a text of 8,000 tokens
-keeps a GPU busy with one row, and one of 128,000 needs no more than three times as many programs.
+In bfloat16 on a CPU a row's result has the same bits alone, in a tree, in a batch, and computed again in a prompt. Two
+facts about torch's and oneDNN's kernels carry this; they are tested, not promised by anyone:
 
-Tensor legend: T rows, Q query heads, H key/value heads, S slots, D key head size, E value head size, N splits.
+- The softmax of a row adds up in 16 lanes, and a product over up to 512 keys adds up key after key (with AMX, 32 keys
+  before it adds them to the whole), so keys of weight 0 behind the others change no sum. Over more keys a product is
+  cut where its size says, so here it is cut by position instead: into segments that are summed apart.
+- A score is a sum over the head's size, whatever stands beside it.
+
+So rows read their keys in the order of their positions, a column for each. Those whose keys are found by one page table
+read them together, a row of another branch by itself; of what is short, several are padded to one size and gathered.
+
+Tensor legend: T rows, N views of a batch, M rows of a view (padded), K keys (padded), S slots, Q query heads,
+H key/value heads, G = Q / H, B = N * H, L = G * M, D key head size, E value head size.
 """
 
 from __future__ import annotations
 
-import logging
-from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain, count
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from engine.attention.rows import ROW_CLASSES, SLICE, Rows, empty_buffer, packed
-from engine.cache.kv_store import PAGE
-from engine.cache.sequence_state import SequenceState
-from engine.host.upload import upload
+from engine.attention.rows import Rows
+from engine.cache.kv_store import BLOCK
+from engine.host.upload import to_device
 
-log = logging.getLogger(__name__)
+VIEW_ROWS = 64
+"""Rows that read keys together at most."""
 
-BLOCK, STAGES = 64, 2
-"""Keys that are read at a time (of 32 bits: half as many), and how many blocks are under way."""
+KEY_BLOCK = 64
+"""Keys are read in multiples of this: torch computes very small products by another kernel."""
 
-SPLITS, LONGER_SPLITS = ((128, 8), (256, 28)), 16
-"""Keys of the first splits and how many these are; then so many of twice the keys, and so on."""
+SEGMENT = 384
+"""Positions whose weighted values are summed in one product."""
 
-PROGRAMS = 512
-"""That take splits in turn: more than a GPU computes at a time, and few enough to be started for nothing."""
+FEW_ROWS, FEW_KEYS, PADDED_TO = 16, 512, 1.5
+"""Rows and keys up to which a view is computed together with others, and how many times its own keys it then reads."""
 
-WORK = 8
-"""Numbers that tell of a split to be read."""
-
-ADD_WARPS = 1
-
-CHUNK = 16
-"""Splits that are added up at a time."""
-
-MIN_ROWS = 64
-"""Of a matrix product: heads of a group, of as many tokens as fit."""
-
-LARGEST_HEAD = 256
-
-TRIAL_ROWS = 16
-
-DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
-
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
-"""Largest accepted error in the trial, whose results are of size 1."""
+HIDDEN = float("-inf")
 
 
-def split_starts(context: int) -> list[int]:
-    """Where the splits of a sequence of up to ``context`` tokens begin, and where the last one ends.
+@dataclass(frozen=True, slots=True)
+class ViewBatch:
+    """Views that are computed in one go."""
 
-    Those of a shorter one are the same as far as they go.
-    """
-    octaves = chain(SPLITS, ((SPLITS[-1][0] << i, LONGER_SPLITS) for i in count(1)))
-    starts = [0]
-    while starts[-1] < context:
-        split, splits = next(octaves)
-        starts += [starts[-1] + split * (i + 1) for i in range(splits)]
-    return starts[: bisect_left(starts, context) + 1]
+    rows: slice | Tensor
+    """Of all views, one after the other."""
+    keys_F: Tensor
+    """Where each head's keys are, of all views: counted in heads over all slots of the cache, ``[B * K]``."""
+    mask_N1MK: Tensor
+    """Added to the scores: 0 or -inf."""
+
+    def gathered(self, cached_SHD: Tensor) -> Tensor:
+        """A layer's keys or values for all views, ``[B, K, D]``."""
+        size = cached_SHD.shape[-1]
+        # Selecting rows of a matrix is a plain copy row by row, and brings them in the order of the heads at once.
+        return cached_SHD.view(-1, size).index_select(0, self.keys_F).view(-1, self.mask_N1MK.shape[-1], size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,57 +69,35 @@ class RowPlan:
     """Who reads what in a step, for all of its layers."""
 
     rows: Rows
-    works: Sequence[tuple[Tensor, Tensor]] = ()
-    """Of each slice how many splits are read, and which; :func:`engine.attention.row_attention_kernels.list_splits`."""
+    batches: dict[tuple[int | None, int], list[ViewBatch]] = field(default_factory=dict)
+    """What torch computes together, by window and number of key heads."""
 
 
 class RowAttention:
-    """The kernels, and memory for their intermediate results, which all layers and steps share."""
+    """What computes it, on any device; a subclass does so on one."""
 
-    replayed = True
-    """Whether steps are padded and recorded, to be replayed."""
-    spare = ROW_CLASSES[-1]
+    replayed = False
+    """Whether steps are padded and recorded, to be replayed; else they are on the host, as large as they are."""
+    spare = 0
     """Slots of the cache that are nobody's, for padding."""
 
-    def __init__(self, context: int, heads_per_key: int, device: torch.device, page: int = PAGE) -> None:
-        """``context``: tokens of the longest sequence; ``heads_per_key``: query heads that share a key head."""
+    def __init__(self, group: int = 1, page: int = BLOCK) -> None:
+        self.group = group
+        """Rows that are said to read common keys together."""
         self.page = page
         """Slots of a block of the cache."""
-        self.group = max(1, MIN_ROWS // heads_per_key)
-        """Rows that read common keys together."""
-        starts = split_starts(context)
-        self.splits = len(starts) - 1
-        """Of the longest sequence."""
-        self._starts = upload(starts, device, torch.int32)
-        self._scratch: dict[tuple[int, int], tuple[Tensor, ...]] = {}
 
     def arithmetic(self, dtype: torch.dtype) -> str:  # noqa: ARG002
         """What decides how sums are rounded, where workers that differ in it may differ in a token; empty: nothing."""
         return ""
 
-    def takes(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor) -> bool:
+    def takes(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor) -> bool:  # noqa: ARG002
         """Whether it computes attention of these dtypes and sizes."""
-        dtypes = {query_TQD.dtype, keys_SHD.dtype, values_SHE.dtype}
-        largest = max(keys_SHD.shape[-1], values_SHE.shape[-1])
-        return len(dtypes) == 1 and dtypes <= DTYPES and largest <= LARGEST_HEAD
+        return True
 
     def plan(self, rows: Rows) -> RowPlan:
-        """Divide the reading of a step, on its device."""
-        from triton import next_power_of_2
-
-        from engine.attention.row_attention_kernels import list_splits
-
-        works = []
-        for start in range(0, len(rows), SLICE):
-            part = rows.cut(start, min(start + SLICE, len(rows)))
-            counted, work = part.keys_T.new_empty(1), part.keys_T.new_empty(len(part) * self.splits, WORK)
-            list_splits[len(part),](
-                part.keys_T, part.home_T, part.pages_T, part.branch_T, part.group_T, part.common_T, part.reach_T,
-                self._starts, counted, work, len(part), self.splits,
-                ROWS=next_power_of_2(len(part)), SPLITS=next_power_of_2(self.splits), WORK=WORK, num_warps=4,
-            )  # fmt: skip
-            works.append((counted, work))
-        return RowPlan(rows, works)
+        """Divide the reading of a step."""
+        return RowPlan(rows)
 
     def __call__(
         self,
@@ -145,155 +114,133 @@ class RowAttention:
         """``[T, Q, E]``. Every row sees itself and what is before it on its branch, ``window`` tokens in all.
 
         ``cap``: scores s become ``cap * tanh(s / cap)``. ``sinks_Q``: a score per head that takes part in the softmax
-        and has no value. Rows that see nothing get zeros.
+        and has no value. What rows get that see nothing, which are padding, says nothing.
         """
-        # Imported here: torch's builds for CPUs come without it.
-        from triton import next_power_of_2
-
-        from engine.attention.row_attention_kernels import add_splits, attend_splits
-
-        query_TQD = query_TQD.contiguous()
-        query_heads, size = query_TQD.shape[1:]
-        key_heads, value_size = values_SHE.shape[1:]
-        out_TQE = query_TQD.new_empty(*query_TQD.shape[:2], value_size)
-        sums, maxima, totals = self._memory(query_heads, value_size, query_TQD.device)
-        size_padded, value_padded = (max(16, next_power_of_2(each)) for each in (size, value_size))
-        for start, work in zip(range(0, len(query_TQD), SLICE), plan.works, strict=True):
-            stop = min(start + SLICE, len(query_TQD))
-            rows = plan.rows.cut(start, stop)
-            attend_splits[max(16, PROGRAMS // key_heads), key_heads](
-                query_TQD[start:stop], keys_SHD, values_SHE, sums, maxima, totals, rows.keys_T, rows.numbers_F, *work,
-                size**-0.5 if scaling is None else scaling, cap or 1.0, self.splits,
-                QUERY_HEADS=query_heads, KEY_HEADS=key_heads,
-                SIZE=size, SIZE_PADDED=size_padded, VALUE_SIZE=value_size, VALUE_PADDED=value_padded,
-                PAGE=self.page, BLOCK=BLOCK if query_TQD.itemsize == 2 else BLOCK // 2, STAGES=STAGES,
-                ROWS=max(MIN_ROWS, next_power_of_2(self.group * (query_heads // key_heads))),
-                WORK=WORK, WINDOW=window or 0, CAPPED=cap is not None,
-                PRECISION="ieee" if query_TQD.dtype == torch.float32 else "tf32",
-                num_warps=4,
-            )  # fmt: skip
-            add_splits[stop - start, query_heads](
-                sums, maxima, totals, rows.keys_T, self._starts, totals if sinks_Q is None else sinks_Q,
-                out_TQE[start:stop], self.splits, SPLITS=next_power_of_2(self.splits),
-                QUERY_HEADS=query_heads, VALUE_SIZE=value_size, VALUE_PADDED=value_padded,
-                CHUNK=CHUNK, WINDOW=window or 0, SINKS=sinks_Q is not None, num_warps=ADD_WARPS,
-            )  # fmt: skip
+        (tokens, query_heads, size), (_, heads, value_size) = query_TQD.shape, values_SHE.shape
+        scale = size**-0.5 if scaling is None else scaling
+        batches = plan.batches.get((window, heads))
+        if batches is None:
+            batches = [_batch(views, plan.rows, self.page, window, heads, query_TQD) for views in _together(plan.rows)]
+            plan.batches[window, heads] = batches
+        out_TQE = query_TQD.new_empty(tokens, query_heads, value_size)
+        for batch in batches:
+            views, _, members, keys = batch.mask_N1MK.shape
+            query_NMHGD = query_TQD[batch.rows].view(views, members, heads, -1, size)
+            query_BLD = query_NMHGD.permute(0, 2, 3, 1, 4).reshape(views * heads, -1, size)
+            products_BLK = _product(query_BLD, batch.gathered(keys_SHD).transpose(1, 2))
+            products_NQMK = products_BLK.view(views, query_heads, members, keys)
+            weights_NQMK = _softmax(products_NQMK, scale, cap, batch.mask_N1MK, sinks_Q).to(query_TQD.dtype)
+            found_BLE = _weighted_sum(weights_NQMK.view_as(products_BLK), batch.gathered(values_SHE))
+            found_NMQE = found_BLE.view(views, query_heads, members, -1).transpose(1, 2)
+            out_TQE[batch.rows] = found_NMQE.reshape(-1, query_heads, value_size)
         return out_TQE
 
-    def _memory(self, heads: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
-        if (heads, size) not in self._scratch:
-            shape = (SLICE, heads, self.splits)
-            sizes = ((*shape, size), shape, shape)
-            self._scratch[heads, size] = tuple(torch.empty(each, device=device) for each in sizes)
-        return self._scratch[heads, size]
 
-
-def find_attention(context: int, heads_per_key: int, dtype: torch.dtype, device: torch.device) -> RowAttention | None:
-    """The kernels for a model on this device; None where there are none that compute right, which is logged."""
-    if device.type != "cuda" or dtype not in DTYPES:
-        return None
-    attention = RowAttention(context, heads_per_key, device)
-    try:
-        error = trial_error(attention, heads_per_key, dtype, device)
-    except Exception as refusal:  # no Triton, an old driver, a GPU it does not know
-        why = first_line(refusal)
-    else:
-        if error <= TOLERANCE[dtype]:  # not if it is NaN
-            return attention
-        why = f"its results are off by {error:.2g}"
-    log.warning("attention is computed without kernels of its own, which is slower and not exact: %s", why)
-    return None
-
-
-def first_line(error: BaseException) -> str:
-    """What went wrong, in one line."""
-    line = next(iter(str(error).strip().splitlines()), "no reason given")
-    return f"{type(error).__name__}: {line}"
-
-
-@torch.inference_mode()
-def trial_error(attention: RowAttention, heads_per_key: int, dtype: torch.dtype, device: torch.device) -> float:
-    """The largest difference between the kernels and the plain computation, over a step of every kind of row."""
-    heads, size, slots = 2, 64, 12 * PAGE
-    generator = torch.Generator().manual_seed(11)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    keys_SHD, values_SHE = random(slots, heads, size), random(slots, heads, size)
-    chain = SequenceState(PAGE, [7, 2, 11, 0, 5], 0, 4 * PAGE + 9, [-1, 0, 1], [0, 1, 2])
-    chain.pending_slots = [chain.home(chain.length + i) for i in range(3)]
-    tree = SequenceState(PAGE, [9, 1], 0, PAGE - 1, [-1, -1, 1, 2, 0], [0, 0, 1, 2, 1])
-    tree.pending_slots = [PAGE + 3, tree.home(PAGE - 1), PAGE, PAGE + 9, PAGE + 4]
-    prompt = SequenceState(PAGE, [4], 0, 0, list(range(-1, 7)), list(range(8)), [4 * PAGE + i for i in range(8)])
-    chunks = [(chain, 3), (tree, 5), (prompt, 8)]
-    (piece,) = packed([0] * TRIAL_ROWS, [], chunks, group=attention.group, max_rows=TRIAL_ROWS, pages=5)
-    buffer = empty_buffer(TRIAL_ROWS, 5, device)
-    numbers = piece.host_buffer(TRIAL_ROWS, slots)
-    buffer[: len(numbers)] = numbers.to(device)
-    rows = Rows.within(buffer, TRIAL_ROWS)
-    # Large queries make every row look at few keys, so that no result is small.
-    query_TQD = 4 * random(TRIAL_ROWS, heads * heads_per_key, size)
-    plan, worst = attention.plan(rows), 0.0
-    for how in ({}, {"window": 70}, {"cap": 20.0}, {"sinks_Q": random(heads * heads_per_key)}):
-        found_TQE = attention(query_TQD, keys_SHD, values_SHE, plan, **how)
-        expected_TQE = plain_attention(query_TQD, keys_SHD, values_SHE, rows, **how)
-        error = (found_TQE.float() - expected_TQE).abs().max()
-        worst = float(torch.maximum(error, error.new_tensor(worst)))  # NaN stays NaN
-    return worst
-
-
-def plain_attention(
-    query_TQD: Tensor,
-    keys_SHD: Tensor,
-    values_SHE: Tensor,
-    rows: Rows,
-    *,
-    page: int = PAGE,
-    scaling: float | None = None,
-    window: int | None = None,
-    cap: float | None = None,
-    sinks_Q: Tensor | None = None,
+def _softmax(
+    products_NQMK: Tensor, scale: float, cap: float | None, mask_N1MK: Tensor, sinks_Q: Tensor | None
 ) -> Tensor:
-    """What :class:`RowAttention` computes, row by row in float32, ``[T, Q, E]``."""
-    heads, group = keys_SHD.shape[1], query_TQD.shape[1] // keys_SHD.shape[1]
-    numbers = rows.numbers_F.tolist()
-    out_TQE = torch.zeros(*query_TQD.shape[:2], values_SHE.shape[-1], device=query_TQD.device)
-    columns = (rows.keys_T, rows.home_T, rows.pages_T, rows.branch_T)
-    for t, (seen, home, pages, branch) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        first = max(0, seen - window) if window else 0
-        slots = [
-            numbers[pages + p // page] * page + p % page if p < home else numbers[branch + p - home]
-            for p in range(first, seen)
-        ]
-        if not slots:
-            continue
-        query_HGD = query_TQD[t].float().view(heads, group, -1)
-        scores_HGK = torch.einsum("hgd,khd->hgk", query_HGD, keys_SHD[slots].float())
-        scores_HGK = scores_HGK * (query_TQD.shape[-1] ** -0.5 if scaling is None else scaling)
-        if cap is not None:
-            scores_HGK = cap * torch.tanh(scores_HGK / cap)
-        if sinks_Q is not None:
-            scores_HGK = torch.cat((scores_HGK, sinks_Q.float().view(heads, group, 1)), -1)
-        weights_HGK = scores_HGK.softmax(-1)[..., : len(slots)]
-        out_TQE[t] = torch.einsum("hgk,khe->hge", weights_HGK, values_SHE[slots].float()).flatten(0, 1)
-    return out_TQE
+    """Of the scores, in float32 at least; a sink takes its part as one more column."""
+    if cap is not None:
+        products_NQMK, scale = torch.tanh(products_NQMK.to(mask_N1MK.dtype) * (scale / cap)), cap
+    scores_NQMK = torch.add(mask_N1MK, products_NQMK, alpha=scale)
+    if sinks_Q is None:
+        return scores_NQMK.softmax(-1)
+    sinks_NQM1 = sinks_Q.to(scores_NQMK.dtype)[:, None, None].expand(*scores_NQMK.shape[:-1], 1)
+    return torch.cat((scores_NQMK, sinks_NQM1), -1).softmax(-1)[..., :-1]
 
 
-class PlainRowAttention(RowAttention):
-    """:func:`plain_attention` in place of the kernels: on any device, in any number format, slowly."""
+def _weighted_sum(weights_BLK: Tensor, values_BKE: Tensor) -> Tensor:
+    """``[B, L, E]``: each segment's sum by itself, then one after the other."""
+    parts = zip(torch.split(weights_BLK, SEGMENT, -1), torch.split(values_BKE, SEGMENT, 1), strict=True)
+    sums = [_product(some_BLK, some_BKE) for some_BLK, some_BKE in parts]
+    if len(sums) == 1:
+        return sums[0]
+    total_BLE = sums[0].to(torch.promote_types(values_BKE.dtype, torch.float32))
+    for part_BLE in sums[1:]:
+        total_BLE += part_BLE
+    return total_BLE.to(values_BKE.dtype)
 
-    spare = 64
 
-    def takes(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor) -> bool:  # noqa: ARG002
-        """Whatever it is."""
-        return True
+def _product(rows_BLI: Tensor, matrix_BIO: Tensor) -> Tensor:
+    """Matrix product. A lone row gets company: another kernel might multiply it, and add up in another order."""
+    if rows_BLI.shape[1] > 1:
+        return rows_BLI @ matrix_BIO
+    return (rows_BLI.expand(-1, 2, -1) @ matrix_BIO)[:, :1]
 
-    def plan(self, rows: Rows) -> RowPlan:
-        """Nothing to divide."""
-        return RowPlan(rows)
 
-    def __call__(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, plan: RowPlan, **how: Any) -> Tensor:
-        """As the kernels."""
-        found_TQE = plain_attention(query_TQD, keys_SHD, values_SHE, plan.rows, page=self.page, **how)
-        return found_TQE.to(query_TQD.dtype)
+@dataclass(slots=True)
+class View:
+    """Rows that read the same keys, up to ``stop``: how many keys, and how many of these the page table finds."""
+
+    start: int
+    stop: int
+    keys: int
+    home: int
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+    @property
+    def small(self) -> bool:
+        """Whether it is computed together with others."""
+        return self.rows <= FEW_ROWS and self.keys <= FEW_KEYS
+
+
+def _views(rows: Rows) -> list[View]:
+    views: list[View] = []
+    table = -1  # of the last view; one with a branch is not continued
+    columns = (rows.keys_T, rows.home_T, rows.pages_T)
+    for t, (keys, home, pages) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        if keys == home and pages == table and views[-1].rows < VIEW_ROWS:
+            last = views[-1]
+            last.stop, last.keys = t + 1, max(last.keys, keys)
+            last.home = last.keys
+        else:
+            views.append(View(t, t + 1, max(keys, 1), home))  # what sees nothing is padding
+            table = pages if keys == home else -1
+    return views
+
+
+def _together(rows: Rows) -> Iterator[list[View]]:
+    """Views of about equal length, in the order of their rows."""
+    group: list[View] = []
+    for view in sorted(_views(rows), key=lambda view: (view.small, -view.keys)):
+        if group and not (view.small and group[0].small and group[0].keys <= PADDED_TO * view.keys):
+            yield sorted(group, key=lambda view: view.start)
+            group = []
+        group.append(view)
+    if group:
+        yield sorted(group, key=lambda view: view.start)
+
+
+def _batch(
+    views: Sequence[View], rows: Rows, page: int, window: int | None, heads: int, query_TQD: Tensor
+) -> ViewBatch:
+    """Views as they are computed, on the device of the queries."""
+    members, keys = max(view.rows for view in views), max(view.keys for view in views)
+    start_N1, stop_N1, keys_N1, home_N1 = torch.tensor(
+        [(view.start, view.stop, view.keys, view.home) for view in views]
+    ).T[..., None]
+    row_NM = torch.minimum(start_N1 + torch.arange(members), stop_N1 - 1)  # a view's last row is repeated
+    seen_NM1 = rows.keys_T[row_NM].clamp_(1)[..., None]  # padding sees what it does not use, or it would be NaN
+    first = 0 if window is None else max(0, int(seen_NM1.min()) - window) // SEGMENT * SEGMENT
+    positions_K = torch.arange(first, keys + (first - keys) % KEY_BLOCK)
+    hidden_NMK = positions_K >= seen_NM1
+    if window is not None:
+        hidden_NMK |= positions_K < seen_NM1 - window
+    # Columns without a key repeat the last one: their weight is 0, but a value that is not a number would count.
+    inside_NK = torch.minimum(positions_K, keys_N1 - 1)
+    pages_NK = rows.pages_T[start_N1] + torch.minimum(inside_NK, home_N1 - 1).clamp_(0) // page
+    slots_NK = rows.numbers_F[pages_NK] * page + inside_NK % page
+    if any(view.home < view.keys for view in views):
+        behind_NK = inside_NK - home_N1
+        branch_NK = (rows.branch_T[start_N1] + behind_NK).clamp_(0)
+        slots_NK = torch.where(behind_NK < 0, slots_NK, rows.numbers_F[branch_NK])
+    keys_NHK = slots_NK[:, None] * heads + torch.arange(heads)[:, None]
+    dtype, device = torch.promote_types(query_TQD.dtype, torch.float32), query_TQD.device
+    mask_NMK = torch.zeros(hidden_NMK.shape, dtype=dtype).masked_fill_(hidden_NMK, HIDDEN)
+    in_a_row = views[-1].stop - views[0].start == sum(view.rows for view in views) == len(views) * members
+    chosen = slice(views[0].start, views[-1].stop) if in_a_row else to_device(row_NM.view(-1), device)
+    return ViewBatch(chosen, to_device(keys_NHK.view(-1), device), to_device(mask_NMK[:, None], device))

@@ -79,25 +79,14 @@ class KVStore:
         self._values: list[Tensor | None] = [None] * layers
         self._mover: SlotMover | None = None  # on CUDA
 
-    def write(
-        self, layer: int, slots_T: Tensor, first: int | None, key_1HTD: Tensor, value_1HTE: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Store one layer's keys and values; return all of that layer's, ``[S, H, D]`` and ``[S, H, E]``.
-
-        ``first`` is the first slot when ``slots_T`` is one ascending run, which is copied faster than scattered ones.
-        """
+    def write(self, layer: int, slots_T: Tensor, key_1HTD: Tensor, value_1HTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Store one layer's keys and values; return all of that layer's, ``[S, H, D]`` and ``[S, H, E]``."""
         assert key_1HTD.dtype == value_1HTE.dtype == self.dtype, (
             f"layer {layer} writes {key_1HTD.dtype} to {self.dtype}"
         )
         keys_SHD, values_SHE = self.layer(layer, key_1HTD.shape[1], key_1HTD.shape[-1], value_1HTE.shape[-1])
-        key_THD, value_THE = key_1HTD[0].transpose(0, 1), value_1HTE[0].transpose(0, 1)
-        if first is not None:
-            stop = first + len(key_THD)
-            keys_SHD[first:stop] = key_THD
-            values_SHE[first:stop] = value_THE
-        else:
-            keys_SHD.index_copy_(0, slots_T, key_THD)
-            values_SHE.index_copy_(0, slots_T, value_THE)
+        keys_SHD.index_copy_(0, slots_T, key_1HTD[0].transpose(0, 1))
+        values_SHE.index_copy_(0, slots_T, value_1HTE[0].transpose(0, 1))
         return keys_SHD, values_SHE
 
     def layer(self, layer: int, heads: int, key_size: int, value_size: int) -> tuple[Tensor, Tensor]:

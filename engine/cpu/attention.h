@@ -28,7 +28,7 @@ struct Attention {
   const Rows& rows;
   const float* query;  // [T, stride], queries first
   int stride;
-  float* out;  // [T, Q * E]
+  float* out;  // [T, Q * V]
 };
 
 // A word of keys, values or weights: a number, or two where the processor multiplies pairs of bfloat16. Keys and queries
@@ -40,14 +40,14 @@ using HalfWord = std::conditional_t<PAIRS, Pair, float>;  // where the cache is 
 // Memory of one thread, for some key heads of a group of rows and a split of positions.
 template <typename N>
 struct Workspace {
-  std::vector<size_t> at;             // where in the cache each position is, of the first of the heads
+  std::vector<size_t> at;             // which head of the cache, counted over all slots, is the first at each position
   std::vector<float> keys;            // of each head by columns: [SPLIT / WIDTH][E / PER][WIDTH] words
-  std::vector<float> copies;          // of each head the values as words: [SPLIT / PER][E]
+  std::vector<float> copies;          // of each head the values as words: [SPLIT / PER][V]
   std::vector<const float*> values;   // of each head where they are: [SPLIT / PER]
   std::vector<const N*> queries;      // of each head
   std::vector<N> words;               // of each query, where pairs are multiplied: its own, then those of its weights
   std::vector<float> scores;          // of each query [SPLIT]; as weights, where numbers are multiplied
-  std::vector<float> sums, part;      // of each query, of all splits and of this one: [E]
+  std::vector<float> sums, part;      // of each query, of all splits and of this one: [V]
   std::vector<float> totals, maxima;  // of each query
   std::vector<float> split_totals, split_maxima;
 };
@@ -74,30 +74,33 @@ inline Vec widened_at(const void* cache, size_t at, bool half) {
   return half ? widened(static_cast<const uint16_t*>(cache) + at) : load(static_cast<const float*>(cache) + at);
 }
 
-// Where the values of a word are that holds the positions at[0] and, if there is a `second`, at[1]: in the cache
-// itself, or written out to `copy`.
+// Where the values of a word are that holds head `head` of the positions at[0] and, if there is a `second`, at[1]: in the
+// cache itself, or written out to `copy`.
 template <typename N>
-inline const float* value_at(const void* cache, const size_t* at, size_t head, bool second, int size, bool half,
+inline const float* value_at(const void* cache, const size_t* at, int head, bool second, int size, bool half,
                              float* copy) {
-  if (!half) return static_cast<const float*>(cache) + at[0] + head;
-  const uint16_t* source = static_cast<const uint16_t*>(cache) + at[0] + head;
+  if (!half) return static_cast<const float*>(cache) + (at[0] + head) * size;
+  const uint16_t* source = static_cast<const uint16_t*>(cache) + (at[0] + head) * size;
+  const uint16_t* other = second ? static_cast<const uint16_t*>(cache) + (at[1] + head) * size : nullptr;
   for (int i = 0; i < size; i += WIDTH) {
     if constexpr (PER<N> == 2)
-      store(copy + i, paired(source + i, second ? source - at[0] + at[1] + i : nullptr));
+      store(copy + i, paired(source + i, second ? other + i : nullptr));
     else
       store(copy + i, widened(source + i));
   }
   return copy;
 }
 
-// Keys at WIDTH places of the cache by columns: [size / PER][WIDTH].
+// Keys of a head at WIDTH places of the cache by columns: [size / PER][WIDTH].
 template <typename N>
-inline void to_columns(const void* cache, const size_t* at, size_t head, int size, bool half, float* columns) {
+inline void to_columns(const void* cache, const size_t* at, int head, int size, bool half, float* columns) {
+  size_t from[WIDTH];
+  for (int j = 0; j < WIDTH; ++j) from[j] = (at[j] + head) * size;
   for (int i = 0; i < size / PER<N>; i += WIDTH) {
     Vec rows[WIDTH];
     for (int j = 0; j < WIDTH; ++j)
-      rows[j] = PER<N> == 2 ? load(static_cast<const float*>(cache) + (at[j] + head) / 2 + i)
-                            : widened_at(cache, at[j] + head + i, half);
+      rows[j] = PER<N> == 2 ? load(static_cast<const float*>(cache) + from[j] / 2 + i)
+                            : widened_at(cache, from[j] + i, half);
     transpose(rows);
     for (int j = 0; j < WIDTH; ++j) store(columns + (i + j) * WIDTH, rows[j]);
   }
@@ -138,8 +141,12 @@ inline void score_all(const N* const* queries, int count, const float* columns, 
 
 // The scores of the positions [hidden, count) of a split become weights; those of the others, up to a whole vector, 0.
 template <typename N>
-inline void softmax(float* scores, int hidden, int count, N* weights, float& peak, float& total) {
+inline void softmax(float* scores, int hidden, int count, float cap, N* weights, float& peak, float& total) {
   const int filled = padded(count), first = hidden / WIDTH * WIDTH;
+  for (int i = first; cap > 0.0f && i < filled; i += WIDTH) {  // tanh(x) = 1 - 2 / (e^2x + 1)
+    const Vec power = exponential(load(scores + i) * all(2.0f / cap));
+    store(scores + i, all(cap) - all(2.0f * cap) / (power + all(1.0f)));
+  }
   std::fill(scores, scores + hidden, LOWEST);
   std::fill(scores + count, scores + filled, LOWEST);
   Vec top = all(LOWEST), sums = zero();
@@ -206,24 +213,26 @@ template <typename N>
 inline void attend(const Attention& a, int first, int from, int to) {
   static thread_local Workspace<N> space;
   const Stack& s = a.stack;
-  const int size = s.head_size, per_key = s.query_heads / s.key_heads, members = a.rows.group[first], heads = to - from;
+  const int size = s.head_size, value_size = s.value_size, per_key = s.query_heads / s.key_heads;
+  const int members = a.rows.group[first], heads = to - from;
   const int queries = members * per_key, common = std::max(a.rows.common[first], a.rows.reach[first]);
   const int words = size / PER<N>, all_queries = heads * queries;
-  const size_t of_head = (size_t)SPLIT * size / PER<N>;
+  const size_t of_head = (size_t)SPLIT * size / PER<N>, values_of_head = (size_t)SPLIT * value_size / PER<N>;
   const auto row_of = [&](int q) { return first + q % queries / per_key; };
   const auto head_of = [&](int q) { return (from + q / queries) * per_key + q % per_key; };
   room(space.at, SPLIT);
   room(space.keys, heads * of_head);
-  if (s.half) room(space.copies, heads * of_head);
+  if (s.half) room(space.copies, heads * values_of_head);
   room(space.values, (size_t)heads * SPLIT / PER<N>);
   room(space.scores, (size_t)all_queries * SPLIT);
   if (PER<N> == 2) room(space.words, (size_t)all_queries * (words + SPLIT / 2));
-  room(space.part, (size_t)all_queries * size);
+  room(space.part, (size_t)all_queries * value_size);
   room(space.split_totals, all_queries);
   room(space.split_maxima, all_queries);
-  space.sums.assign((size_t)all_queries * size, 0.0f);
-  space.totals.assign(all_queries, 0.0f);
+  space.sums.assign((size_t)all_queries * value_size, 0.0f);
+  space.totals.assign(all_queries, a.layer.sinks ? 1.0f : 0.0f);
   space.maxima.assign(all_queries, LOWEST);
+  for (int q = 0; a.layer.sinks && q < all_queries; ++q) space.maxima[q] = a.layer.sinks[head_of(q)];
   space.queries.clear();
   for (int q = 0; q < all_queries; ++q) {
     const float* query = a.query + (size_t)row_of(q) * a.stride + (size_t)head_of(q) * size;
@@ -251,23 +260,23 @@ inline void attend(const Attention& a, int first, int from, int to) {
       begin -= begin % PER<N>;
       const auto find = [&](int i) {
         if (i >= end) return;
-        space.at[i] = ((size_t)slot(start + i) * s.key_heads + from) * size;
-        fetch(a.layer.keys, space.at[i], heads * size, s.half);
-        fetch(a.layer.values, space.at[i], heads * size, s.half);
+        space.at[i] = (size_t)slot(start + i) * s.key_heads + from;
+        fetch(a.layer.keys, space.at[i] * size, heads * size, s.half);
+        fetch(a.layer.values, space.at[i] * value_size, heads * value_size, s.half);
       };
       for (int i = begin; i < begin + SOON; ++i) find(i);
       for (int i = begin; i < end; i += PER<N>) {
         for (int j = 0; j < PER<N>; ++j) find(i + SOON + j);
         for (int h = 0; h < heads; ++h)
           space.values[(h * SPLIT + i) / PER<N>] =
-              value_at<N>(a.layer.values, &space.at[i], (size_t)h * size, i + 1 < end, size, s.half,
-                          space.copies.data() + h * of_head + (size_t)i / PER<N> * size);
+              value_at<N>(a.layer.values, &space.at[i], h, i + 1 < end, value_size, s.half,
+                          space.copies.data() + h * values_of_head + (size_t)i / PER<N> * value_size);
       }
       for (int i = end; i < padded(end); ++i) space.at[i] = space.at[0];
     };
     const auto turn = [&](int h, int begin, int end) {
       for (int i = begin; i < end; i += WIDTH)
-        to_columns<N>(a.layer.keys, &space.at[i], (size_t)h * size, size, s.half,
+        to_columns<N>(a.layer.keys, &space.at[i], h, size, s.half,
                       &space.keys[h * of_head + (size_t)i * words]);
     };
     const int shared = std::clamp(common - start, 0, SPLIT);
@@ -302,27 +311,27 @@ inline void attend(const Attention& a, int first, int from, int to) {
             score_all(&space.queries[g], per_key, &space.keys[h * of_head + (size_t)together * words],
                       (padded(count) - together) / WIDTH, words, a.layer.scaling, scores + together);
           }
-          softmax(scores, hidden, count, weights + (size_t)g * SPLIT / PER<N>, space.split_maxima[g],
+          softmax(scores, hidden, count, a.layer.cap, weights + (size_t)g * SPLIT / PER<N>, space.split_maxima[g],
                   space.split_totals[g]);
         }
     }
-    std::fill_n(space.part.begin(), (size_t)all_queries * size, 0.0f);
+    std::fill_n(space.part.begin(), (size_t)all_queries * value_size, 0.0f);
     for (int h = 0; h < heads; ++h)
-      weigh(weights + (size_t)h * queries * SPLIT / PER<N>, queries, &space.values[h * SPLIT / PER<N>], 0, weighed, size,
-            &space.part[(size_t)h * queries * size]);
+      weigh(weights + (size_t)h * queries * SPLIT / PER<N>, queries, &space.values[h * SPLIT / PER<N>], 0, weighed,
+            value_size, &space.part[(size_t)h * queries * value_size]);
     for (int m = 0; m < members; ++m) {
       const int count = seen_by(m), hidden = hidden_from(m);
       if (count <= hidden) continue;
       if (members > 1) place_own(m);  // again: another row's are there by now
       for (int q = m * per_key; q < all_queries; q += queries) {
         weigh(weights + (size_t)q * SPLIT / PER<N>, per_key, &space.values[q / queries * SPLIT / PER<N>],
-              std::max(hidden, weighed), count, size, &space.part[(size_t)q * size]);
+              std::max(hidden, weighed), count, value_size, &space.part[(size_t)q * value_size]);
         for (int g = q; g < q + per_key; ++g) {
           const float before = space.maxima[g], peak = space.split_maxima[g], now = std::max(before, peak);
           const float old_scale = before == LOWEST ? 0.0f : std::exp(before - now), new_scale = std::exp(peak - now);
-          float* sums = &space.sums[(size_t)g * size];
-          const float* part = &space.part[(size_t)g * size];
-          for (int i = 0; i < size; i += WIDTH)
+          float* sums = &space.sums[(size_t)g * value_size];
+          const float* part = &space.part[(size_t)g * value_size];
+          for (int i = 0; i < value_size; i += WIDTH)
             store(sums + i, fma(load(part + i), all(new_scale), load(sums + i) * all(old_scale)));
           space.totals[g] = space.totals[g] * old_scale + space.split_totals[g] * new_scale;
           space.maxima[g] = now;
@@ -331,10 +340,29 @@ inline void attend(const Attention& a, int first, int from, int to) {
     }
   }
   for (int q = 0; q < all_queries; ++q) {
-    float* out = a.out + ((size_t)row_of(q) * s.query_heads + head_of(q)) * size;
+    float* out = a.out + ((size_t)row_of(q) * s.query_heads + head_of(q)) * value_size;
     const Vec total = all(space.totals[q]);
-    for (int i = 0; i < size; i += WIDTH) store(out + i, load(&space.sums[(size_t)q * size + i]) / total);
+    for (int i = 0; i < value_size; i += WIDTH) store(out + i, load(&space.sums[(size_t)q * value_size + i]) / total);
   }
 }
+
+// What is computed at once: some key heads for a group of rows. There are `blocks` such pieces for each of the leaders.
+struct AttentionPieces {
+  AttentionPieces(const Stack& stack, const Rows& rows, int threads) {
+    for (int t = 0; t < rows.count; ++t)
+      if (rows.group[t]) leaders.push_back(t);
+    together = heads_together(stack, (int)leaders.size(), threads);
+    blocks = (stack.key_heads + together - 1) / together;
+  }
+  int count() const { return (int)leaders.size() * blocks; }
+  void compute(const Attention& a, int piece) const {
+    const int from = piece % blocks * together, to = std::min(from + together, a.stack.key_heads);
+    const auto attend_as = a.stack.half ? attend<HalfWord> : attend<float>;
+    attend_as(a, leaders[piece / blocks], from, to);
+  }
+
+  std::vector<int> leaders;  // of groups, the first row
+  int together, blocks;
+};
 
 }  // namespace

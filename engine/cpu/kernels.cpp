@@ -8,8 +8,8 @@
 //
 // Plain C interface, used through ctypes (engine/cpu/library.py), which also says how weights are packed.
 //
-// Legend: T rows, D hidden size, Q query heads, H key/value heads, E head size, I intermediate size, O outputs,
-// K inputs of a product.
+// Legend: T rows, D hidden size, Q query heads, H key/value heads, E head size, V size of a head's values (E in these
+// layers), I intermediate size, O outputs, K inputs of a product.
 
 #include <algorithm>
 #include <mutex>
@@ -29,7 +29,6 @@ struct Step {
   float* hidden;  // [T, D], read and overwritten
   const float *cos, *sin;
   float* out;  // [T, D]: after the final norm
-  std::vector<int> leaders;
   std::vector<float> normed, qkv, found, gated;
   std::vector<Pair> pairs, gated_pairs;  // what goes into a product, where it is rounded for it
   Counters counters;
@@ -43,8 +42,7 @@ void compute(void* data, int) {
   const Stack& s = *step.stack;
   const int count = step.rows->count, threads = team->threads(), size = s.head_size;
   const int heads = s.query_heads + 2 * s.key_heads, width = heads * size, found_width = s.query_heads * size;
-  const int together = heads_together(s, (int)step.leaders.size(), threads);
-  const int blocks = (s.key_heads + together - 1) / together;
+  const AttentionPieces pieces(s, *step.rows, threads);
   int phase = 0;
   const auto each = [&](int items, auto&& work) {
     const int block = std::max(1, items / (threads * 4));
@@ -107,14 +105,7 @@ void compute(void* data, int) {
       keep(own, key ? layer.keys : layer.values, at, size, s.half);
     });
     const Attention attention{s, layer, *step.rows, qkv, width, found};
-    each((int)step.leaders.size() * blocks, [&](int i) {
-      const int from = i % blocks * together;
-      const int leader = step.leaders[i / blocks], to = std::min(from + together, s.key_heads);
-      if (s.half)
-        attend<HalfWord>(attention, leader, from, to);
-      else
-        attend<float>(attention, leader, from, to);
-    });
+    each(pieces.count(), [&](int i) { pieces.compute(attention, i); });
     if (paired)
       each(rounding_pieces(count, found_width), [&](int i) { round_piece(found, count, found_width, i, pairs); });
     product(layer.output, layer.output_bias, found_width, Then::ADD, found, pairs, {hidden, s.hidden, count});
@@ -128,6 +119,17 @@ void compute(void* data, int) {
     keep_states(s.count, t);
     normalise(hidden + at, s.norm, s.eps, s.hidden, step.out + at);
   });
+}
+
+struct AttentionAlone {
+  Attention attention;
+  AttentionPieces pieces;
+  Counters counters;
+};
+
+void attend_alone(void* data, int) {
+  AttentionAlone& job = *static_cast<AttentionAlone*>(data);
+  for (int i; (i = job.counters.take(0, 1)) < job.pieces.count();) job.pieces.compute(job.attention, i);
 }
 
 struct Alone {
@@ -166,11 +168,8 @@ void paceline_step(const Stack* stack, const Rows* rows, float* hidden, const fl
                    float* out, int threads) {
   std::lock_guard<std::mutex> lock(one_at_a_time);
   team = team_of(threads);
-  static Step step{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, {}, {}, {}, {}, {}, {}, {}, Counters(0)};
+  static Step step{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, {}, {}, {}, {}, {}, {}, Counters(0)};
   step.stack = stack, step.rows = rows, step.hidden = hidden, step.cos = cos, step.sin = sin, step.out = out;
-  step.leaders.clear();
-  for (int t = 0; t < rows->count; ++t)
-    if (rows->group[t]) step.leaders.push_back(t);
   const size_t count = rows->count;
   room(step.qkv, count * (stack->query_heads + 2 * stack->key_heads) * stack->head_size);
   room(step.found, count * stack->query_heads * stack->head_size);
@@ -183,6 +182,16 @@ void paceline_step(const Stack* stack, const Rows* rows, float* hidden, const fl
   }
   step.counters = Counters(stack->count * PHASES + 1);
   team->run(compute, &step);
+}
+
+// The attention of one layer alone: query [T, Q, E], to out [T, Q, V].
+void paceline_attend(const Stack* stack, const Layer* layer, const Rows* rows, const float* query, float* out,
+                     int threads) {
+  std::lock_guard<std::mutex> lock(one_at_a_time);
+  team = team_of(threads);
+  AttentionAlone job{{*stack, *layer, *rows, query, stack->query_heads * stack->head_size, out},
+                     {*stack, *rows, threads}, Counters(1)};
+  team->run(attend_alone, &job);
 }
 
 // x [T, K] times packed weights, to out [T, O].

@@ -56,9 +56,10 @@ struct Layer {
   const void *qkv, *output, *gate_up, *down;
   const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
   const float *input_norm, *mlp_norm, *query_norm, *key_norm;
-  void *keys, *values;  // [slots, H, E]
-  float scaling, input_eps, mlp_eps, query_eps, key_eps;
-  int window;  // tokens that are seen, itself included; 0: all
+  void *keys, *values;  // [slots, H, E], [slots, H, V]
+  const float* sinks;   // scores of each query head that take part and have no value
+  float scaling, cap, input_eps, mlp_eps, query_eps, key_eps;
+  int window;  // tokens that are seen, itself included; 0: all. cap: scores s become cap * tanh(s / cap); 0: none
   int gelu;
 };
 
@@ -66,7 +67,7 @@ struct Stack {
   const Layer* layers;
   const float* norm;
   float eps;
-  int count, hidden, query_heads, key_heads, head_size, intermediate;
+  int count, hidden, query_heads, key_heads, head_size, value_size, intermediate;
   int half;  // weights and cache are bfloat16
 };
 

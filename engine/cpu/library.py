@@ -61,8 +61,8 @@ class CLayer(Structure):
         *((name, c_void_p) for name in ("qkv", "output", "gate_up", "down")),
         *((f"{name}_bias", c_void_p) for name in ("qkv", "output", "gate_up", "down")),
         *((f"{name}_norm", c_void_p) for name in ("input", "mlp", "query", "key")),
-        *((name, c_void_p) for name in ("keys", "values")),
-        *((name, c_float) for name in ("scaling", "input_eps", "mlp_eps", "query_eps", "key_eps")),
+        *((name, c_void_p) for name in ("keys", "values", "sinks")),
+        *((name, c_float) for name in ("scaling", "cap", "input_eps", "mlp_eps", "query_eps", "key_eps")),
         *((name, c_int) for name in ("window", "gelu")),
     )
 
@@ -74,7 +74,8 @@ class CStack(Structure):
         ("layers", POINTER(CLayer)),
         ("norm", c_void_p),
         ("eps", c_float),
-        *((name, c_int) for name in ("count", "hidden", "query_heads", "key_heads", "head_size", "intermediate")),
+        *((name, c_int) for name in ("count", "hidden", "query_heads", "key_heads", "head_size", "value_size")),
+        ("intermediate", c_int),
         ("half", c_int),
     )
 
@@ -101,6 +102,7 @@ class Library:
         pointer, stack, rows = c_void_p, POINTER(CStack), POINTER(CRows)
         self._c.paceline_product.argtypes = (pointer, pointer, c_int, c_int, c_int, pointer, c_int, pointer, c_int)
         self._c.paceline_step.argtypes = (stack, rows, pointer, pointer, pointer, pointer, c_int)
+        self._c.paceline_attend.argtypes = (stack, POINTER(CLayer), rows, pointer, pointer, c_int)
         self.width: int = self._c.paceline_width()
         """Floats of a vector of this processor."""
         self.pairs = bool(self._c.paceline_pairs())
@@ -154,6 +156,12 @@ class Library:
             stack, rows, hidden_TD.data_ptr(), cos_TE.data_ptr(), sin_TE.data_ptr(), out_TD.data_ptr(), threads
         )
         return out_TD
+
+    def attend(self, stack: CStack, layer: CLayer, rows: CRows, query_TQE: Tensor, threads: int) -> Tensor:
+        """The attention of one layer alone, ``[T, Q, V]``. ``query_TQE``: float32, contiguous."""
+        out_TQV = query_TQE.new_empty(*query_TQE.shape[:2], stack.value_size)
+        self._c.paceline_attend(stack, layer, rows, query_TQE.data_ptr(), out_TQV.data_ptr(), threads)
+        return out_TQV
 
 
 @functools.cache

@@ -18,39 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.attention import Step, current_step
-from engine.attention.row_attention import RowAttention
-from engine.cache.kv_store import BLOCK, KVStore
+from engine.cache.kv_store import KVStore
 from engine.cpu.library import DTYPES, CLayer, CRows, CStack, Library, find_library
+from engine.cpu.rows import CpuRows, described
 from engine.cpu.thread_choice import ThreadChoice
 from engine.host.memory import collapse
 from engine.layers.fused import FAMILIES, FusedLayer, FusedStack, Unrecognised, fuse, unfuse
 from engine.layers.linear import has_tiles, pack_linears, packs_bfloat16
 from engine.parallel.shards import plain_linear
-
-READ_TOGETHER = 64
-"""Queries that read keys together at most, all heads that share a key head counted."""
-
-
-class CpuRows(RowAttention):
-    """Says how a step is laid out; what attends is :class:`CpuStack`."""
-
-    replayed, spare = False, 0
-
-    def __init__(self, context: int, heads_per_key: int, library: Library) -> None:
-        """``library``: what computes."""
-        super().__init__(context, heads_per_key, torch.device("cpu"), page=BLOCK)
-        self.group = max(1, READ_TOGETHER // heads_per_key)
-        self._library = library
-
-    def takes(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor) -> bool:  # noqa: ARG002
-        """Nothing: no layer is left to ask."""
-        return False
-
-    def arithmetic(self, dtype: torch.dtype) -> str:
-        """See :meth:`.RowAttention.arithmetic`."""
-        if dtype == torch.float32:  # 1e-6 of a logit, and no text was seen to change
-            return ""
-        return f"rows of {self._library.width}" + (", pairs" if self._library.pairs else "")
 
 
 class RowLinear(nn.Module):
@@ -125,6 +100,7 @@ class CpuStack(FusedStack):
             query_heads=first.heads,
             key_heads=first.key_heads,
             head_size=first.head_size,
+            value_size=first.head_size,
             intermediate=stock.config.intermediate_size,
             half=self.layers[0].output.weight.dtype == torch.bfloat16,
         )
@@ -142,45 +118,31 @@ class CpuStack(FusedStack):
         """As transformers calls a decoder layer, with all tokens of the step in one row; ``[1, T, D]``."""
         step = self._current()
         assert len(hidden_1TD) == 1 and attention_mask is None, "only packed steps"
-        assert step.rows is not None and step.attention is not None, "only steps by rows"
         if self._store is None or self._store() is not step.store:
             self._use(step.store)
-        rows, rows_count = step.rows, hidden_1TD.shape[1]
-        described = CRows(
-            count=rows_count,
-            page=step.attention.page,
-            slots=rows.slots_T.data_ptr(),
-            keys=rows.keys_T.data_ptr(),
-            home=rows.home_T.data_ptr(),
-            pages=rows.pages_T.data_ptr(),
-            branch=rows.branch_T.data_ptr(),
-            group=rows.group_T.data_ptr(),
-            common=rows.common_T.data_ptr(),
-            reach=rows.reach_T.data_ptr(),
-            numbers=rows.numbers_F.data_ptr(),
-        )
-        states_TLD = self._wanted(step, described)
+        count, rows = hidden_1TD.shape[1], described(step.rows, step.attention.page)
+        states_TLD = self._wanted(step, rows)
         cos_TE, sin_TE = (each[0].float().contiguous() for each in position_embeddings)
         hidden_TD = hidden_1TD[0].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         for layer, of_layer in zip(self.layers, self._of_layers, strict=True):
             of_layer.window = layer.sliding_window or 0
-        threads = self._threads.choose(rows_count)
+        threads = self._threads.choose(count)
         started = time.perf_counter()
-        found_TD = self._library.step(self._all, described, hidden_TD, cos_TE, sin_TE, threads)
-        self._threads.observe(rows_count, threads, time.perf_counter() - started)
+        found_TD = self._library.step(self._all, rows, hidden_TD, cos_TE, sin_TE, threads)
+        self._threads.observe(count, threads, time.perf_counter() - started)
         step.calls = [calls + 1 for calls in step.calls]
         if step.tap is not None and states_TLD is not None:
-            step.tap.room(rows_count).copy_(states_TLD)
+            step.tap.room(count).copy_(states_TLD)
         return found_TD.to(hidden_1TD.dtype)[None]
 
-    def _wanted(self, step: Step, described: CRows) -> Tensor | None:
+    def _wanted(self, step: Step, rows: CRows) -> Tensor | None:
         """Where the states between layers are written, ``[T, L, D]`` in float32; None if none are wanted."""
         if step.tap is None:
             return None
         layers = step.tap.layers
-        states_TLD = torch.empty(described.count, len(layers), self._all.hidden)
-        described.kept, described.states = (ctypes.c_int * len(layers))(*layers), states_TLD.data_ptr()
-        described.kept_count = len(layers)
+        states_TLD = torch.empty(rows.count, len(layers), self._all.hidden)
+        rows.kept, rows.states = (ctypes.c_int * len(layers))(*layers), states_TLD.data_ptr()
+        rows.kept_count = len(layers)
         return states_TLD
 
     def restore(self) -> tuple[nn.ModuleList, nn.Module]:
@@ -195,9 +157,9 @@ class CpuStack(FusedStack):
 
     def _use(self, store: KVStore) -> None:
         """Read and write this cache from now on."""
-        for index, (layer, described) in enumerate(zip(self.layers, self._of_layers, strict=True)):
+        for index, (layer, of_layer) in enumerate(zip(self.layers, self._of_layers, strict=True)):
             keys_SHE, values_SHE = store.layer(index, layer.key_heads, layer.head_size, layer.head_size)
-            described.keys, described.values = keys_SHE.data_ptr(), values_SHE.data_ptr()
+            of_layer.keys, of_layer.values = keys_SHE.data_ptr(), values_SHE.data_ptr()
         self._store = weakref.ref(store)
 
     def _kept(self, vector: Tensor | None) -> int | None:
@@ -266,11 +228,10 @@ def widens(config: Any) -> bool:
     return library is not None and not _obstacle(config, library.width)
 
 
-def fuse_on_cpu(module: Any, context: int) -> CpuRows:
+def fuse_on_cpu(module: Any) -> CpuRows:
     """Have a transformers model compute its decoder layers and its output layer here; :func:`unfuse_on_cpu` ends it.
 
-    ``context``: tokens of the longest sequence. Raises :class:`engine.layers.fused.Unrecognised`; then nothing has
-    changed.
+    Raises :class:`engine.layers.fused.Unrecognised`; then nothing has changed.
     """
     if next(module.parameters()).dtype == torch.bfloat16 and has_tiles():
         raise Unrecognised("oneDNN multiplies bfloat16 in tiles on this processor")
@@ -284,7 +245,7 @@ def fuse_on_cpu(module: Any, context: int) -> CpuRows:
         if child is head and type(head) is nn.Linear:
             setattr(module, name, RowLinear(library, head))
     first = module.base_model.layers[0].layers[0]
-    return CpuRows(context, first.heads // first.key_heads, library)
+    return CpuRows(library, first.heads // first.key_heads, all_layers=True)
 
 
 def unfuse_on_cpu(module: Any) -> None:

@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.attention import Compute, Step
-from engine.attention.row_attention import RowAttention, first_line
+from engine.attention.row_attention import RowAttention
 from engine.attention.rows import ROW_CLASSES, HostBuffer, Packed, Rows, as_wanted, empty_buffer, max_numbers, packed
 from engine.cache.kv_store import KVStore
 from engine.cache.sequence_state import SequenceState
+from engine.model import kind_and_line
 from engine.sampling.sampling import DRAWN_ROWS, Draw, draw_numbers, drawn_in_step
 
 log = logging.getLogger(__name__)
@@ -206,7 +207,7 @@ class RowSteps:
         try:
             replay = self.record(lambda: self.forward(shape, buffer))
         except Exception as failure:  # whatever a model does that cannot be recorded
-            why = first_line(failure)
+            why = kind_and_line(failure)
         if not self._agreed(replay is not None) or replay is None:
             self._give_up(why)
             return expected_RX
@@ -220,7 +221,7 @@ class RowSteps:
     def forward(self, shape: StepShape, buffer: Tensor) -> Tensor:
         """Compute the rows in a buffer kernel by kernel, which may be recorded: ``[R, X]``."""
         rows = Rows.within(buffer, shape.rows)
-        step = Step(self.store, (), rows.slots_T.long(), self._layers, rows=rows, attention=self.attention)
+        step = Step(self.store, rows.slots_T.long(), rows, self.attention, self._layers)
         found_RX = self._compute(step, rows.tokens_T.long(), rows.positions_T.long(), rows.wanted_R.long())
         if self._draws(shape.rows):
             logits_RV = found_RX[:, : self._vocabulary].float()

@@ -27,7 +27,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.row_attention import first_line
 from engine.cuda.graphs import TOLERANCE, RowSteps, StepShape
 from engine.cuda.level_memory import (
     GIVEN,
@@ -42,6 +41,7 @@ from engine.cuda.level_memory import (
 )
 from engine.cuda.level_ops import LevelOps
 from engine.host.upload import to_device
+from engine.model import kind_and_line
 from speculation.messages import Sampling
 from speculation.noise import MASK64, splitmix64
 from speculation.verifying.calibration import CELLS, RANKS, OddsTable
@@ -247,7 +247,7 @@ class Levels:
         try:
             error = self._recorded()
         except Exception as failure:  # whatever a model does that cannot be recorded, or too little memory
-            why = first_line(failure)
+            why = kind_and_line(failure)
         else:
             if error <= TOLERANCE:  # not if it is NaN
                 log.info("draft levels recorded in %.1f s", time.perf_counter() - started)

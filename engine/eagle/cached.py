@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention.attention import Step, forward_context, paged_attention
+from engine.attention.attention import forward_context, paged_attention, steps_of
+from engine.attention.row_attention import RowAttention
 from engine.cache.kv_cache import CachedSequence, KVCache
+from engine.cpu.rows import on_cpu
 from engine.eagle.head import EagleHead
 from engine.host.upload import upload
 from engine.layers.linear import products
@@ -61,6 +63,8 @@ class CachedHead:
         config, weight = head.config, head.norm.weight
         self.head = head
         self.cache = KVCache(config.num_hidden_layers, capacity, dtype=weight.dtype, device=weight.device)
+        in_cpp = on_cpu(config.num_attention_heads // config.num_key_value_heads) if not weight.is_cuda else None
+        self._attention = in_cpp or RowAttention(page=self.cache.block)
         self._says_all = head.target_ids.tolist() == list(range(config.vocab_size))
         self._layers: list[Any] = [SimpleNamespace(layer_idx=layer) for layer in range(config.num_hidden_layers)]
 
@@ -87,21 +91,21 @@ class CachedHead:
                 chunk.sequence.append(chunk.parents)
                 appended.append((chunk.sequence, len(chunk.tokens)))
             self.cache.store.move(self.cache.take_moves())
-            tokens, positions, slots = list[int](), list[int](), list[int]()
-            for chunk in chunks:
-                rows, count = chunk.sequence, len(chunk.tokens)
-                tokens += chunk.tokens
-                positions += [chunk.first + rows.length + depth for depth in rows.depths[-count:]]
-                slots += rows.pending_slots[-count:]
-            tokens_N, positions_N, slots_N = upload([*tokens, *positions, *slots], self.device).view(3, len(slots))
-            first = slots[0] if slots == list(range(slots[0], slots[0] + len(slots))) else None
-            step = Step(self.cache.store, appended, slots_N, len(self._layers), first=first)
+            tokens = [token for chunk in chunks for token in chunk.tokens]
+            firsts_N = upload([chunk.first for chunk in chunks for _ in chunk.tokens], self.device)
             states_ND = torch.cat([chunk.states_ND for chunk in chunks])
-            with forward_context(step), products(invariant=False):
-                found: tuple[Tensor, Tensor] = self.head(
-                    self.head.embed(tokens_N), states_ND, positions_N, self._attend
-                )
-            return found
+            found: list[tuple[Tensor, Tensor]] = []
+            for piece, step, tokens_T, positions_T in steps_of(
+                tokens, (), appended, self.cache.store, self._attention, len(self._layers), self.cache.capacity
+            ):
+                own = slice(piece.first, piece.first + len(piece))
+                with forward_context(step), products(invariant=False):
+                    embeddings_TD = self.head.embed(tokens_T)
+                    found.append(self.head(embeddings_TD, states_ND[own], positions_T + firsts_N[own], self._attend))
+            if len(found) == 1:
+                return found[0]
+            next_ND, normed_ND = (torch.cat(parts) for parts in zip(*found, strict=True))
+            return next_ND, normed_ND
         except BaseException:
             for sequence, count in appended:
                 sequence.retract(count)

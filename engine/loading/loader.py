@@ -17,8 +17,10 @@ from typing import Any, TypeVar
 import torch
 
 from engine.attention.attention import NAME, current_step
-from engine.attention.row_attention import RowAttention, find_attention
-from engine.cpu.stack import CpuRows, fuse_on_cpu, unfuse_on_cpu, widens
+from engine.attention.row_attention import RowAttention
+from engine.attention.triton_rows import find_attention
+from engine.cpu.rows import CpuRows, on_cpu
+from engine.cpu.stack import fuse_on_cpu, unfuse_on_cpu, widens
 from engine.cpu.thread_choice import leave_cores_to_steps, set_threads
 from engine.layers.fused import RowOpsStack, Unrecognised, fuse, unfuse
 from engine.layers.linear import pack_linears
@@ -35,7 +37,7 @@ from engine.loading.checkpoint import (
 )
 from engine.loading.quantisation import check, quantise, weight_bytes
 from engine.loading.self_test import SelfTest
-from engine.model import CannotSpeculate, Model, ModelError, first_line
+from engine.model import CannotSpeculate, Model, ModelError, kind_and_line
 from engine.parallel.group import Group
 from engine.parallel.shards import own_part, use_slices
 from engine.settings import NONE
@@ -70,8 +72,8 @@ def load(
     ``quantization``: one of :data:`engine.loading.quantisation.CHOICES`. ``pack``: store linear layers in oneDNN's
     layout (CPU only). ``without_speculation``: take a model that cannot speculate as well, if it is not to be quantised
     and :mod:`engine.stateful` can run it. ``group``: read only this rank's slice of the weights; every rank has to load
-    the same. ``by_rows``: compute steps by rows (CUDA only), if that is right here. ``progress`` hears
-    of each slow part.
+    the same. ``by_rows``: by kernels and C++ of our own, if that is right here. ``progress`` hears of each
+    slow part.
     """
 
     def report(doing: str) -> None:
@@ -104,7 +106,7 @@ def load(
         by_rows=by_rows,
         report=report,
     )
-    leave_cores_to_steps(in_cpp=isinstance(model.attention, CpuRows))
+    leave_cores_to_steps(in_cpp=isinstance(model.attention, CpuRows) and model.attention.all_layers)
     return model
 
 
@@ -197,7 +199,7 @@ def _for_speculation(
     if group is not None:
         group.meet()
     attention = _attention(model, group, by_rows=by_rows)
-    if attention is not None:
+    if attention.replayed:
         report(_fuse(module) or "decoder layers are computed fused")
     return _tested(replace(model, attention=attention), test, report)
 
@@ -205,7 +207,7 @@ def _for_speculation(
 def _in_one_call(model: Model, test: SelfTest | None, report: Report) -> Model:
     """The model with its decoder layers computed by :mod:`engine.cpu`; raises Unrecognised or CannotSpeculate."""
     module: Any = model.module
-    attention = fuse_on_cpu(module, model.context)
+    attention = fuse_on_cpu(module)
     try:
         report("decoder layers are computed fused")
         _leave_file(module)
@@ -229,33 +231,35 @@ def _fuse(module: Any) -> str:
     return f"decoder layers are computed as transformers wrote them: {reason}" if reason else ""
 
 
-def _attention(model: Model, group: Group | None, *, by_rows: bool) -> RowAttention | None:
-    """What computes its attention by rows; None where that is not wanted, or some rank of the group cannot have it."""
-    attention = None
+def _attention(model: Model, group: Group | None, *, by_rows: bool) -> RowAttention:
+    """What computes its attention: torch where nothing else is wanted, or some rank of the group has nothing else."""
+    attention: RowAttention | None = None
     if by_rows:
         config = model.config.get_text_config(decoder=True)
         heads = config.num_attention_heads
         per_key = heads // (getattr(config, "num_key_value_heads", None) or heads)
         attention = find_attention(model.context, per_key, model.dtype, model.device)
+        if attention is None and model.device.type == "cpu":
+            attention = on_cpu(per_key)
     if group is not None and not group.minimum(int(attention is not None)):
-        return None
-    return attention
+        attention = None
+    return attention or RowAttention()
 
 
 def _tested(model: Model, test: SelfTest | None, report: Report) -> Model:
-    """The model as it passes its test: with layers that are not fused, without attention by rows, if need be."""
+    """The model as it passes its test: with layers that are not fused, with attention by torch, if need be."""
     if test is None:
         return model
     try:
         _passed(report, _guarded(partial(test.check, model), partial(CannotSpeculate, model)))
     except CannotSpeculate as reason:
-        if model.attention is None:
+        if type(model.attention) is RowAttention:
             raise
         if unfuse(model.module):
             log.warning("decoder layers are computed as transformers wrote them, which is slower: %s", reason)
             return _tested(model, test, report)
-        log.warning("steps are not computed by rows, which is slower: %s", reason)
-        return _tested(replace(model, attention=None), test, report)
+        log.warning("attention is computed by torch, which is slower: %s", reason)
+        return _tested(replace(model, attention=RowAttention()), test, report)
     return model
 
 
@@ -371,4 +375,4 @@ def _guarded(part: Callable[[], T], failed: Callable[[str], ModelError]) -> T:
     except ModelError:
         raise
     except Exception as error:
-        raise failed(f"{type(error).__name__}: {first_line(error)}") from error
+        raise failed(kind_and_line(error)) from error

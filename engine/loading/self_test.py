@@ -153,7 +153,7 @@ class SelfTest:
 
     def _paged(self) -> Tensor:
         model = self.model
-        block = 8 if model.attention is None else model.block
+        block = model.block
         capacity = max(128, 4 * block)
         cache = KVCache(model.layers, capacity, block=block, spare=model.spare, dtype=model.dtype, device=model.device)
         engine = Engine(model, cache)

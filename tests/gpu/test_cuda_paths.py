@@ -13,7 +13,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.attention.row_attention import RowAttention, find_attention, trial_error
+from engine.attention.row_attention import RowAttention
+from engine.attention.triton_rows import TritonRows, find_attention, trial_error
 from engine.build import build
 from engine.cache.kv_cache import KVCache
 from engine.cache.kv_store import PAGE
@@ -59,7 +60,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def engine_of(model: Model, record: Record | None = None) -> Engine:
     """By rows, computed or recorded."""
     heads = model.config.num_attention_heads // model.config.num_key_value_heads
-    attention = RowAttention(model.context, heads, CUDA)
+    attention = TritonRows(model.context, heads, CUDA)
     return by_rows(model, 40 * PAGE * 4, attention, record=record)
 
 
@@ -94,7 +95,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, told: str) -> None
 @pytest.mark.parametrize("context", [400, 131_072])
 def test_the_kernels_are_found_and_right(dtype, heads_per_key, context):
     assert find_attention(context, heads_per_key, dtype, CUDA) is not None
-    attention = RowAttention(context, heads_per_key, CUDA)
+    attention = TritonRows(context, heads_per_key, CUDA)
     assert trial_error(attention, heads_per_key, dtype, CUDA) < {torch.float32: 1e-4}.get(dtype, 0.03)
 
 
@@ -265,7 +266,7 @@ def test_no_waiting_would_be_noticed():
 def test_a_built_engine_says_what_a_plain_one_says():
     settings = EngineSettings(str(MODELS / "target"), dtype="bfloat16", device="cuda", cache_tokens=8192)
     fast, plain = build(settings), build(replace(settings, plain_cuda=True))
-    assert plain.model.attention is None and fast.model.attention is not None
+    assert type(plain.model.attention) is RowAttention and isinstance(fast.model.attention, TritonRows)
     agreed = total = 0
     for prompt in held_out_prompts()[:10]:
         found, expected = (

@@ -32,6 +32,7 @@ from draft_service.head_engine import HeadEngine
 from draft_service.lookahead import Lookahead
 from draft_service.tokenizer import DraftTokenizer, SharedVocabulary
 from draft_service.translation import OtherVocabulary
+from engine.attention.row_attention import RowAttention
 from engine.cache.kv_cache import KVCache
 from engine.eagle.cached import CachedHead
 from engine.eagle.config import EagleConfig
@@ -103,11 +104,12 @@ class TableEngine(Engine):
             dtype=torch.float64,
             device=torch.device("cpu"),
             layers=0,
+            attention=RowAttention(),
         )
         super().__init__(model, KVCache(0, 200_000, dtype=torch.float64, device="cpu"))
         self._logits = logits_of(base, seed, blur)
 
-    def _computed(self, inputs: StepInput, *_: object) -> Tensor:
+    def _by_rows(self, inputs: StepInput) -> Tensor:
         self.aux = torch.ones(len(inputs.tokens), 1)
         return self._logits[torch.tensor(inputs.tokens)[torch.tensor(inputs.rows, dtype=torch.long)]]
 

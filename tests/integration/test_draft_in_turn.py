@@ -13,6 +13,7 @@ from torch import Tensor
 from draft_service import in_turn
 from draft_service.in_turn import MAX_LEVELS, InTurn, Key, limits_in_turn
 from draft_service.levels import DraftLevels, LaunchTime
+from engine.attention.row_attention import RowAttention
 from engine.build import welcome
 from engine.cache.kv_cache import KVCache
 from engine.interface import Chunk
@@ -79,7 +80,8 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def engine_of(model: Model, capacity: int = 2048, *, invariant: bool = True) -> Engine:
-    cache = KVCache(model.layers, capacity, block=8, dtype=model.dtype, device=model.device)
+    model = replace(model, attention=RowAttention(page=8))
+    cache = KVCache(model.layers, capacity, block=model.block, dtype=model.dtype, device=model.device)
     return Engine(model, cache, invariant=invariant)
 
 
@@ -216,7 +218,7 @@ class Poisoned(Engine):
 def test_a_draft_model_that_fails_is_counted_and_done_without(
     model: Model, likeness: Model, expected: dict[int, list[Token]], raises: bool
 ) -> None:
-    cache = KVCache(likeness.layers, 2048, block=8, dtype=likeness.dtype, device=likeness.device)
+    cache = KVCache(likeness.layers, 2048, block=likeness.block, dtype=likeness.dtype, device=likeness.device)
     engine = Poisoned(likeness, cache, invariant=False)
     engine.raises = raises
     drafter = drafter_of(engine)
@@ -289,7 +291,7 @@ def test_long_prompts_are_read_in_parts(model: Model, likeness: Model) -> None:
             sizes.append(sum(len(chunk.tokens) for chunk in chunks))
             return super().run(chunks)
 
-    cache = KVCache(likeness.layers, 2048, block=8, dtype=likeness.dtype, device=likeness.device)
+    cache = KVCache(likeness.layers, 2048, block=likeness.block, dtype=likeness.dtype, device=likeness.device)
     engine = Sized(likeness, cache, invariant=False)
     limits = replace(limits_in_turn(DraftLimits()), prefill=48)
     drafter = InTurn(engine, welcome(EngineSettings("draft"), likeness, "draft"), limits)

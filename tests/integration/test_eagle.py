@@ -99,7 +99,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def engine_of(model: Model, head: EagleHead | None, capacity: int = 1024) -> Engine:
-    cache = KVCache(model.layers, capacity, block=8, dtype=model.dtype, device=model.device)
+    cache = KVCache(model.layers, capacity, block=model.block, dtype=model.dtype, device=model.device)
     return Engine(model, cache, eagle=head)
 
 
@@ -407,7 +407,7 @@ class InOnePass(StateReader):
 def test_a_source_may_guess_all_positions_in_one_pass(model: Model) -> None:
     """Nothing between hidden states and the trie assumes one token after the other."""
     openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(4)]
-    cache = KVCache(model.layers, 1024, block=8, dtype=model.dtype, device=model.device)
+    cache = KVCache(model.layers, 1024, block=model.block, dtype=model.dtype, device=model.device)
     loop = loop_of(Engine(model, cache, aux_layers=AUX))
     toy = InOnePass(torch.randn(3, len(AUX) * HIDDEN, VOCABULARY, generator=torch.Generator().manual_seed(1)))
     loop._drafters.append(toy)

@@ -59,7 +59,7 @@ def stock(folder: Path) -> Stock:
 @pytest.fixture(scope="module")
 def engine(stock: Stock, folder: Path) -> Engine:
     model = load_tiny("llama", folder, vocab_size=VOCABULARY, **SMALL)
-    return Engine(model, KVCache(model.layers, 1024, block=8, dtype=model.dtype, device=model.device))
+    return Engine(model, KVCache(model.layers, 1024, block=model.block, dtype=model.dtype, device=model.device))
 
 
 @pytest.fixture

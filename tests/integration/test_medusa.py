@@ -72,7 +72,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def engine_of(model: Model, heads: MedusaHeads | None, capacity: int = 1024) -> Engine:
-    cache = KVCache(model.layers, capacity, block=8, dtype=model.dtype, device=model.device)
+    cache = KVCache(model.layers, capacity, block=model.block, dtype=model.dtype, device=model.device)
     return Engine(model, cache, heads=heads)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from draft_service.lookahead import Lookahead, LookaheadLimits
+from engine.attention.row_attention import RowAttention
 from engine.cache.kv_cache import KVCache
 from engine.forward import StepInput
 from engine.sampling.sampling import Draw, sample
@@ -59,12 +60,12 @@ class TableEngine(Engine):
     def __init__(self, logits_VV: Tensor) -> None:
         model: Any = SimpleNamespace(
             module=torch.nn.Module(), vocabulary=VOCABULARY, context=10_000, dtype=torch.float64, layers=0,
-            device=torch.device("cpu"), attention=None,
+            device=torch.device("cpu"), attention=RowAttention(),
         )  # fmt: skip
         super().__init__(model, KVCache(0, 20_000, dtype=torch.float64, device="cpu"))
         self._table_VV = logits_VV
 
-    def _computed(self, inputs: StepInput, *_: object) -> Tensor:
+    def _by_rows(self, inputs: StepInput) -> Tensor:
         return self._table_VV[torch.tensor(inputs.tokens)[torch.tensor(inputs.rows, dtype=torch.long)]]
 
 

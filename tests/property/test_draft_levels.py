@@ -17,7 +17,7 @@ from torch import Tensor
 from draft_service.levels import DraftLevels, LaunchTime
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.sequence import DraftSequence
-from engine.attention.row_attention import RowAttention
+from engine.attention.triton_rows import TritonRows
 from engine.build import welcome
 from engine.cuda.levels import Levels
 from engine.exactness import warm_up
@@ -112,7 +112,7 @@ class Drafter:
         self, model: Model, levels: int, *, capacity: int = 1200, limits: DraftLimits = LIMITS, **how: Any
     ) -> None:
         self.recorder = Recorder()
-        attention = how.pop("attention", None) or FewRows(2, model.context)
+        attention = how.pop("attention", None) or FewRows(2)
         self.engine = by_rows(model, capacity, attention, **{"record": self.recorder, **how})
         self.launches = Counted(self.engine.levels(limits.width, limits.children) if levels > 1 else None)
         self.launches._times = defaultdict(partial(Fixed, levels))
@@ -233,7 +233,7 @@ def test_the_trees_are_those_of_single_steps(model: Model, levels: int, seed: in
 
 def test_more_sessions_than_a_class_holds_and_chains(llama: Model) -> None:
     """Five sessions are padded to eight; those of the baselines draft chains."""
-    one, other = (Drafter(llama, levels, attention=PlainRows(2, llama.context)) for levels in (1, 4))
+    one, other = (Drafter(llama, levels, attention=PlainRows(2)) for levels in (1, 4))
     for number in range(5):
         how = {"speculation": Speculation(max_depth=7, schedule=Schedule.SEQUENTIAL)} if number == 2 else {}
         for each in (one, other):
@@ -414,12 +414,12 @@ def test_the_kernels_draft_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     from engine.cuda.level_kernels import TritonLevelOps
 
     for name, value in {"BLOCK": 32, "SPLITS": ((16, 2),), "LONGER_SPLITS": 1}.items():
-        monkeypatch.setattr(f"engine.attention.row_attention.{name}", value)
-    monkeypatch.setattr(RowAttention, "spare", 16)
+        monkeypatch.setattr(f"engine.attention.triton_rows.{name}", value)
+    monkeypatch.setattr(TritonRows, "spare", 16)
     model = load_tiny("llama", tmp_path / "model", num_hidden_layers=1, max_position_embeddings=64)
 
     def drafter(levels: int) -> Drafter:
-        attention = RowAttention(model.context, 2, torch.device("cpu"), page=8)
+        attention = TritonRows(model.context, 2, torch.device("cpu"), page=8)
         found = Drafter(model, 1, attention=attention, record=None)
         if levels > 1:
             steps: Any = found.engine._rows

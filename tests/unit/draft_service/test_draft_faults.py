@@ -67,7 +67,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 def drafter(model: Model, *, guessers: Sequence[Guesser] = ()) -> Lookahead:
     engine = Engine(
-        model, KVCache(model.layers, 1024, block=8, dtype=model.dtype, device=model.device), invariant=False
+        model, KVCache(model.layers, 1024, block=model.block, dtype=model.dtype, device=model.device), invariant=False
     )
     second = StagedDrafting(VOCABULARY, guessers)
     return Lookahead(engine, Welcome("draft", "tiny", VOCABULARY, CONTEXT), LIMITS, staged=second)

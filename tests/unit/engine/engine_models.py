@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine.attention.row_attention import RowAttention
 from engine.cache.kv_cache import KVCache
 from engine.interface import Chunk, StepEngine
 from engine.loading.loader import Model, load
@@ -106,9 +108,10 @@ def random_tokens(count: int, seed: int) -> list[int]:
 
 
 def slot_engine(model: Model, capacity: int = 512) -> Engine:
-    """Over a slot cache with small blocks."""
-    block = 8 if model.attention is None else model.block  # rows have pages of one size
-    return Engine(model, KVCache(model.layers, capacity, block=block, dtype=model.dtype, device=model.device))
+    """Over a slot cache, with small blocks where attention takes them."""
+    if type(model.attention) is RowAttention:
+        model = replace(model, attention=RowAttention(page=8))
+    return Engine(model, KVCache(model.layers, capacity, block=model.block, dtype=model.dtype, device=model.device))
 
 
 def decode_plainly(engine: StepEngine, prompt: Sequence[int], count: int, part: int = 7) -> list[int]:

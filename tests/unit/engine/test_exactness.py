@@ -30,8 +30,8 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Model:
 class Tilted(PlainRows):
     """Gives all rows of a step other bits when there are so many: multiplies them."""
 
-    def __init__(self, context: int, tilts: dict[int, float]) -> None:
-        super().__init__(2, context)
+    def __init__(self, tilts: dict[int, float]) -> None:
+        super().__init__(2)
         self.tilts = tilts
         self.seen: set[int] = set()
 
@@ -72,7 +72,7 @@ def test_where_it_cannot_be_measured_that_is_said(half: Model) -> None:
 
 def test_numbers_of_rows_that_change_bits_are_not_used(half: Model, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    attention = Tilted(half.context, {32: 1.5})
+    attention = Tilted({32: 1.5})
     engine = by_rows(half, 800, attention)
     assert measure(engine) == EXACT
     assert engine.row_classes == (16, 64)
@@ -92,7 +92,7 @@ def test_numbers_of_rows_that_change_bits_are_not_used(half: Model, caplog: pyte
     ],
 )
 def test_the_most_that_agree_are_used(half: Model, tilts: dict[int, float], kept: tuple[int, ...]) -> None:
-    engine = by_rows(half, 800, Tilted(half.context, tilts))
+    engine = by_rows(half, 800, Tilted(tilts))
     assert measure(engine) == EXACT
     assert engine.row_classes == kept
     assert engine.cache.free_tokens == engine.cache.capacity

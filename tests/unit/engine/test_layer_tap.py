@@ -40,7 +40,8 @@ def expected(folder: Path, tokens: list[int]) -> Tensor:
 
 
 def stock(model: Model) -> Engine:
-    return Engine(model, slot_engine(model).cache, aux_layers=LAYERS)
+    computing = slot_engine(model)
+    return Engine(computing.model, computing.cache, aux_layers=LAYERS)
 
 
 def rows(model: Model, record: Recorder | None = None) -> Engine:
@@ -76,7 +77,7 @@ def test_states_between_layers(family: str, kind: str, tmp_path: Path) -> None:
 def test_states_between_layers_in_cpp(tmp_path: Path, cut: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.cpu.stack.has_tiles", lambda: False)
     if cut:
-        monkeypatch.setattr("engine.forward.MAX_ROWS", 4)
+        monkeypatch.setattr("engine.attention.attention.MAX_ROWS", 4)
     model = load(save_model("llama", tmp_path, **SIZES), dtype=dtype, device="cpu", self_test=False)
     assert model.attention is not None
     check(stock(model), tmp_path, dtype)

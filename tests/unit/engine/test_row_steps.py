@@ -243,7 +243,7 @@ def test_hidden_states_of_replayed_steps_are_those_of_the_step(llama: Model) -> 
     record = Recorder()
     heads = MedusaHeads(64, 256, 1, 0)
     replaying, computing = by_rows(llama, record=record, heads=heads), slot_engine(llama)
-    engines = (replaying, Engine(llama, computing.cache, heads=heads))
+    engines = (replaying, Engine(computing.model, computing.cache, heads=heads))
     sequences = [engine.cache.sequence() for engine in engines]
     tokens = random_tokens(15, seed=8)
     for start in range(0, 15, 3):

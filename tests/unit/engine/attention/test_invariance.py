@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.attention.invariance import COLUMNS, GROUP, SEGMENT, position_ordered
+from engine.attention import row_attention
+from engine.attention.row_attention import SEGMENT
 from engine.build import build, build_alone
 from engine.cache.kv_cache import CachedSequence, KVCache
+from engine.cpu.library import find_library
+from engine.cpu.rows import CpuRows
 from engine.interface import Chunk
 from engine.layers.linear import PackedLinear
 from engine.loading.loader import load
@@ -25,7 +28,7 @@ LARGER: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 2048}
 """Tiny random models are made this much larger: smaller products torch leaves to another kernel than oneDNN's."""
 
 WIDE = 40
-"""Nodes of a tree that needs more columns than one product may have."""
+"""Nodes of a tree that all hang from the text."""
 
 CONTEXTS = (1, 15, 16, 17, 63, 64, 100, 190, 300, SEGMENT - 1, SEGMENT, SEGMENT + 1, 511, 530, 2 * SEGMENT - 2, 900)
 
@@ -125,8 +128,9 @@ def test_logits_do_not_depend_on_whether_a_prefix_was_taken_over(target: Engine,
             each.free()
 
 
-def engine_of(family: str, folder: Path, **changes: Any) -> Engine:
-    model = load_tiny(family, folder, dtype="bfloat16", **{**LARGER, **changes})
+def engine_of(family: str, folder: Path, *, in_cpp: bool = False, **changes: Any) -> Engine:
+    model = load_tiny(family, folder, dtype="bfloat16", by_rows=in_cpp, **{**LARGER, **changes})
+    assert isinstance(model.attention, CpuRows) == in_cpp
     return Engine(model, KVCache(model.layers, 4096, dtype=model.dtype, device=model.device))
 
 
@@ -214,75 +218,42 @@ def test_a_node_of_a_tree_equals_plain_decoding_of_its_path(target: Engine, seed
 
 
 @needs_exact_bf16
-def test_a_tree_too_wide_for_one_view_equals_plain_decoding(target: Engine) -> None:
+def test_a_wide_tree_equals_plain_decoding(target: Engine) -> None:
     assert differing_rows(target, 9, [375, 381], sizes=[WIDE], rounds=1) == 0
 
 
-def test_a_wide_tree_is_split_over_views() -> None:
-    sequence = cached(SEGMENT - 9, [-1] * WIDE)
-    views = position_ordered(sequence, WIDE, None, 2048)
-    assert len(views) > 1
-    assert sum(view.queries for view in views) == WIDE
-    assert all(stop - start <= COLUMNS for view in views for start, stop in view.segments)
+needs_cpp = pytest.param(True, marks=pytest.mark.skipif(find_library() is None, reason="no C++ compiler"))
+
+SPECIAL: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"num_attention_heads": 8, "num_key_value_heads": 1}),
+    ("llama", {"num_key_value_heads": 4, "head_dim": 16}),
+    ("mistral", {}),
+    ("gemma2", {"attn_logit_softcapping": 0.5}),
+    ("gpt_oss", {}),
+]
 
 
-@needs_invariant_bf16
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("llama", {"num_attention_heads": 8, "num_key_value_heads": 1}),
-        ("llama", {"num_key_value_heads": 4, "head_dim": 16}),
-        ("mistral", {}),
-        ("gemma2", {"attn_logit_softcapping": 0.5}),
-        ("gpt_oss", {}),
-    ],
-)
-def test_windows_caps_sinks_and_head_groups(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    engine = engine_of(family, tmp_path, **changes)
+@pytest.mark.parametrize("in_cpp", [pytest.param(False, marks=needs_invariant_bf16), needs_cpp])
+@pytest.mark.parametrize(("family", "changes"), SPECIAL)
+def test_windows_caps_sinks_and_head_groups(
+    family: str, changes: dict[str, Any], *, in_cpp: bool, tmp_path: Path
+) -> None:
+    engine = engine_of(family, tmp_path, in_cpp=in_cpp, **changes)
     for seed in range(2):
         assert differing_rows(engine, seed, [3, 40, 130, SEGMENT + 6], sizes=[1, 4, 9]) == 0, f"seed {seed}"
 
 
 @needs_invariant_bf16
-def test_the_comparison_finds_differences(one_by_one: Engine) -> None:
-    """Without the order of keys it is made for, the same comparison fails."""
-    engine = Engine(one_by_one.model, one_by_one.cache, invariant=False)
-    assert differing_rows(engine, 0, [100, 300], sizes=[9, 14]) > 0
+def test_the_comparison_finds_differences(one_by_one: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where lone rows are multiplied by another kernel, the same comparison fails."""
+    multiply = row_attention._product
 
+    def product(rows_BLI: torch.Tensor, matrix_BIO: torch.Tensor) -> torch.Tensor:
+        few = rows_BLI.shape[1] <= 2
+        return (rows_BLI.float() @ matrix_BIO.float()).to(rows_BLI.dtype) if few else multiply(rows_BLI, matrix_BIO)
 
-def cached(length: int, parents: Sequence[int]) -> CachedSequence:
-    cache = KVCache(1, 2048, dtype=torch.bfloat16, device="cpu")
-    sequence = cache.sequence()
-    sequence.append(range(-1, length - 1))
-    sequence.advance(range(length))
-    sequence.append(parents)
-    return sequence
-
-
-@pytest.mark.parametrize("length", [5, 16, 100, SEGMENT - 3, 600])
-def test_a_chain_is_read_in_place(length: int) -> None:
-    sequence = cached(length, range(-1, 6))
-    (view,) = position_ordered(sequence, 7, None, 2048)
-    assert view.slots_K is None
-    assert view.base == sequence.slots()[0]
-    assert view.mask_TK is not None
-    assert [int((row == 0).sum()) for row in view.mask_TK] == list(range(length + 1, length + 8))
-
-
-@pytest.mark.parametrize("length", [4, 16, SEGMENT - 3])
-def test_a_branch_begins_a_group_with_the_same_ancestors(length: int) -> None:
-    """Whatever the columns, every node sees the slots of its path in order, each where its position says."""
-    parents = [-1, 0, 1, 2, 0, 4, -1, 6, 3, 3]
-    sequence = cached(length, parents)
-    prefix, pending = sequence.committed_slots(0), sequence.pending_slots
-    (view,) = position_ordered(sequence, len(parents), None, 2048)
-    assert view.slots_K is not None and view.mask_TK is not None
-    for node in range(len(parents)):
-        columns = (view.mask_TK[node] == 0).nonzero()[:, 0].tolist()
-        assert view.slots_K[columns].tolist() == prefix + [pending[above] for above in path_to(parents, node)]
-        assert [column % GROUP for column in columns] == [position % GROUP for position in range(len(columns))]
-        sums = [next(i for i, (start, stop) in enumerate(view.segments) if start <= c < stop) for c in columns]
-        assert sums == [position // SEGMENT for position in range(len(columns))]
+    monkeypatch.setattr(row_attention, "_product", product)
+    assert differing_rows(one_by_one, 0, [100, 300], sizes=[9, 14]) > 0
 
 
 def test_only_bfloat16_on_a_cpu_promises_it(target: Engine, tmp_path: Path) -> None:

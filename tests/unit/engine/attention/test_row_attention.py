@@ -1,9 +1,10 @@
-"""The kernels of attention by rows, in Triton's interpreter, compute what the plain computation does."""
+"""Attention by rows, of torch, in C++ and in Triton's interpreter, is what the plain computation says."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
@@ -11,12 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import row_attention as module
-from engine.attention.row_attention import RowAttention, find_attention, plain_attention, split_starts, trial_error
+from engine.attention import row_attention
+from engine.attention import triton_rows as module
+from engine.attention.row_attention import RowAttention
 from engine.attention.rows import Rows, empty_buffer, packed
+from engine.attention.triton_rows import TritonRows, find_attention, split_starts, trial_error
 from engine.cache.kv_cache import KVCache
 from engine.cache.sequence_state import SequenceState
-from tests.by_rows import check_groups
+from engine.cpu.library import find_library
+from engine.cpu.rows import CpuRows
+from tests.by_rows import check_groups, plain_attention
 from tests.compiled import assert_compiles
 
 CPU = torch.device("cpu")
@@ -63,21 +68,45 @@ def tensors(query_heads: int, key_heads: int, size: int, value_size: int, slots:
     return query, torch.randn(slots, key_heads, size), torch.randn(slots, key_heads, value_size)
 
 
+def triton(heads_per_key: int) -> RowAttention:
+    return TritonRows(PAGE * PAGES, heads_per_key, CPU, page=PAGE)
+
+
+def cpp(heads_per_key: int) -> RowAttention:
+    library = find_library()
+    if library is None:
+        pytest.skip("no C++ compiler")
+    attention = CpuRows(library, heads_per_key)
+    attention.page = PAGE
+    return attention
+
+
+@pytest.mark.parametrize("made", [triton, cpp, lambda _: RowAttention(page=PAGE)], ids=["triton", "cpp", "torch"])
 @pytest.mark.parametrize(
     ("heads", "sizes", "how"),
     [
         ((2, 1), (32, 32), {}),
         ((3, 1), (24, 20), {"window": 5}),
-        ((2, 2), (16, 16), {"cap": 3.0, "scaling": 0.3}),
-        ((4, 2), (16, 16), {"sinks": True, "window": 20}),
+        ((3, 1), (64, 32), {"window": 5}),
+        ((2, 2), (32, 32), {"cap": 3.0, "scaling": 0.3}),
+        ((4, 2), (32, 64), {"sinks": True, "window": 20}),
     ],
-    ids=["grouped", "odd sizes and a window", "capped", "sinks"],
+    ids=["grouped", "odd sizes and a window", "values of another size", "capped", "sinks"],
 )
-def test_kernels_compute_what_is_plain(heads: tuple[int, int], sizes: tuple[int, int], how: dict[str, object]) -> None:
+def test_each_computes_what_is_plain(
+    made: Callable[[int], RowAttention],
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    how: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(row_attention, "SEGMENT", 16)
     cache = KVCache(1, PAGE * 32, block=PAGE, dtype=torch.float32, device=CPU)
-    attention = RowAttention(PAGE * PAGES, heads[0] // heads[1], CPU, page=PAGE)
-    rows = rows_of(chunks_of(cache, 1), attention.group)
+    attention, how = made(heads[0] // heads[1]), dict(how)
+    chunks = chunks_of(cache, 1)
+    rows = rows_of(chunks, attention.group, 16 if attention.replayed else sum(tokens for _, tokens in chunks))
     query, keys, values = tensors(*heads, *sizes, cache.capacity)
+    query = query[: len(rows)]
     if how.pop("sinks", False):
         how["sinks_Q"] = torch.randn(heads[0])
     found = attention(query, keys, values, attention.plan(rows), **how)
@@ -89,7 +118,7 @@ def test_kernels_compute_what_is_plain(heads: tuple[int, int], sizes: tuple[int,
 def test_what_is_not_ones_own_may_be_no_number() -> None:
     """Others' keys and values, and what lies behind the last token, do not count, not even as NaN."""
     cache = KVCache(1, PAGE * 32, block=PAGE, dtype=torch.float32, device=CPU)
-    attention = RowAttention(PAGE * PAGES, 2, CPU, page=PAGE)
+    attention = TritonRows(PAGE * PAGES, 2, CPU, page=PAGE)
     (chunk, *_) = chunks = chunks_of(cache, 2)
     rows = rows_of(chunks, attention.group)
     query, keys, values = tensors(2, 1, 16, 16, cache.capacity)
@@ -104,7 +133,7 @@ def test_a_row_has_the_same_bits_in_any_company(monkeypatch: pytest.MonkeyPatch)
     """Alone, in a chain, as a branch of a tree, and beside others."""
     monkeypatch.setattr(numpy, "matmul", row_by_row)
     cache = KVCache(1, PAGE * 32, block=PAGE, dtype=torch.float32, device=CPU)
-    attention = RowAttention(PAGE * PAGES, 2, CPU, page=PAGE)
+    attention = TritonRows(PAGE * PAGES, 2, CPU, page=PAGE)
     query, keys, values = tensors(2, 1, 16, 16, cache.capacity)
     mine = cache.sequence()
     mine.append(range(-1, 24))
@@ -153,17 +182,17 @@ def path_to(parents: list[int], node: int) -> list[int]:
 
 def test_the_trial_at_load_passes_and_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    attention, compute = RowAttention(400, 2, CPU), RowAttention.__call__
+    attention, compute = TritonRows(400, 2, CPU), TritonRows.__call__
     found: list[Tensor] = []
 
     def keep(*inputs: object, **how: object) -> Tensor:
         found.append(compute(*inputs, **how))  # type: ignore[arg-type]
         return found[-1]
 
-    monkeypatch.setattr(RowAttention, "__call__", keep)
+    monkeypatch.setattr(TritonRows, "__call__", keep)
     assert trial_error(attention, 2, torch.float32, CPU) < 1e-4
-    monkeypatch.setattr(RowAttention, "__call__", lambda *_, **__: found.pop(0))
-    monkeypatch.setattr(module, "plain_attention", lambda *_, **__: torch.full((16, 4, 64), float("nan")))
+    monkeypatch.setattr(TritonRows, "__call__", lambda *_, **__: found.pop(0))
+    monkeypatch.setattr(RowAttention, "__call__", lambda *_, **__: torch.full((16, 4, 64), float("nan")))
     assert not trial_error(attention, 2, torch.float32, CPU) < 1e-4
     assert not found
 
@@ -173,7 +202,7 @@ def test_where_there_are_no_kernels_the_reason_is_told(
 ) -> None:
     assert find_attention(100, 2, torch.float32, CPU) is None and not caplog.records
     cuda = torch.device("cuda")
-    monkeypatch.setattr(module, "RowAttention", lambda *_: None)
+    monkeypatch.setattr(module, "TritonRows", lambda *_: None)
     for error, why in (
         (0.3, "off by 0.3"),
         (float("nan"), "off by nan"),
@@ -206,7 +235,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from engine.attention import row_attention as attention, row_attention_kernels as attention_kernels
+from engine.attention import triton_rows as attention, row_attention_kernels as attention_kernels
 from engine.cache.kv_store import PAGE
 
 PRECISE, NUMBERS = ("sums_ptr", "maxima_ptr", "totals_ptr"), ("N", "T")

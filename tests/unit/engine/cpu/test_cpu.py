@@ -6,6 +6,7 @@ import logging
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from engine.attention.row_attention import RowAttention
 from engine.build import welcome
 from engine.cache.kv_cache import CachedSequence, KVCache
 from engine.cpu import library as built
 from engine.cpu.library import Library, find_library
-from engine.cpu.stack import CpuRows, CpuStack, RowLinear
+from engine.cpu.rows import CpuRows
+from engine.cpu.stack import CpuStack, RowLinear
 from engine.cpu.thread_choice import MIN_ROWS, ThreadChoice, set_threads
 from engine.exactness import EXACT, warm_up
 from engine.interface import Chunk
@@ -166,7 +169,7 @@ def test_without_more_threads_there_is_no_choice(one_thread: None) -> None:
 def test_random_steps_are_those_of_the_plain_path(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save_model(family, tmp_path, **{**SIZES, **FAMILIES[family]})
     one, other = (load(folder, dtype=DTYPES[dtype], device="cpu", by_rows=by_rows) for by_rows in (True, False))
-    assert isinstance(one.attention, CpuRows) and other.attention is None
+    assert isinstance(one.attention, CpuRows) and type(other.attention) is RowAttention
     twins = Twins(7, engine_of(one), engine_of(other), branches=0.5)
     for number in range(40):
         if number < 4 or twins.rng.random() < 0.2:
@@ -260,9 +263,10 @@ def test_a_wrong_result_is_found_at_load_and_computed_otherwise(
 
     monkeypatch.setattr(CpuStack, "forward", wrong)
     model = load(folder, dtype="fp32", device="cpu", progress=told.append)
-    assert model.attention is None
+    assert isinstance(model.attention, CpuRows) and not model.attention.all_layers
     assert any("one operation at a time: " in each.doing and "differ" in each.doing for each in told), told
     text = random_tokens(40, seed=8)
+    model = replace(model, attention=plain.attention)
     found = [fed(engine_of(each), text, [30, 10], random.Random(1)) for each in (plain, model)]
     assert torch.equal(*found)  # with the very same weights
 
@@ -277,7 +281,8 @@ def test_other_models_stay_as_they_are(family: str, changes: dict[str, Any], rea
     told: list[Loading] = []
     folder = save_model(family, tmp_path, **({**SIZES, **changes} if changes else {}))
     model = load(folder, dtype="fp32", device="cpu", progress=told.append)
-    assert model.attention is None and any(reason in each.doing for each in told), told
+    assert isinstance(model.attention, CpuRows) and not model.attention.all_layers
+    assert any(reason in each.doing for each in told), told
 
 
 def copy_of_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -302,7 +307,7 @@ def test_without_a_compiler(
     try:
         with caplog.at_level(logging.WARNING):
             model = load(save_model("llama", tmp_path / "model", **SIZES), dtype="fp32", device="cpu")
-        assert model.attention is None and "computed without C++, which is slower" in caplog.text
+        assert type(model.attention) is RowAttention and "computed without C++, which is slower" in caplog.text
     finally:
         find_library.cache_clear()
 

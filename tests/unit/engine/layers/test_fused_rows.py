@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.attention.row_attention import RowAttention
 from engine.layers.fused import FusedStack
 from engine.layers.layer_ops import LayerOps
 from engine.loading import loader
@@ -26,7 +27,7 @@ def fused(model: Model) -> bool:
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "find_attention", lambda context, *_: PlainRows(2, context))
+    monkeypatch.setattr(loader, "find_attention", lambda *_: PlainRows(2))
     monkeypatch.setattr("engine.layers.layer_kernels.TritonOps", LayerOps)
 
 
@@ -37,7 +38,7 @@ def test_known_models_are_served_fused_and_by_rows(family: str, tmp_path: Path) 
     model = load(folder, progress=told.append)
     assert fused(model) and Loading("decoder layers are computed fused") in told
     plain = load(folder, by_rows=False)
-    assert not fused(plain) and plain.attention is None
+    assert not fused(plain) and type(plain.attention) is RowAttention
     twins = Twins(3, by_rows(model), slot_engine(plain, 400), branches=0.3)
     for _ in range(3):
         twins.open()
@@ -79,10 +80,10 @@ def test_rows_that_are_computed_wrong_are_given_up(
         def __call__(self, *args: object, **how: object) -> torch.Tensor:
             return torch.zeros_like(super().__call__(*args, **how))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(loader, "find_attention", lambda context, *_: Zeros(2, context))
+    monkeypatch.setattr(loader, "find_attention", lambda *_: Zeros(2))
     model = load(save_model("llama", tmp_path, num_hidden_layers=1))
-    assert model.attention is None and not fused(model)
+    assert type(model.attention) is RowAttention and not fused(model)
     assert [record.message.split(",")[0] for record in caplog.records] == [
         "decoder layers are computed as transformers wrote them",
-        "steps are not computed by rows",
+        "attention is computed by torch",
     ]

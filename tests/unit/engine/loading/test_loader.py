@@ -22,9 +22,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from cluster.config.checks import CheckError, check_model
-from engine.attention import attention
-from engine.attention.key_batch import KeyBatch
-from engine.cpu.stack import CpuRows
+from engine.attention import attention, row_attention
+from engine.cpu.rows import CpuRows
 from engine.cpu.thread_choice import COUNTS
 from engine.layers.linear import PackedLinear, can_pack
 from engine.loading import checkpoint, loader
@@ -363,7 +362,12 @@ def test_a_forgotten_argument_is_found(family: str, argument: str, dtype: str, t
 
 def test_a_wrong_mask_is_found(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every query sees every pending node: right for a single token, wrong for chains and trees."""
-    monkeypatch.setattr(KeyBatch, "mask", lambda *_: None)
+    softmax = row_attention._softmax
+
+    def seeing_all(products: torch.Tensor, scale: float, cap: float | None, mask: torch.Tensor, *sinks: Any) -> Any:
+        return softmax(products, scale, cap, mask.amax(2, keepdim=True), *sinks)
+
+    monkeypatch.setattr(row_attention, "_softmax", seeing_all)
     with pytest.raises(ModelError, match="'llama' cannot speculate"):
         load(str(llama), dtype="fp32", device="cpu", by_rows=False)
 
@@ -414,7 +418,8 @@ def test_threads(llama: Path) -> None:
     before, known = torch.get_num_threads(), replace(COUNTS)
     COUNTS.of_torch = False
     try:
-        in_cpp = isinstance(load(str(llama), threads=2, self_test=False).attention, CpuRows)
+        rows = load(str(llama), threads=2, self_test=False).attention
+        in_cpp = isinstance(rows, CpuRows) and rows.all_layers
         assert torch.get_num_threads() == (1 if in_cpp else 2)
         load(str(llama), threads=2, self_test=False, by_rows=False)
         assert torch.get_num_threads() == 2

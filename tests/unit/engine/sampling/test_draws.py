@@ -208,7 +208,7 @@ def test_texts_are_those_of_draws_made_behind_the_step(
             ways.append((drawn_R2 is not None, len(logits_RV) > len(entries))) or decided(logits_RV, entries, drawn_R2)
         ),
     )
-    drawing = by_rows(llama, 1000, PlainRows(2, llama.context), record=Recorder())
+    drawing = by_rows(llama, 1000, PlainRows(2), record=Recorder())
     found = texts(drawing, openings)
     drew = [in_step for in_step, _ in ways]
     prompts = 2  # steps of more rows than draw
