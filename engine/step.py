@@ -46,7 +46,7 @@ class Engine(ForwardPass):
         """``invariant``: give a token the same bits however it is batched, where that can be had.
 
         That is in bfloat16 on a CPU. It costs decoding a chain next to nothing, a prompt up to 1.6 times its time with
-        AMX, and a tree that its keys are gathered. Recorded steps of such an engine can draw.
+        AMX. Recorded steps of such an engine can draw.
         ``leader``: has the other ranks of a tensor-parallel group compute every step as well. ``record``: how
         steps are recorded to be replayed (:mod:`engine.cuda.graphs`), if they are. ``heads``: what drafts from hidden
         states, which are kept for them. ``aux_layers``: behind how many decoder layers states are kept (:attr:`aux`);

@@ -110,13 +110,13 @@ class Group:
         numbers = pad(part.flatten(), (0, size * self.world - part.numel()))
         slices = torch.empty_like(numbers)
         dist.all_to_all_single(slices, numbers, group=self._computing)
-        dist.all_gather_into_tensor(numbers, _added(slices.view(self.world, size).unbind()), group=self._computing)
+        dist.all_gather_single(numbers, _added(slices.view(self.world, size).unbind()), group=self._computing)
         return numbers[: part.numel()].view_as(part)
 
     def gather(self, part: Tensor) -> list[Tensor]:
         """All ranks' tensors of one shape, in the order of ranks."""
         parts = part.new_empty(self.world, part.numel())
-        dist.all_gather_into_tensor(parts.view(-1), part.flatten(), group=self._computing)
+        dist.all_gather_single(parts.view(-1), part.flatten(), group=self._computing)
         return [one.view(part.shape) for one in parts]
 
     def all_agree(self, so: bool) -> bool:
