@@ -91,8 +91,16 @@ class Step:
             raise UnsupportedAttention(f"heads of {query_TQD.shape[-1]} in {query_TQD.dtype} are not computed by rows")
         if self._plan is None:
             self._plan = attention.plan(self.rows)
-        how: dict[str, Any] = {"scaling": scaling, "window": sliding_window, "cap": softcap or None, "sinks_Q": sinks_Q}
-        return attention(query_TQD, keys_SHD, values_SHE, self._plan, **how)
+        return attention(
+            query_TQD,
+            keys_SHD,
+            values_SHE,
+            self._plan,
+            scaling=scaling,
+            window=sliding_window,
+            cap=softcap or None,
+            sinks_Q=sinks_Q,
+        )
 
 
 Compute = Callable[[Step, Tensor, Tensor, Tensor], Tensor]
