@@ -25,7 +25,7 @@ from speculation import events, messages
 from speculation.demand import RouterDemand
 from speculation.events import Event, FailureCode, PeerId, Role, from_draft_models
 from speculation.request.poison_detector import PoisonDetector, PoisonLimits
-from speculation.request.session import Phase, SessionLimits, Workers
+from speculation.request.session import Phase, SessionLimits
 from transport.codec import MalformedMessage
 from transport.tls import Identity
 from transport.tracing import SessionLog
@@ -124,11 +124,10 @@ class Dispatcher:
         try:
             self._handle(run, events.Start())
             while True:
-                item, weight = await run.items.get()
-                run.unread -= weight
+                item = await run.items.get()
                 if isinstance(item, GenerationError):
                     raise item
-                yield replace(item, more=True) if run.items.qsize() and isinstance(item, Committed) else item
+                yield replace(item, more=True) if run.items and isinstance(item, Committed) else item
                 if isinstance(item, Ended):
                     return
         finally:
@@ -193,12 +192,16 @@ class Dispatcher:
         self._ask_again_soon()
 
     def _received(self, peer: PeerId, message: messages.FromWorker) -> None:
-        if isinstance(message, messages.Load | messages.Welcome):
+        if isinstance(message, (messages.Load, messages.Welcome)):
             return
         run = self._runs.get(message.session)
         if run is None:
             self.totals.stale += 1
-        elif run.model and (wrong := outside_vocabulary(message, run.model.vocabulary)):
+        elif (
+            isinstance(message, messages.Proposal)
+            and run.model
+            and (wrong := outside_vocabulary(message, run.model.vocabulary))
+        ):
             self._malformed(peer, wrong)
         else:
             known = self.pool.peers.get(peer)
@@ -223,7 +226,7 @@ class Dispatcher:
 
     def _take(self, run: RunningSession, event: Event, at: float = 0.0) -> None:
         now = max(asyncio.get_running_loop().time(), at)
-        workers = run.session.workers
+        target, draft = run.session.openings
         try:
             effects = run.session.handle(now, event)
         except AssertionError:  # a fault of ours, that is to end nobody else's session
@@ -231,7 +234,11 @@ class Dispatcher:
             self._fail(run, GenerationError("internal", "the router lost track of this request, by a fault of its own"))
             effects = run.session.handle(now, events.Stop())
         for effect in effects:
-            self._perform(run, effect, workers, now)
+            if isinstance(effect, events.Emit):
+                assert target is not None
+                self._committed(run, effect, target.peer, draft.peer if draft else None, now)
+            else:
+                self._perform(run, effect, now)
 
     def _ask_again_soon(self) -> None:
         """Let sessions whose turn has come ask for a target again, once what happens now is dealt with."""
@@ -247,9 +254,19 @@ class Dispatcher:
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
-    def _perform(self, run: RunningSession, effect: events.Effect, workers: Workers, now: float) -> None:
-        """``workers``: where the session was when what has this effect happened, at ``now``."""
-        match effect:
+    def _committed(
+        self, run: RunningSession, emit: events.Emit, target: PeerId, draft: PeerId | None, now: float
+    ) -> None:
+        """At these workers, where the session was then."""
+        self._learn(run, target, draft, emit)
+        run.committed(now, emit, target, draft)
+        if run.items.unread >= self._limits.unread:
+            why = f"the client is {len(run.items)} commits behind; read faster, or ask for less"
+            asyncio.get_running_loop().call_soon(self._give_up, run, "slow_reader", why)
+
+    def _perform(self, run: RunningSession, command: events.Command, now: float) -> None:
+        """What is to be done of what happened at ``now``."""
+        match command:
             case events.Place(role=role, avoid=avoid):
                 self._take(run, self._placed(run, role, avoid))
             case events.Send(peer=peer, message=message):
@@ -259,24 +276,17 @@ class Dispatcher:
                 self.pool.relay(peer, message, epoch)
                 if run.details is not None and isinstance(message, messages.Proposal):
                     run.details.proposed(now, message)
-            case events.Emit():
-                assert workers.target is not None
-                self._learn(run, workers.target, workers.draft, effect)
-                run.committed(now, effect, workers)
-                if run.unread >= self._limits.unread:
-                    why = f"the client is {run.items.qsize()} commits behind; read faster, or ask for less"
-                    asyncio.get_running_loop().call_soon(self._give_up, run, "slow_reader", why)
             case events.Wake(at=at):
                 self._set_timer(run, at)
             case events.Finish(reason=reason):
                 if reason is not None:
                     run.ended = reason
-                    run.put(Ended(reason, run.session.reopened))
+                    run.items.put(Ended(reason, run.session.reopened))
             case events.Fail(code=code, message=message):
                 retry_after = self._until_free() if code is FailureCode.OVERLOADED else None
                 self._fail(run, GenerationError(code.value, self._why(run, code, message), retry_after))
             case _:
-                assert_never(effect)
+                assert_never(command)
 
     def _fail(self, run: RunningSession, error: GenerationError) -> None:
         self.totals.failed += 1
@@ -317,9 +327,10 @@ class Dispatcher:
         known = self.pool.peers.get(target)
         if run.revision is None and known is not None and known.welcome is not None:
             run.revision = known.welcome.revision
-        accepted, offered = from_draft_models(emit.accepted, emit.offered, emit.metadata)
-        if offered and draft is not None:
-            self.pool.drafted(target, draft, accepted, offered)
+        if draft is not None:
+            accepted, offered = from_draft_models(emit.accepted, emit.offered, emit.metadata)
+            if offered:
+                self.pool.drafted(target, draft, accepted, offered)
 
     def _why(self, run: RunningSession, code: FailureCode, message: str) -> str:
         """The reason of a failure, with what the session itself cannot know."""

@@ -23,6 +23,7 @@ from typing import NoReturn, TypeVar
 from router.answers.choice_reader import TextChunk
 from router.errors import ApiError
 from router.generation import GenerationError
+from router.sessions.tally import RequestTally
 
 T = TypeVar("T")
 
@@ -248,23 +249,28 @@ class QuotaLease:
 
 
 async def admitted(
-    chunks: AsyncGenerator[TextChunk], lease: QuotaLease, seconds: float | None
+    chunks: AsyncGenerator[TextChunk], lease: QuotaLease, seconds: float | None, tally: RequestTally
 ) -> AsyncGenerator[TextChunk]:
-    """The same chunks, paid for, and no longer than so many seconds after the request came.
+    """The same chunks, paid for and counted, and no longer than so many seconds after the request came.
 
     Raises :class:`GenerationError` then, also where the client is late; the sessions are closed before.
     """
     end = lease.end(seconds)
-    async with aclosing(chunks):
-        while True:
-            if end is not None and asyncio.get_running_loop().time() >= end:
-                raise _over(seconds)
-            try:
-                chunk = await in_time(anext(chunks), seconds, end)
-            except StopAsyncIteration:
-                return
-            lease.take_completion(chunk.tokens, monotonic())
-            yield chunk
+    try:
+        async with aclosing(chunks):
+            while True:
+                if end is not None and asyncio.get_running_loop().time() >= end:
+                    raise _over(seconds)
+                try:
+                    chunk = await (anext(chunks) if end is None else in_time(anext(chunks), seconds, end))
+                except StopAsyncIteration:
+                    return
+                lease.take_completion(chunk.tokens, monotonic())
+                tally.add(chunk)
+                yield chunk
+    except (GeneratorExit, asyncio.CancelledError):
+        tally.given_up()
+        raise
 
 
 async def in_time(work: Awaitable[T], seconds: float | None, end: float | None) -> T:

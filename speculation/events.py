@@ -202,7 +202,8 @@ class Wake:
     at: float
 
 
-Effect = Place | Send | Relay | Emit | Finish | Fail | Wake
+Command = Place | Send | Relay | Finish | Fail | Wake
+Effect = Command | Emit
 
 
 class Own(StrEnum):

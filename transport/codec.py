@@ -112,10 +112,8 @@ def decode_from_worker(
     """One entry of a worker's frame; raises :class:`MalformedMessage`. ``asked``: what may be told; None: anything."""
     message = _parse(pb.FromWorker(), entry)
     match message.WhichOneof("kind"):
-        case "verified" if asked is not None and (message.verified.logprobs or message.verified.prompt_logprobs):
-            verified: messages.Verification = _checked(
-                message.verified, lambda said: _read_verification(parts.check_asked(said, asked))
-            )
+        case "verified":
+            verified: messages.Verification = _checked(message.verified, _read_verification, asked)
             return verified
         case "load":
             try:
@@ -124,7 +122,7 @@ def decode_from_worker(
                 raise MalformedMessage(str(error)) from error
         case "features":
             raise MalformedMessage("features that are not a target's, or not as it writes them: nobody here reads any")
-        case "verified" | "proposed" | "refused" | "welcome" as kind:
+        case "proposed" | "refused" | "welcome" as kind:
             said: messages.FromWorker = _checked(getattr(message, kind), FROM_WORKER[kind][2])
             return said
     raise UnknownKind
@@ -220,14 +218,17 @@ def _read_logprobs(message: pb.Logprobs) -> messages.TokenLogprobs:
     return messages.TokenLogprobs(message.chosen, tuple(message.tokens), tuple(message.logprobs))
 
 
-def _read_verification(message: pb.Verification) -> messages.Verification:
+def _read_verification(message: pb.Verification, asked: parts.Asked | None = None) -> messages.Verification:
     said, accepted, offered = message.tokens, message.accepted, message.offered
-    logprobs, sources, refused = message.logprobs, message.sources, message.refused
-    prompt_logprobs = message.prompt_logprobs
+    sources, refused = message.sources, message.refused
+    logprobs: Sequence[pb.Logprobs] = message.logprobs
+    prompt_logprobs: Sequence[pb.Logprobs] = message.prompt_logprobs
+    if asked is not None and (logprobs or prompt_logprobs):
+        logprobs, prompt_logprobs = parts.check_asked(message, asked)
     if len(said) > parts.MAX_COMMITTED or offered > parts.MAX_TOKENS:
         parts.at_most("tokens", len(said), parts.MAX_COMMITTED)
         parts.at_most("offered", offered, parts.MAX_TOKENS)
-    tokens = tuple(said)
+    tokens = (*said,)
     if not accepted <= min(offered, len(tokens)):
         raise ValueError(
             f"accepted is {accepted}; it must be at most offered ({offered}) and the {len(tokens)} tokens sent"
@@ -331,9 +332,9 @@ def _parse(message: _Wire, entry: bytes) -> _Wire:
     return message
 
 
-def _checked(message: Any, read: Callable[[Any], Any]) -> Any:
+def _checked(message: Any, read: Callable[..., Any], *more: Any) -> Any:
     try:
-        return read(message)
+        return read(message, *more)
     except ValueError as error:
         opening = isinstance(message, pb.Open)
         raise MalformedMessage(

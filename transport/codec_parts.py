@@ -128,20 +128,18 @@ Asked = Callable[[messages.SessionId, int], AskedLogprobs | None]
 """Of a session under an epoch; None: it is not open there, or not any more."""
 
 
-def check_asked(message: pb.Verification, asked: Asked) -> pb.Verification:
-    """The message. Raises ValueError for log-probabilities that nobody asked for; without any that are told too late.
+def check_asked(message: pb.Verification, asked: Asked) -> tuple[Sequence[pb.Logprobs], Sequence[pb.Logprobs]]:
+    """Its log-probabilities, and those of the prompt; none that are told too late, of a session no longer open.
 
-    That is, of a session that is no longer open.
+    Raises ValueError for those that nobody asked for.
     """
     wanted = asked(messages.SessionId(message.session), message.epoch)
     if wanted is None:
-        message.ClearField("logprobs")
-        message.ClearField("prompt_logprobs")
-    else:
-        at_most("logprobs", len(message.logprobs), 0 if wanted.tokens is None else MAX_COMMITTED)
-        prompt_tokens = 0 if wanted.prompt is None else wanted.prompt_tokens
-        at_most("prompt_logprobs", len(message.prompt_logprobs), prompt_tokens)
-    return message
+        return (), ()
+    at_most("logprobs", len(message.logprobs), 0 if wanted.tokens is None else MAX_COMMITTED)
+    prompt_tokens = 0 if wanted.prompt is None else wanted.prompt_tokens
+    at_most("prompt_logprobs", len(message.prompt_logprobs), prompt_tokens)
+    return message.logprobs, message.prompt_logprobs
 
 
 def _encode_open(message: messages.Open) -> pb.Open:

@@ -16,7 +16,7 @@ Log-probabilities may take long to read. Those that nobody asked for make a mess
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
@@ -29,8 +29,9 @@ from transport.outbox import MAX_FRAME_ENTRIES
 
 log = logging.getLogger(__name__)
 
-READ_AT_ONCE = 4
-"""Messages read in one turn of the event loop, in which nothing is written and nobody else is heard."""
+READ_AT_ONCE = 16
+"""Messages read in one turn of the event loop, in which nothing is written and nobody else is heard: under 2 ms. With
+four, a turn cost as much as two of its messages."""
 MAX_UNREAD = 4096
 """Messages that wait to be read; with more, no other frame is to be taken."""
 MAX_MALFORMED = 16
@@ -200,7 +201,7 @@ class Incoming:
         self._hints = role == "draft"
         self._give_up, self._unrouted, self._asked = give_up, unrouted, asked
         self._unread: deque[_Unread] = deque()
-        self._held: Counter[SessionId] = Counter()
+        self._held: dict[SessionId, int] = {}
         """Of each session, what is unread and was not passed on: nothing may overtake it."""
         self._counter_names: tuple[str, ...] = ()
         self._heard = self._reported = self._malformed = 0
@@ -255,10 +256,11 @@ class Incoming:
             else:
                 route.onto.put(relayed(entry, head, route.there), hint=True)
             return None
-        known = route is not None and route.epoch == head.epoch and not self._held[head.session]
+        held = self._held.get(head.session, 0)
+        known = route is not None and route.epoch == head.epoch and not held
         if route is not None and known and route.onto.put(relayed(entry, head, route.there), hint=self._hints):
             return _Unread(entry, route.there)
-        self._held[head.session] += 1
+        self._held[head.session] = held + 1
         return _Unread(entry, held=head.session)
 
     def _read_some(self) -> None:
@@ -274,12 +276,10 @@ class Incoming:
     def _read(self) -> None:
         entry, passed, held = self._unread.popleft()
         self._heard += 1
-        if held is not None:
-            self._held[held] -= 1
-            if not self._held[held]:
-                del self._held[held]
+        if held is not None and (left := self._held.pop(held) - 1):
+            self._held[held] = left
         try:
-            if self._outlived(entry):
+            if len(entry) > MAX_PLAIN_BYTES and self._outlived(entry):
                 return
             message = decode_from_worker(entry, self._counter_names, self._asked)
             if passed and isinstance(message, Proposal | Verification):
@@ -293,7 +293,7 @@ class Incoming:
 
         To parse it would take long, whatever becomes of it. Raises :class:`MalformedMessage`.
         """
-        if self._role != "target" or len(entry) <= MAX_PLAIN_BYTES:
+        if self._role != "target":
             return False
         head = heading(entry, long=True)
         if head is None or head.role != self._role:

@@ -23,6 +23,7 @@ from speculation.events import Origin, Own, StepMetadata, origins, refused
 from speculation.frozen import frozen
 from speculation.messages import FinishReason, Source, SourceName, Token, TokenLogprobs
 
+NOTHING = Found()
 DIGITS = 6
 """Of seconds: microseconds are what workers tell."""
 
@@ -81,7 +82,7 @@ class TextChunk:
     @property
     def text(self) -> str:
         """What the reader of the answer sees."""
-        return "".join(piece.text for piece in self.pieces) if self.content is None else self.content
+        return "".join([piece.text for piece in self.pieces]) if self.content is None else self.content
 
 
 @dataclass(slots=True)
@@ -114,17 +115,22 @@ class Usage:
         """Count a chunk."""
         self.ended += chunk.finish is not None
         commit = chunk.commit
-        if commit is not None and chunk.index % self.n == 0:
+        if commit is None:
+            return
+        if commit.cached and chunk.index % self.n == 0:
             self.cached += commit.cached
-        if not chunk.tokens or commit is None:
+        if not chunk.tokens:
             return
         self.completion += chunk.tokens
         self.steps += 1
-        self.came.update(chunk.origins)
-        self.waits += commit.metadata.waited_us > 0
-        self.wait_seconds += commit.metadata.waited_us / 1e6
+        for origin in chunk.origins:  # update() of a counter takes as long as ten of these
+            self.came[origin] += 1
+        if commit.metadata.waited_us:
+            self.waits += 1
+            self.wait_seconds += commit.metadata.waited_us / 1e6
         if commit.offered > commit.accepted:
-            self.refused.update(refused(commit.accepted, commit.offered, commit.metadata))
+            for source in refused(commit.accepted, commit.offered, commit.metadata):
+                self.refused[source] += 1
         if chunk.offered:
             self.drafts += 1
             self.kept[chunk.accepted] += 1
@@ -297,10 +303,9 @@ class ChoiceReader:
 
     def _found(self, delta: Delta) -> Found:
         """What the text turned out to be, where calls are searched for; up to the first, if that is the end."""
-        found = Found()
         if self._parser is None:
-            return found
-        text = "".join(piece.text for piece in delta.pieces)
+            return NOTHING
+        found, text = Found(), "".join(piece.text for piece in delta.pieces)
         if self._tools.several:
             return self._parser.push(text)
         for character in text:
@@ -328,13 +333,14 @@ QUEUED_CHUNKS = 32
 tokens; no target waits."""
 
 
-async def run_choices(request: ApiRequest, generator: Generator, tokenizer: Tokenizer) -> AsyncGenerator[TextChunk]:
+def run_choices(request: ApiRequest, generator: Generator, tokenizer: Tokenizer) -> AsyncGenerator[TextChunk]:
     """Run all choices. Closing it stops them. Raises :class:`GenerationError` when one of them fails."""
     if len(request.generations) == 1:  # in the task of whoever listens
-        async with aclosing(_choice(request, 0, generator, tokenizer)) as chunks:
-            async for chunk in chunks:
-                yield chunk
-        return
+        return _choice(request, 0, generator, tokenizer)
+    return _merged(request, generator, tokenizer)
+
+
+async def _merged(request: ApiRequest, generator: Generator, tokenizer: Tokenizer) -> AsyncGenerator[TextChunk]:
     queue: asyncio.Queue[TextChunk | Exception | None] = asyncio.Queue(QUEUED_CHUNKS)
 
     async def run(index: int) -> None:

@@ -137,20 +137,18 @@ class Envelope:
     created: int
     tokenizer: Tokenizer
     chat: bool = field(init=False)
+    plain: bool = field(init=False)
+    """Whether nothing stands in the chunks of a stream but text."""
     _called: dict[int, int] = field(default_factory=dict)
     """Tool calls that each choice of a stream has made."""
     _around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
     """What stands before and behind the text in the plain events of each choice."""
 
     def __post_init__(self) -> None:
-        self.chat = self.request.kind == "chat"
-
-    @property
-    def plain(self) -> bool:
-        """Whether nothing stands in the chunks of a stream but text."""
         request, form = self.request, self.request.form
+        self.chat = request.kind == "chat"
         beside = form.token_ids or form.logprobs is not None or form.prompt_logprobs is not None
-        return not (beside or request.include_speculation or request.continuous_usage)
+        self.plain = not (beside or request.include_speculation or request.continuous_usage)
 
     def plain_event(self, index: int, text: str) -> bytes:
         """The event of :meth:`text` for a chunk of text alone, where all are plain."""

@@ -243,10 +243,8 @@ class _Api:
         lease.take_prompt(parsed.prompt_tokens, time.monotonic())
         prefix = "chatcmpl" if parsed.kind == "chat" else "cmpl"
         envelope = Envelope(parsed, f"{prefix}-{uuid.uuid4().hex}", int(time.time()), served.tokenizer)
-        chunks = self._tally.observed(
-            run_choices(parsed, self._generator, served.tokenizer), served.model.name, len(parsed.generations), arrived
-        )
-        chunks = admitted(chunks, lease, seconds)
+        tally = self._tally.request(served.model.name, len(parsed.generations), arrived)
+        chunks = admitted(run_choices(parsed, self._generator, served.tokenizer), lease, seconds, tally)
         usage = Usage(parsed.prompt_tokens, parsed.n, len(parsed.generations))
         request.state.parsed, request.state.usage = parsed, usage
         if parsed.stream:

@@ -37,6 +37,8 @@ MAX_DRAINED_BYTES = 16 << 20
 DRAIN_SECONDS = 10.0
 """What is still taken, and dropped, of a body that was refused: a connection that is closed before is reset, and a
 client that sends first and reads then never sees why."""
+DIRECT = "direct"
+"""The name, in a request's state, of what sends past all middleware, which looks at how an answer begins alone."""
 CUT = "cut"
 """The name, in a request's state, of what ends its connection at once."""
 TOLD = "headers"
@@ -113,15 +115,22 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events, or as many as the client waits for."""
+        direct = scope["state"].pop(DIRECT, send)
         try:
             async with aclosing(self._source), aclosing(self._events):
-                await while_connected(receive, self.stream_response(self._bounded(send)))
+                await while_connected(receive, self._stream(self._bounded(send), self._bounded(direct)))
         except ClientDisconnect:
             pass
         except TimeoutError:
             if cut := scope["state"].get(CUT):
                 cut()
                 await _disconnected(receive)
+
+    async def _stream(self, begin: Send, send: Send) -> None:
+        await begin({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self._events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body"})
 
     def _bounded(self, send: Send) -> Send:
         """The same, but for no longer than the request has, and a last word takes."""
@@ -220,6 +229,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._headless = None
         self.scope["state"][CUT] = self.transport.abort
         super().on_headers_complete()
+        self.scope["state"][DIRECT] = self.cycle.send
         self._head, self._beside = None, 0
 
     def on_body(self, body: bytes) -> None:

@@ -12,10 +12,10 @@ the moment of the commit, so that a client that reads slowly does not make the m
 from __future__ import annotations
 
 import logging
+import operator
 from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from time import monotonic
@@ -48,7 +48,7 @@ class Recent:
 
     def add(self, now: float, *more: int) -> None:
         """Each grows by so much."""
-        self.set(now, *(total + grown for total, grown in zip(self.totals, more, strict=True)))
+        self.set(now, *map(operator.add, self.totals, more))
 
     def set(self, now: float, *totals: int) -> None:
         """They are so much now."""
@@ -186,6 +186,30 @@ class SessionTally:
         self._counts.lead.add(tokens)
 
 
+class RequestTally:
+    """What is counted of one request as its chunks pass: when each choice begins, and how it ends."""
+
+    __slots__ = ("_arrived", "_clock", "_counts", "_running", "_waiting")
+
+    def __init__(self, counts: ModelCounts, clock: Callable[[], float], choices: int, arrived: float) -> None:
+        self._counts, self._clock, self._arrived = counts, clock, arrived
+        self._waiting, self._running = set(range(choices)), set(range(choices))
+
+    def add(self, chunk: TextChunk) -> None:
+        """It passes."""
+        if chunk.index in self._waiting:
+            self._waiting.remove(chunk.index)
+            self._counts.first_token.add(self._clock() - self._arrived)
+        if chunk.finish is not None:
+            self._running.discard(chunk.index)
+            self._counts.finished[chunk.finish.value] += 1
+            self._counts.latency.add(self._clock() - self._arrived)
+
+    def given_up(self) -> None:
+        """Nobody waits for the rest."""
+        self._counts.finished[ABORTED] += len(self._running)
+
+
 class RouterCounters:
     """All counts of one router."""
 
@@ -218,31 +242,10 @@ class RouterCounters:
         """A client was told an error."""
         (self.failed if code.status >= FAILURE else self.refused)[code.name] += 1
 
-    async def observed(
-        self, chunks: AsyncGenerator[TextChunk], model: str, choices: int, arrived: float
-    ) -> AsyncGenerator[TextChunk]:
-        """The same chunks; counts when each choice begins and how it ends. ``arrived`` is of our own clock."""
-        counts = self.model(model)
+    def request(self, model: str, choices: int, arrived: float) -> RequestTally:
+        """A request begins, with so many choices. ``arrived`` is of our own clock."""
         self.recent.add(arrived, 1, 0, 0, 0)
-        waiting, running = set(range(choices)), set(range(choices))
-        failed = False
-        try:
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    if chunk.index in waiting:
-                        waiting.remove(chunk.index)
-                        counts.first_token.add(self.clock() - arrived)
-                    if chunk.finish is not None:
-                        running.discard(chunk.index)
-                        counts.finished[chunk.finish.value] += 1
-                        counts.latency.add(self.clock() - arrived)
-                    yield chunk
-        except Exception:
-            failed = True
-            raise
-        finally:
-            if running and not failed:
-                counts.finished[ABORTED] += len(running)
+        return RequestTally(self.model(model), self.clock, choices, arrived)
 
 
 BLOCK = 2000

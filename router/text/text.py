@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from router.text.tokenizer import REPLACEMENT, Tokenizer
 from router.text.tool_calls import overlap
 from speculation.events import Origin, Own
+from speculation.frozen import frozen
 from speculation.messages import Token
 
 UTF8_LONGEST = 4
@@ -130,7 +131,7 @@ class StopMatcher:
         return held
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Piece:
     """Text of one token, or of the part of it that came out now."""
 
@@ -143,7 +144,7 @@ class Piece:
         return not isinstance(self.origin, Own)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Delta:
     """What a commit adds. ``tokens`` counts those up to the one that completed a stop string, if one did."""
 
@@ -191,6 +192,8 @@ class TextStream:
         self._spans: deque[Piece] = deque()
         self._latest: Origin = Own.TARGET
         self._places = _Places() if placed else None
+        self._plain = self._stops.idle and not placed
+        """Whether text comes out as it is decoded, and nobody asks where it stands."""
         self._seen = 0
 
     def push(self, tokens: Sequence[Token], origins: Sequence[Origin]) -> Delta:
@@ -200,6 +203,10 @@ class TextStream:
             self._seen += 1
             shown = self._rules.stop_kept or token not in self._rules.stop_tokens
             text = self._detokenizer.push(token) if shown else ""
+            if self._plain:
+                if text:
+                    pieces.append(Piece(text, self._latest))
+                continue
             if self._places is not None:
                 self._places.token(visible=shown and self._detokenizer.visible(token))
             pieces += self._add(Piece(text, self._latest))

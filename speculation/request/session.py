@@ -56,6 +56,8 @@ class Session(SessionRecord):
 
     def _react(self, now: float, event: Event) -> list[Effect]:
         match event:
+            case events.Received(peer=peer, message=message):
+                return self._receive(now, peer, message)
             case events.Start():
                 self._began = now
                 return self._place_target(now)
@@ -65,8 +67,6 @@ class Session(SessionRecord):
                 return self._open_draft(peer)
             case events.PoisonRequest(deaths=deaths):
                 return self._fail_as_poison(now, deaths)
-            case events.Received(peer=peer, message=message):
-                return self._receive(now, peer, message)
             case events.Faulted(peer=peer, epoch=epoch, why=why):
                 return self._fault(now, Opening(peer, epoch), why)
             case events.Lost(peer=peer):
@@ -257,9 +257,9 @@ class Session(SessionRecord):
     # -- both ----------------------------------------------------------------------------------------------------------
 
     def _receive(self, now: float, peer: PeerId, message: FromWorker) -> list[Effect]:
-        from_draft = self.drafting.at(peer)
+        from_draft, migrating = self.drafting.at(peer), self._migration_target
         match message:
-            case Verification() if self._migration_target == Opening(peer, message.epoch):
+            case Verification() if migrating is not None and migrating == Opening(peer, message.epoch):
                 return self._prefilled(now, message)
             case Verification() if self._at_target(peer):
                 return self._verified(now, message)

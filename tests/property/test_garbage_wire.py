@@ -108,7 +108,7 @@ class Router:
 
     def received(self, peer: PeerId, message: FromWorker) -> None:
         assert not isinstance(message, Load | Welcome)
-        if wrong := outside_vocabulary(message, VOCABULARY):
+        if isinstance(message, Proposal) and (wrong := outside_vocabulary(message, VOCABULARY)):
             self.note_malformed(peer, wrong)
         elif message.session in self.sessions:
             self.handle(message.session, Received(peer, message))

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import AsyncGenerator
 from dataclasses import replace
+from time import monotonic
 
 import pytest
 
 from cluster.config.config import from_mapping
 from cluster.config.serving import router_settings
+from router.answers.choice_reader import TextChunk
 from router.errors import ApiError
+from router.generation import GenerationError
 from router.http.auth import ApiKeys, KeyFileError
-from router.limits import MAX_WAIT, Account, Allowance, Bucket, Durations, RetryTurns
+from router.limits import MAX_WAIT, Account, Allowance, Bucket, Durations, RetryTurns, admitted
+from router.sessions.tally import RouterCounters
+from speculation.messages import FinishReason
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
 
@@ -232,3 +239,49 @@ def test_limits_that_cannot_be_read_are_refused_without_showing_a_key(tmp_path, 
     assert words in str(caught.value)
     assert ALICE not in str(caught.value)
     assert BOB not in str(caught.value)
+
+
+async def chunks(*given: TextChunk, error: Exception | None = None, pause: float = 0.0) -> AsyncGenerator[TextChunk]:
+    for chunk in given:
+        yield chunk
+    await asyncio.sleep(pause)
+    if error is not None:
+        raise error
+
+
+FIRST, LAST = TextChunk(0, (), tokens=2), TextChunk(0, (), finish=FinishReason.LENGTH)
+
+
+def let_in(given: AsyncGenerator[TextChunk], tally: RouterCounters, seconds: float | None, now: float = 0.0):
+    return admitted(given, account().enter(now), seconds, tally.request("m", 1, now))
+
+
+async def test_chunks_pass_as_they_are_paid_for_and_counted() -> None:
+    tally, payer = RouterCounters(), account()
+    lease = payer.enter(0.0)
+    passed = admitted(chunks(FIRST, LAST), lease, None, tally.request("m", 1, 0.0))
+    assert [chunk async for chunk in passed] == [FIRST, LAST]
+    assert (payer.completion_tokens, tally.model("m").finished["length"]) == (2, 1)
+
+
+async def test_a_request_that_nobody_waits_for_is_an_abort() -> None:
+    tally = RouterCounters()
+    left = let_in(chunks(FIRST, LAST), tally, None)
+    await anext(left)
+    await left.aclose()
+    cut = let_in(chunks(pause=60.0), tally, None)
+    waiting = asyncio.create_task(anext(cut))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert tally.model("m").finished == {"length": 0, "stop": 0, "abort": 2}
+
+
+async def test_one_that_failed_or_took_too_long_is_none() -> None:
+    tally = RouterCounters()
+    with pytest.raises(GenerationError, match="x"):
+        _ = [chunk async for chunk in let_in(chunks(error=GenerationError("faulty", "x")), tally, None)]
+    with pytest.raises(GenerationError, match=r"the 0\.01 seconds"):
+        _ = [chunk async for chunk in let_in(chunks(FIRST, pause=60.0), tally, 0.01, monotonic())]
+    assert not any(tally.model("m").finished.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 
@@ -18,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from draft_service.sequence import DraftCounters
 from router.answers.choice_reader import TextChunk
 from router.errors import code_of
-from router.generation import GenerationError
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
 from router.sessions.tally import BLOCK, AcceptanceRecord, Buckets, RouterCounters
 from router.telemetry.metrics import UNREADABLE, RouterMetrics
@@ -78,32 +76,19 @@ def test_a_bound_belongs_to_its_own_bucket() -> None:
     assert buckets.counts == [2, 2, 1]
 
 
-async def chunks(*given: TextChunk, error: Exception | None = None) -> AsyncGenerator[TextChunk]:
-    for chunk in given:
-        yield chunk
-    if error is not None:
-        raise error
-
-
-async def test_choices_are_counted_by_how_they_end() -> None:
+def test_choices_are_counted_by_how_they_end() -> None:
     times = iter([1.5, 2.5, 3.0, 4.0])
     tally = RouterCounters(clock=lambda: next(times))
-    first, last = TextChunk(0, (), tokens=1), TextChunk(0, (), finish=FinishReason.LENGTH)
-    assert [c async for c in tally.observed(chunks(first, last), "m", 1, 1.0)] == [first, last]
+    request = tally.request("m", 1, 1.0)
+    for chunk in (TextChunk(0, (), tokens=1), TextChunk(0, (), finish=FinishReason.LENGTH)):
+        request.add(chunk)
+    request.given_up()  # as whoever listens does when all has come
     counts = tally.model("m")
     assert (counts.first_token.total, counts.latency.total) == (0.5, 1.5)
-    left = tally.observed(chunks(first, last), "m", 2, 1.0)
-    await anext(left)
-    await left.aclose()
+    left = tally.request("m", 2, 1.0)
+    left.add(TextChunk(0, (), tokens=1))
+    left.given_up()
     assert counts.finished == {"length": 1, "stop": 0, "abort": 2}
-
-
-async def test_a_failed_request_is_no_abort() -> None:
-    tally = RouterCounters()
-    with pytest.raises(GenerationError):
-        async for _ in tally.observed(chunks(error=GenerationError("faulty", "x")), "m", 1, 0.0):
-            pass
-    assert not sum(tally.model("m").finished.values())
 
 
 def test_errors_of_ours_and_refusals_are_told_apart_and_begin_at_zero() -> None:
