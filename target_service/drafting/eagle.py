@@ -92,7 +92,8 @@ class EagleDrafter(StateReader):
         # by size class of the batch
         self._throughputs: defaultdict[int, ThroughputEstimator] = defaultdict(ThroughputEstimator)
         self._turns = self._levels = 0
-        self._level_seconds = 0.0
+        self._rate = self._level_seconds = 0.0
+        """Tokens a second of steps as the one at hand; what a level takes."""
 
     def open(self, sequence: TargetSequence) -> None:
         """Draft for a session from now on, if it allows a head."""
@@ -171,6 +172,7 @@ class EagleDrafter(StateReader):
         """Read what the sessions that take ``part`` in the step have brought, and guess for those ``wanting``."""
         started = time.perf_counter()
         self._turns += 1
+        self._rate = self._throughputs[len(part).bit_length()].rate
         reading = [
             (sequence, session)
             for sequence in part
@@ -269,7 +271,7 @@ class EagleDrafter(StateReader):
         gain = sum(
             place.chance * one.sequence.session.lookahead_policy.agreement for one in going for place in one.places
         )
-        return gain >= self._throughputs[len(going).bit_length()].rate * self._level_seconds
+        return gain >= self._rate * self._level_seconds
 
     def _go_on(self, going: list[_Growing]) -> None:
         """Compute rows for the places at hand; who finds no room for his is taken out of ``going``."""

@@ -360,6 +360,30 @@ def test_a_depth_that_a_request_allows(model: Model) -> None:
     assert deepest
 
 
+def test_a_level_must_bring_more_than_the_whole_step_does_in_its_time(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few of its sessions go on."""
+    monkeypatch.setattr(eagle, "FIRST_LEVELS", 0)
+    loop = loop_of(engine_of(model, tiny_head()))
+    drafter = of_eagle(loop)
+    drafter._adaptive, drafter._level_seconds = True, 1.0
+    for sessions in (2, 4):
+        drafter.observe(sessions, 10**9, 1.0)
+    monkeypatch.setattr(drafter, "observe", lambda *_: None)
+    for number in range(4):
+        loop.receive(LINK, opening(number + 1, GREEDY, replace(ALONE, max_depth=4 if number == 3 else 1)))
+    drafted = 0
+    for _ in range(eagle.PROBE_EVERY - 1):
+        if loop.step() is None:
+            break
+        if len(drafter._sessions) == 4:
+            trees = [session.drafts._tree for session in drafter._sessions.values()]
+            assert all(tree.cut(1) == tree for tree in trees)
+            drafted += any(tree.tokens for tree in trees)
+    assert drafted
+
+
 class InOnePass(StateReader):
     """A toy of a head that guesses several positions at once, as P-EAGLE and DFlash do: by copies of one state."""
 
