@@ -201,11 +201,11 @@ def trial_error(attention: TritonRows, heads_per_key: int, dtype: torch.dtype, d
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     keys_SHD, values_SHE = random(slots, heads, size), random(slots, heads, size)
-    chain = SequenceState(PAGE, [7, 2, 11, 0, 5], 0, 4 * PAGE + 9, [-1, 0, 1], [0, 1, 2])
+    chain = SequenceState(PAGE, [7, 2, 11, 0, 5], 4 * PAGE + 9, [-1, 0, 1], [0, 1, 2])
     chain.pending_slots = [chain.home(chain.length + i) for i in range(3)]
-    tree = SequenceState(PAGE, [9, 1], 0, PAGE - 1, [-1, -1, 1, 2, 0], [0, 0, 1, 2, 1])
+    tree = SequenceState(PAGE, [9, 1], PAGE - 1, [-1, -1, 1, 2, 0], [0, 0, 1, 2, 1])
     tree.pending_slots = [PAGE + 3, tree.home(PAGE - 1), PAGE, PAGE + 9, PAGE + 4]
-    prompt = SequenceState(PAGE, [4], 0, 0, list(range(-1, 7)), list(range(8)), [4 * PAGE + i for i in range(8)])
+    prompt = SequenceState(PAGE, [4], 0, list(range(-1, 7)), list(range(8)), [4 * PAGE + i for i in range(8)])
     chunks = [(chain, 3), (tree, 5), (prompt, 8)]
     (piece,) = packed([0] * TRIAL_ROWS, [], chunks, group=attention.group, max_rows=TRIAL_ROWS, pages=5)
     buffer = empty_buffer(TRIAL_ROWS, 5, device)

@@ -301,7 +301,7 @@ class CachedSequence(SequenceState):
         if count and self.length % self.block and not self.parents:
             self._own_tail()
         while len(self.blocks) * self.block < self.length + len(self.parents) + count:
-            self._push(ledger.take(after=self.blocks[-1] if self.blocks else None))
+            self.blocks.append(ledger.take(after=self.blocks[-1] if self.blocks else None))
 
     def _own_tail(self) -> None:
         """Copy the block that the next token goes into, which is one of ours, if it must not be written.
@@ -318,7 +318,7 @@ class CachedSequence(SequenceState):
         own = ledger.take(after=self.blocks[index - 1] if index else None)
         sources = self.committed_slots(index * self.block)
         self._cut(index)
-        self._push(own)
+        self.blocks.append(own)
         self._cache.moves.note(zip(sources, self.committed_slots(index * self.block), strict=True))
 
     def _clear_pending(self) -> None:
@@ -374,7 +374,7 @@ class CachedSequence(SequenceState):
         """Let a known block stand for the tokens behind the full blocks, up to ``length``."""
         self._cache.ledger.hold(known.block)
         self._cut((length - 1) // self.block)
-        self._push(known.block)
+        self.blocks.append(known.block)
         self.length = length
 
     def _trim(self) -> None:
@@ -387,9 +387,3 @@ class CachedSequence(SequenceState):
         for block in reversed(self.blocks[keep:]):
             self._cache.ledger.give(block)
         del self.blocks[keep:]
-        self.adjacent = min(self.adjacent, keep)
-
-    def _push(self, block: int) -> None:
-        if self.adjacent == len(self.blocks) and (not self.blocks or block == self.blocks[-1] + 1):
-            self.adjacent += 1
-        self.blocks.append(block)

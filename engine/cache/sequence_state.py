@@ -11,9 +11,6 @@ from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
 ROOT = -1
 """Parent index of a pending node that hangs from the end of the committed prefix."""
 
@@ -30,8 +27,6 @@ class SequenceState:
     """Slots of a block."""
     blocks: MutableSequence[int] = field(default_factory=lambda: array("i"))
     """The block table. An array is copied into a step's layout at once."""
-    adjacent: int = 0
-    """How many blocks, from the first on, lie side by side."""
     length: int = 0
     """Number of committed tokens."""
     parents: list[int] = field(default_factory=list)
@@ -67,11 +62,6 @@ class SequenceState:
             found.append(() if at_home else (*above, slot))
         return found
 
-    @property
-    def ascending(self) -> int:
-        """How many committed tokens, from the first on, have slots that go up one by one."""
-        return min(self.length, self.adjacent * self.block)
-
     def home(self, position: int) -> int:
         """The slot of the token at ``position`` once it is committed. There must be a block for it."""
         return self.blocks[position // self.block] * self.block + position % self.block
@@ -88,19 +78,6 @@ class SequenceState:
             home += 1
         return home, [self.pending_slots[each] for each in reversed(path)]
 
-    def slots(self, start: int = 0) -> Tensor:
-        """Slots of the committed tokens from position ``start`` on, then of all pending nodes; int64."""
-        pending_P = torch.tensor(self.pending_slots, dtype=torch.int64)
-        if start >= self.length:
-            return pending_P
-        if self.ascending == self.length:
-            return torch.cat((torch.arange(self.home(start), self.home(self.length - 1) + 1), pending_P))
-        first = start // self.block
-        blocks_N = torch.tensor(self.blocks[first : -(-self.length // self.block)], dtype=torch.int64)
-        slots_NB = blocks_N[:, None] * self.block + torch.arange(self.block)
-        skipped = start - first * self.block
-        return torch.cat((slots_NB.view(-1)[skipped : skipped + self.length - start], pending_P))
-
     def committed_slots(self, start: int, stop: int | None = None) -> list[int]:
         """Slots of the committed tokens from position ``start`` on, up to ``stop``."""
         end = self.length if stop is None else min(stop, self.length)
@@ -111,7 +88,6 @@ class SequenceState:
         return SequenceState(
             self.block,
             self.blocks[:],
-            self.adjacent,
             self.length,
             list(self.parents),
             list(self.depths),

@@ -235,7 +235,7 @@ class RowSteps:
         count = min(rows, self._context)
         slots = list(range(first, first + count))
         blocks = list(range(first // page, -(-(first + count) // page)))
-        state = SequenceState(page, blocks, len(blocks), 0, list(range(-1, count - 1)), list(range(count)), slots)
+        state = SequenceState(page, blocks, 0, list(range(-1, count - 1)), list(range(count)), slots)
         (piece,) = packed(
             [i % VARIED for i in range(count)],
             [count - 1],

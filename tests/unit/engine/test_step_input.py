@@ -13,7 +13,7 @@ from engine.forward import StepInput
 
 
 def test_a_step_is_read_again_as_it_was():
-    state = SequenceState(16, array("i", [3, 5]), 1, 20, [-1, 0], [0, 1], [7, 9])
+    state = SequenceState(16, array("i", [3, 5]), 20, [-1, 0], [0, 1], [7, 9])
     step = StepInput([1, 2], [1], [(state, 2)], [(4, 5)], True)
     again = StepInput.decoded(step.encoded())
     assert (again.tokens, again.rows, again.moves, again.invariant) == ([1, 2], [1], [(4, 5)], True)

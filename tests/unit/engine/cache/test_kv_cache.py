@@ -24,8 +24,13 @@ def fill(sequence: CachedSequence, count: int) -> None:
     sequence.advance(range(count))
 
 
-def in_one_piece(slots: torch.Tensor) -> bool:
-    return sorted(slots.tolist()) == list(range(int(slots.min()), int(slots.max()) + 1))
+def slots_of(sequence: SequenceState) -> list[int]:
+    """Of all its tokens, the pending ones last."""
+    return [*sequence.committed_slots(0), *sequence.pending_slots]
+
+
+def in_one_piece(slots: list[int]) -> bool:
+    return sorted(slots) == list(range(min(slots), max(slots) + 1))
 
 
 def test_capacity_is_rounded_up_to_blocks() -> None:
@@ -37,15 +42,15 @@ def test_advance_renumbers_survivors_and_frees_the_rest() -> None:
     sequence = cache.sequence()
     #        0   1  2  3  4  5
     sequence.append([-1, -1, 0, 0, 3, 1])
-    assert sequence.slots().tolist() == [0, 1, 2, 3, 4, 5]
+    assert slots_of(sequence) == [0, 1, 2, 3, 4, 5]
     assert sequence.advance([0]) == {2: 0, 3: 1, 4: 2}
     assert sequence.length == 1
     assert sequence.parents == [-1, -1, 1]
     assert sequence.depths == [0, 0, 1]
-    assert sequence.slots().tolist() == [0, 2, 3, 4]
+    assert slots_of(sequence) == [0, 2, 3, 4]
     assert cache.take_moves() == []
     assert sequence.advance([1, 2]) == {}
-    assert sequence.slots().tolist() == [0, 1, 2]
+    assert slots_of(sequence) == [0, 1, 2]
     assert sorted(cache.take_moves()) == [(3, 1), (4, 2)]
     cache.validate()
 
@@ -80,7 +85,7 @@ def test_commit_is_advance_and_rollback(seed: int) -> None:
                 sequence.rollback()
             cache.validate()
             content |= {to: content[source] for source, to in cache.take_moves()}
-            assert [content[slot] for slot in sequence.slots().tolist()] == held
+            assert [content[slot] for slot in slots_of(sequence)] == held
         lengths.append((sequence.length, list(sequence.blocks), cache.ledger.free))
         contents.append(held)
     assert lengths[0] == lengths[1] and contents[0] == contents[1]
@@ -132,11 +137,10 @@ def test_sequences_live_across_inference_mode() -> None:
         sequence.advance([0])
     sequence.advance([0])
     with torch.inference_mode():
-        slots = sequence.slots()
+        assert slots_of(sequence) == [0, 1]
     sequence.append([-1] * 40)
     sequence.advance([5])
-    assert slots.tolist() == [0, 1]
-    assert sequence.slots(2).tolist() == [2]
+    assert sequence.committed_slots(2) == [2]
 
 
 def test_what_is_committed_from_elsewhere_changes_places_with_what_stays_pending() -> None:
@@ -175,7 +179,7 @@ def test_moves_that_follow_one_another_are_made_at_once() -> None:
     assert moves.take() == []
 
 
-def test_the_leading_run_of_slots_is_known() -> None:
+def test_slots_follow_the_blocks() -> None:
     cache = make(capacity=64, block=4)
     one, two = cache.sequence(), cache.sequence()
     fill(one, 7)
@@ -183,14 +187,9 @@ def test_the_leading_run_of_slots_is_known() -> None:
     fill(one, 30)  # runs into the other one
     assert list(two.blocks) == [9]
     assert list(one.blocks) == [*range(9), 13]
-    assert one.ascending == 36 < one.length
     assert one.committed_slots(34) == [34, 35, 52]
-    assert one.slots(34).tolist() == [34, 35, 52]
     one.truncate(18)
-    assert one.ascending == 18
-    assert one.slots(17).tolist() == [17]
-    one.free()
-    assert one.ascending == 0
+    assert one.committed_slots(17) == [17]
 
 
 def test_a_state_stays_as_it_was_and_travels() -> None:
@@ -200,11 +199,11 @@ def test_a_state_stays_as_it_was_and_travels() -> None:
     sequence.append([-1, 0, 0])
     state = pickle.loads(pickle.dumps(sequence.state()))
     assert type(state) is SequenceState
-    expected = sequence.slots().tolist()
+    expected = slots_of(sequence)
     sequence.advance([0, 2])
     assert (state.length, state.pending, state.parents, state.depths) == (6, 3, [-1, 0, 0], [0, 1, 1])
-    assert state.slots().tolist() == expected
-    assert (state.pending_slots, state.ascending, state.is_chain) == ([6, 7, 8], 6, False)
+    assert slots_of(state) == expected
+    assert (state.pending_slots, state.is_chain) == ([6, 7, 8], False)
     assert len(pickle.dumps(state)) < 500
 
 
@@ -247,7 +246,7 @@ def test_sequences_growing_in_turn_stay_in_one_piece() -> None:
         for sequence in sequences:
             sequence.append([-1])
             sequence.advance([0])
-    assert all(in_one_piece(sequence.slots()) for sequence in sequences)
+    assert all(in_one_piece(slots_of(sequence)) for sequence in sequences)
 
 
 def test_holes_left_by_refused_branches_are_filled_first() -> None:
@@ -255,7 +254,7 @@ def test_holes_left_by_refused_branches_are_filled_first() -> None:
     sequence.append([-1, -1, 0, 0, 1])
     sequence.advance([0, 3])  # slots 1, 2 and 4 are free again
     sequence.append([-1, 0, 1])
-    assert sorted(sequence.slots().tolist()) == [0, 1, 2, 3, 4]
+    assert sorted(slots_of(sequence)) == [0, 1, 2, 3, 4]
 
 
 def test_ledger_prefers_the_next_block_then_open_ground() -> None:
