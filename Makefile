@@ -35,7 +35,7 @@ run: setup
 test: setup
 	$(BIN)/python -m pytest -n auto --no-loadscope-reorder $(ARGS)
 
-# As well what takes long and rarely fails alone: most faults on Ray, kernels compiled for GPUs. CI runs this.
+# As well what takes long and rarely fails alone: most faults, more cases and larger samples. CI runs this.
 test-all: setup
 	$(BIN)/python -m pytest -n auto --no-loadscope-reorder -m "not families" $(ARGS)
 

@@ -123,6 +123,7 @@ async def test_a_client_that_does_not_read_is_gone_in_the_end():
             await gone.wait()
 
 
+@pytest.mark.thorough
 async def test_a_router_that_is_silent_for_longer_than_a_client_may_be_is_waited_for():
     async def slow(writer):
         for part in (HEAD, CHUNK, CHUNK + END):

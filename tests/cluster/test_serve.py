@@ -37,6 +37,7 @@ def replicas(paceline, kind: str) -> list[psutil.Process]:
     return paceline.descendants(f"ray::ServeReplica:paceline:{kind}")
 
 
+@pytest.mark.thorough
 def test_every_replica_is_a_process_and_listens_on_loopback_only(paceline):
     for kind in ("TargetWorker", "DraftWorker", "Router"):
         assert len(replicas(paceline, kind)) == 2
@@ -81,6 +82,7 @@ async def test_both_routers_answer(url):
     assert 1 <= len(created) <= 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "role"), [("DraftWorker", "draft"), ("TargetWorker", "target")])
 async def test_a_worker_killed_mid_stream_does_not_change_the_text(paceline, url, kind, role):
     bodies = [body(prompt, TOKENS, temperature=0.8) for prompt in prompts(3)]
@@ -173,6 +175,7 @@ def test_when_ray_dies_everything_ends_and_says_so():
         up.expect("^paceline: Ray is gone")
 
 
+@pytest.mark.thorough
 def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path):
     from tests.cluster.test_local import broken_model
 

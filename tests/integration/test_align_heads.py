@@ -132,6 +132,7 @@ def test_a_reduced_vocabulary_has_the_tokens_that_come_most_often(model: Model, 
     assert int(counts[head.target_ids].min()) >= int(counts[others].max())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [MEDUSA, EAGLE])
 def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any
@@ -155,6 +156,7 @@ def test_training_ends_when_nothing_gets_better(model: Model, tmp_path: Path) ->
     assert (figures["best_step"], figures["after"]) == (0, figures["before"])
 
 
+@pytest.mark.thorough
 def test_a_head_goes_on_from_another(model: Model, tmp_path: Path) -> None:
     """Of another depth: it begins as right as that one ended, and leaves the target and the other alone."""
     text, embedding = OneText(), cast(Any, model.module).get_input_embeddings().weight
@@ -173,6 +175,7 @@ def command(kind: str, out: Path, *flags: str, data: str = DATA) -> list[str]:
     return ["align", kind, *given, *flags]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "size"), [("medusa", "--heads"), ("eagle", "--depth")])
 def test_the_command_trains_and_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, size: str) -> None:
     given = command(kind, tmp_path / "out", size, "2", "--steps", "2", "--batch-tokens", "64", "--sequence", "32")

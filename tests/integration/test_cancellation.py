@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 
 from router.dispatch import Dispatcher
@@ -93,6 +94,7 @@ async def stack(slow_target: Path) -> AsyncIterator[Stack]:
             await router.stop()
 
 
+@pytest.mark.thorough
 async def test_during_its_prompt(stack: Stack) -> None:
     for stream, n in WAYS:
         committed = stack.dispatcher.metrics.tally.committed
@@ -114,6 +116,7 @@ async def test_in_the_middle_of_its_text(stack: Stack) -> None:
         await stack.all_free(n)
 
 
+@pytest.mark.thorough
 async def test_while_it_waits_for_a_place(stack: Stack) -> None:
     async with stack.asking(n=4):
         await stack.until(lambda: stack.dispatcher.metrics.tally.committed > 0)
@@ -125,6 +128,7 @@ async def test_while_it_waits_for_a_place(stack: Stack) -> None:
     await stack.all_free(4)
 
 
+@pytest.mark.thorough
 async def test_while_it_does_not_read(stack: Stack) -> None:
     async with stack.asking(stream=True, n=4, stream_options={"include_speculation": True}) as reader:
         await reader.read(100)

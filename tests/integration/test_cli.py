@@ -53,6 +53,7 @@ def serving(slow_target):
         assert draft_worker.stop(signal.SIGINT) == 0
 
 
+@pytest.mark.thorough
 def test_complete_streams_and_measures(serving):
     done = run("complete", PROMPT, "--url", serving, "--max-tokens", "40")
     assert done.returncode == 0, done.stderr
@@ -165,6 +166,7 @@ def truncated(tmp_path):
     return folder
 
 
+@pytest.mark.thorough
 def test_what_only_loading_shows_is_the_last_line(truncated):
     for flags, words in (
         (["--model", str(truncated)], rf"{truncated}: cannot load the weights: .*"),

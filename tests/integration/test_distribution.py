@@ -62,6 +62,7 @@ from speculation.sources.registry import register, unregister
 from speculation.verifying import planner
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
+from tests.thorough import mostly_thorough
 
 BASE = (0.2, 0.18, 0.15, 0.13, 0.12, 0.1, 0.07, 0.05)
 OTHER = (0.05, 0.05, 0.3, 0.1, 0.1, 0.1, 0.1, 0.2)
@@ -433,12 +434,14 @@ def impatient(monkeypatch):
     monkeypatch.setattr(planner.StepCost, "SLOPE", 0.001)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("temperature", mostly_thorough([0.7, 1.0], quick=[0.7]))
 def test_plain_decoding_has_the_targets_law(temperature):
     check(run(Path(PLAIN, temperatures=(temperature,)), SESSIONS))
 
 
-@pytest.mark.parametrize("name", COUPLED_PATHS)
+@pytest.mark.parametrize(
+    "name", mostly_thorough(COUPLED_PATHS, quick=["hit", "partial", "failover", "sequential", "zero budget"])
+)
 def test_coupled_text_is_that_of_plain_decoding_on_every_path(name):
     for temperatures in ((1.0,), (0.0, 0.7, 1.3)):
         path = replace(COUPLED_PATHS[name], temperatures=temperatures)
@@ -448,7 +451,7 @@ def test_coupled_text_is_that_of_plain_decoding_on_every_path(name):
         assert (drafted.accepted > 0) is (drafts and name != "zero budget")
 
 
-@pytest.mark.parametrize("name", REJECTION_PATHS)
+@pytest.mark.parametrize("name", mostly_thorough(REJECTION_PATHS, quick=["hit"]))
 def test_text_under_the_rejection_rule_has_the_targets_law_on_every_path(name):
     count = run(REJECTION_PATHS[name], SESSIONS)
     assert count.accepted > 0
@@ -475,7 +478,9 @@ QUARTERS = {
 }
 
 
-@pytest.mark.parametrize("name", QUARTERS)
+@pytest.mark.parametrize(
+    "name", mostly_thorough(QUARTERS, quick=["a drafter of another vocabulary", "a head at the target"])
+)
 def test_text_under_the_rejection_rule_has_the_targets_law_whoever_drafts(name):
     """A quarter of the tokens: a bias of 0.02 would be found."""
     count = run(QUARTERS[name], SESSIONS // 4 // BATCH * BATCH)

@@ -574,6 +574,7 @@ def test_a_grammar_holds_for_drafts(tmp_path: Path) -> None:
 
 
 @needs_no_gpu
+@pytest.mark.thorough
 def test_beside_rank_0_of_a_target_on_several_ranks(
     model: Model, likeness: Model, expected: dict[int, list[Token]], tmp_path: Path
 ) -> None:

@@ -441,6 +441,7 @@ def test_a_source_may_guess_all_positions_in_one_pass(model: Model) -> None:
 
 
 @needs_no_gpu
+@pytest.mark.thorough
 def test_on_two_ranks_a_head_says_what_it_says_on_one(model: Model, folder: str, tmp_path: Path) -> None:
     save(tiny_head(), tmp_path / "head", embedding=True, dtype=torch.float32)
     settings = EngineSettings(folder, dtype="fp32", device="cpu", cache_tokens=512, eagle=str(tmp_path / "head"))

@@ -460,6 +460,7 @@ def test_a_head_that_no_target_feeds_gets_no_sessions(folders: Folders, beside: 
     asyncio.run(run())
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 async def test_killed_workers_do_not_change_the_text(slow_target: Path, tmp_path: Path) -> None:
     """kill -9 of the drafter, then of the target: the next ones go on, and get features again."""

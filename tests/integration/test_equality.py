@@ -13,6 +13,7 @@ from speculation.messages import Open, Sampling, Source, Speculation
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.stack import decode, dispatcher, draft_worker, held_out_prompts, needs_exact_bf16, target_worker
+from tests.thorough import mostly_thorough
 
 NEW_TOKENS = 40
 STOP = frozenset({0})
@@ -35,8 +36,8 @@ def reference(slow_target) -> list[list[int]]:
 DRAFTS = Speculation(sources=frozenset({Source.DRAFT}))
 
 
-@pytest.mark.parametrize("at_once", [1, 8])
-@pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
+@pytest.mark.parametrize("at_once", mostly_thorough([1, 8], quick=[8]))
+@pytest.mark.parametrize("drafted", mostly_thorough([False, True], quick=[True]), ids=["plain", "drafted"])
 async def test_greedy_text_equals_transformers(slow_target, reference, drafted: bool, at_once: int):
     """All drafts that come are verified: whether that pays depends on the machine and what else it does."""
     accepted = 0

@@ -124,6 +124,7 @@ async def test_killed_and_stopped_workers_do_not_change_the_text(slow_target, mo
             assert reopened == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 async def test_the_only_target_is_killed_and_replaced_in_mid_stream(slow_target):
     async with workers(target=[slow_target], draft=[DRAFT]) as (target, draft):

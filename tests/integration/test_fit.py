@@ -119,6 +119,7 @@ def written(engines) -> serving.TargetText:
     return serving.TargetText("code", prompt, tuple(words[len(prompt) :]))
 
 
+@pytest.mark.thorough
 async def test_a_fit_of_real_workers_from_their_records_to_the_check(in_process, tmp_path, monkeypatch):
     """Costs from the records, the draft's words, a forecast, the tables, and the same text when it is served."""
     for name in ("TIMED", "DRAFTED"):

@@ -135,6 +135,7 @@ def opened(grammar: str, number: int = 1, new: int = 120, **changes: Any) -> Ope
     return replace(whole, **changes)
 
 
+@pytest.mark.thorough
 def test_two_hundred_random_schemas_at_temperature_one(bench):
     """Always valid unless cut by length, and the same text however it was drafted."""
     rng = Random(6)

@@ -18,6 +18,7 @@ def findings(done):
     return {finding["subject"]: finding for finding in json.loads(done.stdout)}
 
 
+@pytest.mark.thorough
 async def test_a_router_follows_its_list_and_tells_systemd(tmp_path, monkeypatch):
     listed = tmp_path / "workers.txt"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:

@@ -325,6 +325,7 @@ def real_router(target: Path) -> Iterator[str]:
 
 
 @needs_chromium
+@pytest.mark.thorough
 def test_over_real_models(chromium: Browser, slow_target: Path, tmp_path: Path) -> None:
     """Also makes the picture of the README, if ``PACELINE_SCREENSHOTS`` is set."""
     picture = SCREENSHOT if os.environ.get("PACELINE_SCREENSHOTS") else tmp_path / "page.png"

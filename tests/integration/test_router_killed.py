@@ -7,6 +7,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.chaos.settings import body
 from benchmarks.chaos.workload import Reply, client, plain_text, stream
 from tests.cluster.processes import PATIENCE, Paceline
@@ -23,6 +25,7 @@ async def router(stack: AsyncExitStack, target: str, draft: str) -> tuple[Paceli
     return process, f"http://127.0.0.1:{port}"
 
 
+@pytest.mark.thorough
 async def test_a_killed_router_takes_its_own_streams_only(slow_target) -> None:
     for _ in range(3):
         view = await one_killed(slow_target)

@@ -63,6 +63,7 @@ def test_every_route_but_those_of_the_page_is_described() -> None:
     assert {path.replace(":path}", "}") for path in routes} == set(describe("")["paths"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("method", "path"), PATHS)
 def test_no_valid_request_is_answered_with_a_fault(method: str, path: str) -> None:
     assert set(send_many(method, path, GenerationMode.POSITIVE)) - {404} or "{" in path
@@ -75,6 +76,7 @@ def test_valid_requests_of_few_fields_are_mostly_answered(method: str, path: str
     assert answered[200] > sum(answered.values()) / 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("method", "path"), [at for at in PATHS if at[0] == "post"])
 def test_no_invalid_request_is_answered_with_a_fault(method: str, path: str) -> None:
     assert 400 in send_many(method, path, GenerationMode.NEGATIVE)

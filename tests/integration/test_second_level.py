@@ -38,6 +38,7 @@ async def drafting(settings: DraftSettings):
         await worker.stop()
 
 
+@pytest.mark.thorough
 async def test_the_text_is_the_targets_own_whatever_is_guessed(slow_target, monkeypatch):
     """The bundled target, which drafts well for its slower self, with all guesses that can be had."""
     monkeypatch.setattr(StepCost, "__call__", lambda self, tokens, **_: 1.0)

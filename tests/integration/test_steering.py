@@ -99,6 +99,7 @@ async def test_the_official_client_sends_a_prediction_and_reads_what_became_of_i
     assert details.rejected_prediction_tokens is not None
 
 
+@pytest.mark.thorough
 async def test_what_is_told_of_speculation_adds_up(slow_target: Path) -> None:
     sampling = {"temperature": 0.0}
     async with serving(slow_target) as client:

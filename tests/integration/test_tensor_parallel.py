@@ -93,6 +93,7 @@ def texts(target: Engine, draft: Engine | None) -> dict[int, list[int]]:
     return said
 
 
+@pytest.mark.thorough
 def test_two_ranks_say_what_one_says_with_branches_and_preemption():
     target = EngineSettings(str(MODELS / "target"), dtype="fp32", cache_tokens=320)
     one = build(target)
@@ -104,6 +105,7 @@ def test_two_ranks_say_what_one_says_with_branches_and_preemption():
         assert texts(two, draft) == plain
 
 
+@pytest.mark.thorough
 def test_a_drafter_on_two_ranks_drafts_what_it_drafts_on_one():
     target = build(EngineSettings(str(MODELS / "target"), dtype="fp32", cache_tokens=320))
     plain = texts(target, None)
@@ -190,6 +192,7 @@ def test_an_idle_worker_sees_whether_its_ranks_answer(tiny):
             engine.check()
 
 
+@pytest.mark.thorough
 def test_a_rank_that_hangs_does_not_hang_the_worker_for_long(tiny, monkeypatch):
     monkeypatch.setattr(group, "COMPUTING", timedelta(seconds=10))  # they meet within it, too
     ranks = Watched()
@@ -203,6 +206,7 @@ def test_a_rank_that_hangs_does_not_hang_the_worker_for_long(tiny, monkeypatch):
             engine.run([Chunk(sequence, [5])])
 
 
+@pytest.mark.thorough
 def test_a_rank_that_hangs_while_it_loads_is_named(tiny, monkeypatch):
     ranks = Watched()
     assembled = leader.Leader._assembled
@@ -219,6 +223,7 @@ def test_a_rank_that_hangs_while_it_loads_is_named(tiny, monkeypatch):
     assert str(caught.value).startswith("not all 2 ranks have loaded within 10 s (load_timeout): rank 1 runs")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_a_worker_whose_ranks_are_out_of_step_ends(tiny, monkeypatch, role):
     """So that it is started again; else it would refuse every request for ever."""
@@ -242,6 +247,7 @@ def test_a_worker_whose_ranks_are_out_of_step_ends(tiny, monkeypatch, role):
             machine.step()
 
 
+@pytest.mark.thorough
 def test_a_rank_that_fails_ends_the_worker_with_its_last_words(tiny):
     ranks = Watched()
     with on_ranks(tiny, ranks) as engine:

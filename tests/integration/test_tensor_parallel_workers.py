@@ -68,6 +68,7 @@ async def stream(serving: Dispatcher, strike=None) -> tuple[list[Token], int, in
     return tokens, accepted, reopened
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 async def test_a_group_that_loses_a_rank_ends_and_its_sessions_move(monkeypatch):
     monkeypatch.setattr(client, "WORKER_SILENCE_SECONDS", 6.0)  # a pause of a busy machine is no death

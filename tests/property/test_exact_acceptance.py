@@ -23,6 +23,7 @@ from speculation.acceptance import AcceptanceResult, Chosen, Draft, Sampled, kee
 from speculation.messages import ANCHOR, SUPPORT_TOTAL, Support, Token
 from speculation.noise import Stream
 from speculation.sources.prediction import PredictionSource
+from tests.thorough import mostly_thorough
 
 Text = tuple[Token, ...]
 Model = Callable[[Text], tuple[int, ...]]
@@ -290,7 +291,7 @@ REJECTION = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", mostly_thorough(range(4), quick=[0, 1]))
 @pytest.mark.parametrize("program", REJECTION)
 def test_rejection_commits_exactly_the_targets_distribution(program: type[Rejection], seed: int) -> None:
     target = random_model(f"target {seed}")
@@ -499,7 +500,7 @@ class AnyOrder(Coupled):
         return [tokens[i] for i in order], [ANCHOR if parents[i] == ANCHOR else order.index(parents[i]) for i in order]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", mostly_thorough(range(4), quick=[0, 1]))
 @pytest.mark.parametrize("program", [Chains, Siblings, Coupled, AnyOrder])
 def test_coupled_commits_exactly_the_targets_text(program: type[Coupled], seed: int) -> None:
     target = random_model(f"target {seed}")

@@ -141,6 +141,7 @@ def open_session(seed: int, speculation: Speculation, stop: frozenset[Token] = f
     st.frozensets(st.integers(0, VOCABULARY - 1), max_size=1),
     st.lists(st.one_of(drafts(), steps), min_size=4, max_size=25),
 )
+@pytest.mark.thorough
 def test_no_proposal_changes_the_text_breaks_a_limit_or_raises(seed, speculation, stop, script):
     session = open_session(seed, speculation, stop)
     for action in script:

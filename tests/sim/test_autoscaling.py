@@ -11,6 +11,7 @@ from cluster.config.config import AutoscalingConfig
 from simulation.costs import Costs, Curve
 from tests.scaled_fleet import Arrival, Fleet, FleetLimits, Speculating, made_up
 from tests.scaled_run import LONGEST_TAIL, POOLS, ScalingOutcome, Setup, Size, simulate
+from tests.thorough import mostly_thorough
 
 SIZES = {"target": Size(1, 8), "draft": Size(0, 8), "router": Size(1, 4)}
 SETTLING = 300.0
@@ -41,7 +42,7 @@ def noisy(rng: Random, rate: float, seconds: float) -> list[Arrival]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", mostly_thorough(range(6), quick=[0, 1]))
 def test_bounds_are_kept_whatever_comes(seed):
     rng = Random(seed)
     min_replicas = {"target": rng.randint(1, 3), "draft": rng.randint(0, 2), "router": rng.randint(1, 2)}

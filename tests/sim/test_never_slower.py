@@ -15,6 +15,7 @@ from simulation.costs import Costs, Curve
 from simulation.simulate import Report, SimulationSettings, simulate
 from speculation.messages import Schedule
 from speculation.verifying.payoff import Payoff
+from tests.thorough import mostly_thorough
 
 SEED = 7
 MIN_RATIO = 0.97
@@ -53,7 +54,7 @@ def over_plain(costs: str, sessions: int, acceptance: float, drafters: int = 1) 
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6])
-@pytest.mark.parametrize("sessions", [1, 8, 64])
+@pytest.mark.parametrize("sessions", mostly_thorough([1, 8, 64], quick=[1, 8]))
 @pytest.mark.parametrize("costs", COSTS)
 def test_never_slower_than_plain_decoding(costs, sessions, acceptance):
     assert over_plain(costs, sessions, acceptance) >= MIN_RATIO

@@ -211,6 +211,7 @@ def test_known_needs_are_taken_off_the_memory():
     assert 0 < found.private <= found.resident
 
 
+@pytest.mark.thorough
 def test_a_small_run_measures_everything(monkeypatch, tmp_path, capsys):
     """The real thing with a tiny model: a worker process, transformers, and every figure."""
     for name, value in SMALL.items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from benchmarks.http import load
 from benchmarks.http.scale import (
     BARE,
@@ -49,6 +51,7 @@ def test_features_are_compared_where_both_kept_up() -> None:
     assert features_over_router([POINT, late, replace(late, contender=FEATURES)]) is None
 
 
+@pytest.mark.thorough
 async def test_every_event_is_matched_with_its_commit(tmp_path) -> None:
     options = ScaleOptions(
         streams=(3,), tokens=(90,), seconds=0.5, drafters=True, features=64, json=tmp_path / "scale.json"

@@ -35,6 +35,7 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
+from tests.thorough import mostly_thorough
 from tests.unit.engine.engine_models import TINY, load_tiny, random_tokens
 from transport.worker import Outgoing
 
@@ -230,7 +231,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_thorough(KINDS, quick=["coupled"]))
 @pytest.mark.parametrize(
     "poisoned",
     [(10, POISON), (10, POISON, *range(20, 60)), (*range(20, 60), POISON), (POISON,) * 45],

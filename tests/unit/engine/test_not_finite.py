@@ -39,6 +39,7 @@ from speculation.messages import (
 )
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
+from tests.thorough import mostly_thorough
 from tests.unit.engine.engine_models import TINY, load_tiny
 
 POISON = 200
@@ -118,7 +119,7 @@ def serve(
     return texts, refused
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", mostly_thorough(range(2), quick=[0]))
 @pytest.mark.parametrize(
     "poisoned",
     [(10, POISON), (10, POISON, *range(20, 60)), (*range(20, 60), POISON), (POISON,) * 45],

@@ -21,6 +21,7 @@ from engine.parallel.group import FRAME_BYTES
 from engine.settings import EngineSettings
 from engine.step import Engine
 from tests.ranks import needs_no_gpu, on_ranks
+from tests.thorough import mostly_thorough
 from tests.unit.engine.engine_models import save_model
 
 pytestmark = needs_no_gpu
@@ -34,7 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What is special: heads share keys in all, qwen3 norms its heads, gemma2 slides, caps scores and scales embeddings."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=mostly_thorough(FAMILIES, quick=["llama"]))
 def pair(request, tmp_path_factory) -> Iterator[tuple[Engine, Engine]]:
     """The same tiny model on one rank and on two; 251 tokens do not divide by two."""
     changes = {"num_hidden_layers": 2, "vocab_size": 251, **FAMILIES[request.param]}

@@ -20,6 +20,7 @@ from tests.by_rows import Twins
 from tests.ranks import needs_no_gpu, on_ranks
 from tests.rows_on_ranks import CANNOT_RECORD, ByRows, Replays, stand_ins
 from tests.sums_on_ranks import compare_in_groups
+from tests.thorough import mostly_thorough
 from tests.unit.engine.engine_models import random_tokens, save_model, slot_engine
 
 pytestmark = needs_no_gpu
@@ -49,7 +50,9 @@ def fused(engine: Engine) -> bool:
     return isinstance(engine.model.module.base_model.layers[0], FusedStack)  # type: ignore[union-attr, index]
 
 
-@pytest.mark.parametrize(("family", "ranks"), [("llama", 2), ("qwen3", 3), ("llama", 4)])
+@pytest.mark.parametrize(
+    ("family", "ranks"), mostly_thorough([("llama", 2), ("qwen3", 3), ("llama", 4)], quick=[("llama", 2)])
+)
 def test_a_token_has_the_same_bits_in_every_step(family: str, ranks: int, tmp_path: Path) -> None:
     """Alone, in a chain, in a tree, in a batch, with every number of rows, and in other pieces; all of it replayed."""
     of_ranks = settings(tmp_path, ranks, family=family)
