@@ -226,7 +226,7 @@ class Dispatcher:
 
     def _take(self, run: RunningSession, event: Event, at: float = 0.0) -> None:
         now = max(asyncio.get_running_loop().time(), at)
-        target, draft = run.session.openings
+        target, draft = run.session.workers
         try:
             effects = run.session.handle(now, event)
         except AssertionError:  # a fault of ours, that is to end nobody else's session
@@ -236,7 +236,7 @@ class Dispatcher:
         for effect in effects:
             if isinstance(effect, events.Emit):
                 assert target is not None
-                self._committed(run, effect, target.peer, draft.peer if draft else None, now)
+                self._committed(run, effect, target, draft, now)
             else:
                 self._perform(run, effect, now)
 

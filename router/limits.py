@@ -262,7 +262,7 @@ async def admitted(
                 if end is not None and asyncio.get_running_loop().time() >= end:
                     raise _over(seconds)
                 try:
-                    chunk = await (anext(chunks) if end is None else in_time(anext(chunks), seconds, end))
+                    chunk = await in_time(anext(chunks), seconds, end)
                 except StopAsyncIteration:
                     return
                 lease.take_completion(chunk.tokens, monotonic())

@@ -78,10 +78,9 @@ class SequenceState:
             home += 1
         return home, [self.pending_slots[each] for each in reversed(path)]
 
-    def committed_slots(self, start: int, stop: int | None = None) -> list[int]:
-        """Slots of the committed tokens from position ``start`` on, up to ``stop``."""
-        end = self.length if stop is None else min(stop, self.length)
-        return [self.home(position) for position in range(start, end)]
+    def committed_slots(self, start: int) -> list[int]:
+        """Slots of the committed tokens from position ``start`` on."""
+        return [self.home(position) for position in range(start, self.length)]
 
     def state(self) -> SequenceState:
         """A copy that stays as it is now, and can be pickled."""

@@ -23,7 +23,6 @@ from speculation.events import Origin, Own, StepMetadata, origins, refused
 from speculation.frozen import frozen
 from speculation.messages import FinishReason, Source, SourceName, Token, TokenLogprobs
 
-NOTHING = Found()
 DIGITS = 6
 """Of seconds: microseconds are what workers tell."""
 
@@ -123,7 +122,7 @@ class Usage:
             return
         self.completion += chunk.tokens
         self.steps += 1
-        for origin in chunk.origins:  # update() of a counter takes as long as ten of these
+        for origin in chunk.origins:
             self.came[origin] += 1
         if commit.metadata.waited_us:
             self.waits += 1
@@ -303,9 +302,10 @@ class ChoiceReader:
 
     def _found(self, delta: Delta) -> Found:
         """What the text turned out to be, where calls are searched for; up to the first, if that is the end."""
+        found = Found()
         if self._parser is None:
-            return NOTHING
-        found, text = Found(), "".join(piece.text for piece in delta.pieces)
+            return found
+        text = "".join(piece.text for piece in delta.pieces)
         if self._tools.several:
             return self._parser.push(text)
         for character in text:

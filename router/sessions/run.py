@@ -302,8 +302,6 @@ class RunningSession:
 
 def weight(committed: Committed) -> int:
     """As how many commits of tokens alone it counts, by its memory. What is said of the prompt, once, is free."""
-    if committed.details is None and not committed.metadata.logprobs:
-        return 1
     numbers = sum(1 + len(token.tokens) for token in committed.metadata.logprobs)
     if committed.details is not None:
         numbers += sum(len(passed.proposal.tokens) for passed in committed.details.passed)
