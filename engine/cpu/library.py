@@ -18,6 +18,7 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -213,9 +214,12 @@ def build(level: str) -> Path:
 
 
 def _writable(folder: Path) -> bool:
-    """Whether this user alone can put something there; the folder is made if need be."""
+    """Whether this user alone can put something there, which all may read; the folder is made if need be.
+
+    Whoever sets up or makes an image is root, and workers are not.
+    """
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o755, exist_ok=True)
         return os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid()
     except OSError:
         return False
@@ -234,12 +238,18 @@ def _compile(compiler: str, level: str, path: Path) -> None:
     architecture, *more = level.split("+")
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        result = subprocess.run(
-            [compiler, *FLAGS, f"-march={architecture}", *(f"-m{name}" for name in more), "-o", str(made), str(SOURCE)],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False,
-        )  # fmt: skip
-        if result.returncode:
-            why = next((line for line in result.stderr.splitlines() if "error" in line), f"exit {result.returncode}")
+        command = [compiler, *FLAGS, f"-march={architecture}", *(f"-m{name}" for name in more)]
+        with subprocess.Popen(
+            [*command, "-o", str(made), str(SOURCE)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0,
+        ) as process:  # fmt: skip
+            try:
+                _, said = process.communicate(timeout=COMPILE_SECONDS)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)  # the compiler proper is a process of its own
+                raise
+        if process.returncode:
+            why = next((line for line in said.splitlines() if "error" in line), f"exit {process.returncode}")
             raise Unbuildable(f"{compiler} cannot compile {SOURCE.name}: {why.strip()}")
         made.replace(path)
 

@@ -209,7 +209,8 @@ class WorkerPool:
         """Let go of all workers."""
         tasks = [peer.task for peer in self.peers.values() if peer.task]
         for peer in list(self.peers.values()):
-            self._remove(peer)
+            peer.listed = False
+            self._remove(peer, "this router stops")
         for task in tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
@@ -367,9 +368,9 @@ class WorkerPool:
     def let_go(self, peer: Peer) -> None:
         """Remove a worker that has left the list, if nothing is left there."""
         if not peer.listed and not peer.opened and self.peers.get(peer.peer) is peer:
-            self._remove(peer)
+            self._remove(peer, "it left the list of workers")
 
-    def _remove(self, peer: Peer) -> None:
+    def _remove(self, peer: Peer, why: str) -> None:
         self.models()  # so that its model is remembered
         del self.peers[peer.peer]
         self.record.forget(peer.peer)
@@ -377,4 +378,4 @@ class WorkerPool:
         self._departed[peer.role] = self._departed.get(peer.role, Traffic()) + peer.traffic
         if peer.task:
             peer.task.cancel()
-        peer.down("it left the list of workers")
+        peer.down(why)

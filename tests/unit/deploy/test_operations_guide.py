@@ -69,16 +69,17 @@ def python(words, _made):
 
 def make(words, _made):
     """A target of the Makefile."""
-    goals = words.split()[1:]
+    goals = [word for word in words.split()[1:] if "=" not in word]
     text = (CHECKOUT / "Makefile").read_text(encoding="utf-8")
     assert all(re.search(rf"^{goal}:", text, re.MULTILINE) for goal in goals)
 
 
 def copy(words, _made):
-    """From where something is."""
-    sources = [word for word in words.split("&&")[0].split() if word.startswith("deploy/")]
-    assert sources
-    assert all(list(CHECKOUT.glob(source)) for source in sources)
+    """From where something is, to a folder that every system has, or that ``install -D`` makes."""
+    command, *paths, to = (word for word in words.split("&&")[0].split() if not word.startswith("-"))
+    assert paths
+    assert all(list(CHECKOUT.glob(path)) for path in paths)
+    assert command == "install" or os.path.dirname(to) in {"/etc", "/etc/systemd/system"}
 
 
 def units(words, _made):
@@ -93,6 +94,7 @@ CHECKED = {
     ".venv/bin/python": python,
     "make": make,
     "cp": copy,
+    "install": copy,
     "systemctl": units,
     "git": lambda *_: None,
     "paceline": lambda *_: None,  # parsed by test_docs.py

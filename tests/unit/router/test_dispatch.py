@@ -211,6 +211,14 @@ async def test_targets_that_compute_differently_are_told_of_and_take_over_no_tex
     await serving
 
 
+async def test_a_router_that_stops_misses_nobody(served, caplog):
+    caplog.set_level(logging.WARNING, "router.sessions.pool")  # which benchmarks in this process may have silenced
+    served.up("a")
+    await served.dispatcher.pool.close()
+    assert not caplog.messages
+    assert served.dispatcher.pool.event_log.lines[-1].text == "worker a is gone: this router stops"
+
+
 async def test_a_target_that_stands_by_takes_over_at_once_and_its_successor_stands_by():
     served = Served(DispatchLimits(standby={"": StandbyTargets(active=1, idle=1)}))
     served.up("first", started=1.0)

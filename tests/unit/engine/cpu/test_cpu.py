@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import shutil
+import stat
+import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -322,6 +328,38 @@ def test_the_processor_decides_what_is_built(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(built, "cpu_features", lambda: features - {"avx2"})
     with pytest.raises(built.Unbuildable, match="lacks avx2"):
         built.level_here()
+
+
+def test_workers_that_are_not_root_may_read_what_root_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an image, and under systemd: else each start would compile it anew, or go without."""
+    monkeypatch.setattr(built, "_compile", lambda _, __, path: path.write_bytes(b"x"))
+    monkeypatch.setattr(built, "SOURCE", tmp_path / "kernels.cpp")
+    (tmp_path / "kernels.cpp").write_text("// nothing")
+    before = os.umask(0o022)
+    try:
+        folder = built.build("x86-64-v3").parent
+    finally:
+        os.umask(before)
+    assert folder.name == "built" and stat.S_IMODE(folder.stat().st_mode) == 0o755
+
+
+def test_a_compiler_that_takes_too_long_is_ended_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = tmp_path / "pid"
+    compiler = tmp_path / "c++"
+    compiler.write_text(f"#!/bin/sh\nsleep 600 & echo $! > {pid}; wait")
+    compiler.chmod(0o755)
+
+    def communicate(process: subprocess.Popen[str], timeout: float) -> None:
+        while not (pid.exists() and pid.read_text()):
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+    with pytest.raises(subprocess.TimeoutExpired):
+        built._compile(str(compiler), "x86-64-v3", tmp_path / "kernels.so")
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(int(pid.read_text())).status() != psutil.STATUS_ZOMBIE:  # where nobody waits for orphans
+            time.sleep(0.01)
 
 
 @pytest.mark.thorough
