@@ -1,5 +1,6 @@
 """The commands as a user runs them: mistakes answered in one line, and worker, router and complete end to end."""
 
+import os
 import re
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 import httpx
 import pytest
 
+from cluster import cli
 from cluster.config.config import load
 from cluster.config.serving import worker_config
 from cluster.config.settings import Override
@@ -112,48 +114,60 @@ def test_another_vocabulary_cannot_draft_in_the_targets_process(other_vocabulary
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "words"),
+    ("arguments", "words"),
     [
-        (["up", "--target", "/nowhere/model"], 2, "/nowhere/model: no such folder"),
-        (["up", "--draft", "./nowhere"], 2, "./nowhere: no such folder"),
-        (["worker", "target", "--model", "nowhere"], 2, "nowhere: no such folder"),
-        (["worker", "target", "--model", str(MODELS)], 2, "it has no config.json"),
-        (["up", "--draft-placement", "shared", "--draft", "./nowhere"], 2, "--draft ./nowhere: no such folder"),
-        (["up", "--draft-placement", "both"], 2, "draft.placement must be one of auto, own, shared, cpu, got 'both'"),
-        (["worker", "target", "--draft-model", "./nowhere"], 2, "--draft-model ./nowhere: no such folder"),
-        (["worker", "draft", "--target-tokenizer", "/nowhere"], 2, "--target-tokenizer /nowhere: no such folder"),
-        (["worker", "target", "--listen", "7001"], 2, "'7001' is not HOST:PORT"),
-        (["worker", "draft", "--listen", "0.0.0.0:7001"], 2, "--allow-remote"),
-        (["up", "--host", "0.0.0.0"], 2, "there is no authentication"),
-        (["router", "--target", "127.0.0.1:7001", "--host", "192.0.2.1"], 2, "--allow-remote"),
-        (["router", "--target", "somewhere"], 2, "'somewhere' is not HOST:PORT"),
-        (["router"], 2, "give --target HOST:PORT, at least once, or --workers FILE"),
-        (["up", "--backend", "local", "--router-replicas", "2"], 2, "the local backend runs one router"),
-        (["up", "--prot", "1"], 2, "unknown argument '--prot', did you mean --port?"),
-        (["worker", "draft", "--modle", "x"], 2, "did you mean --model?"),
-        (["worker", "drft"], 2, "invalid choice: 'drft'"),
-        (["wroker"], 2, "unknown command 'wroker'; did you mean 'worker'?"),
-        (["up", "--set", "router.prot=1"], 2, "did you mean 'router.port'?"),
-        (["up", "--config", "/nowhere.yaml"], 2, "cannot read /nowhere.yaml"),
-        (["up", "--address", "127.0.0.1:1"], 1, "no Ray cluster at 127.0.0.1:1 (Connection refused)"),
-        (["config", "--set", "rubbish"], 2, "is not KEY=VALUE"),
-        (["complete"], 2, "give a prompt"),
-        (["complete", "x", "--api-key", "k\u00e9y"], 2, "must be printable ASCII"),
-        (["up", "--certificate", "/c.crt"], 2, "security.key and security.authority must be given as well"),
-        (["up", "--api-keys", "/nowhere"], 2, "security.api_keys /nowhere: cannot be read"),
-        (["router", "--target", "127.0.0.1:7001", *NO_CERTIFICATES], 2, "security.certificate /nowhere/router.crt:"),
-        (["worker", "draft", "--listen", "0.0.0.0:7001", *NO_CERTIFICATES], 2, "/nowhere/draft.crt: cannot be read"),
-        (["certs", "/proc/nowhere"], 2, "cannot write to /proc/nowhere"),
-        (["certs", "/nowhere", "--renew"], 2, "/nowhere/ca.crt: cannot be read"),
-        (["certs", "/nowhere", "--days", "0"], 2, "--days must be a whole number from 1 to 3650, got 0"),
-        (["complete", "x", "--url", "ftp://x"], 2, "--url ftp://x"),
+        (["up", "--target", "/nowhere/model"], "/nowhere/model: no such folder"),
+        (["up", "--draft", "./nowhere"], "./nowhere: no such folder"),
+        (["worker", "target", "--model", "nowhere"], "nowhere: no such folder"),
+        (["worker", "target", "--model", str(MODELS)], "it has no config.json"),
+        (["up", "--draft-placement", "shared", "--draft", "./nowhere"], "--draft ./nowhere: no such folder"),
+        (["up", "--draft-placement", "both"], "draft.placement must be one of auto, own, shared, cpu, got 'both'"),
+        (["worker", "target", "--draft-model", "./nowhere"], "--draft-model ./nowhere: no such folder"),
+        (["worker", "draft", "--target-tokenizer", "/nowhere"], "--target-tokenizer /nowhere: no such folder"),
+        (["worker", "target", "--listen", "7001"], "'7001' is not HOST:PORT"),
+        (["worker", "draft", "--listen", "0.0.0.0:7001"], "--allow-remote"),
+        (["up", "--host", "0.0.0.0"], "there is no authentication"),
+        (["router", "--target", "127.0.0.1:7001", "--host", "192.0.2.1"], "--allow-remote"),
+        (["router", "--target", "somewhere"], "'somewhere' is not HOST:PORT"),
+        (["router"], "give --target HOST:PORT, at least once, or --workers FILE"),
+        (["up", "--backend", "local", "--router-replicas", "2"], "the local backend runs one router"),
+        (["up", "--prot", "1"], "unknown argument '--prot', did you mean --port?"),
+        (["worker", "draft", "--modle", "x"], "did you mean --model?"),
+        (["worker", "drft"], "invalid choice: 'drft'"),
+        (["wroker"], "unknown command 'wroker'; did you mean 'worker'?"),
+        (["up", "--set", "router.prot=1"], "did you mean 'router.port'?"),
+        (["up", "--config", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
+        (["config", "--set", "rubbish"], "is not KEY=VALUE"),
+        (["complete"], "give a prompt"),
+        (["complete", "x", "--api-key", "k\u00e9y"], "must be printable ASCII"),
+        (["up", "--certificate", "/c.crt"], "security.key and security.authority must be given as well"),
+        (["up", "--api-keys", "/nowhere"], "security.api_keys /nowhere: cannot be read"),
+        (["router", "--target", "127.0.0.1:7001", *NO_CERTIFICATES], "security.certificate /nowhere/router.crt:"),
+        (["worker", "draft", "--listen", "0.0.0.0:7001", *NO_CERTIFICATES], "/nowhere/draft.crt: cannot be read"),
+        (["certs", "/proc/nowhere"], "cannot write to /proc/nowhere"),
+        (["certs", "/nowhere", "--renew"], "/nowhere/ca.crt: cannot be read"),
+        (["certs", "/nowhere", "--days", "0"], "--days must be a whole number from 1 to 3650, got 0"),
+        (["complete", "x", "--url", "ftp://x"], "--url ftp://x"),
     ],
 )
-def test_a_mistake_is_answered_in_one_line(arguments, code, words):
-    refused = run(*arguments)
-    assert (refused.returncode, refused.stdout) == (code, "")
-    assert words in refused.stderr
-    assert refused.stderr.count("\n") == 1
+def test_a_mistake_is_answered_in_one_line(arguments, words, capfd):
+    """And leaves nothing behind: it is run in this process."""
+    environment = dict(os.environ)
+    try:
+        code = cli.main(arguments)
+    except SystemExit as ended:  # of a parser
+        code = ended.code
+    said = capfd.readouterr()
+    assert (code, said.out) == (2, "")
+    assert words in said.err
+    assert said.err.count("\n") == 1
+    assert os.environ == environment
+
+
+def test_no_ray_cluster():
+    refused = run("up", "--address", "127.0.0.1:1")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert re.fullmatch(r"paceline: no Ray cluster at 127\.0\.0\.1:1 \(Connection refused\).*\n", refused.stderr)
 
 
 @pytest.fixture
