@@ -91,6 +91,7 @@ def test_killing_the_supervisor_ends_everything():
         assert not alive
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_with_certificates_and_keys_everything_works_and_strangers_are_refused(tmp_path):
     folder = tmp_path / "certs"

@@ -439,9 +439,7 @@ def test_plain_decoding_has_the_targets_law(temperature):
     check(run(Path(PLAIN, temperatures=(temperature,)), SESSIONS))
 
 
-@pytest.mark.parametrize(
-    "name", mostly_thorough(COUPLED_PATHS, quick=["hit", "partial", "failover", "sequential", "zero budget"])
-)
+@pytest.mark.parametrize("name", mostly_thorough(COUPLED_PATHS, quick=["partial", "failover", "zero budget"]))
 def test_coupled_text_is_that_of_plain_decoding_on_every_path(name):
     for temperatures in ((1.0,), (0.0, 0.7, 1.3)):
         path = replace(COUPLED_PATHS[name], temperatures=temperatures)
@@ -451,7 +449,8 @@ def test_coupled_text_is_that_of_plain_decoding_on_every_path(name):
         assert (drafted.accepted > 0) is (drafts and name != "zero budget")
 
 
-@pytest.mark.parametrize("name", mostly_thorough(REJECTION_PATHS, quick=["hit"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", REJECTION_PATHS)
 def test_text_under_the_rejection_rule_has_the_targets_law_on_every_path(name):
     count = run(REJECTION_PATHS[name], SESSIONS)
     assert count.accepted > 0

@@ -179,6 +179,7 @@ async def query(prometheus: httpx.AsyncClient, expression: str) -> list[dict[str
     return result
 
 
+@pytest.mark.thorough
 @needs_prometheus
 async def test_a_real_prometheus_answers_every_panel(tmp_path: Path) -> None:
     async with serving() as (router, client), prometheus(tmp_path, router.address) as asked:

@@ -12,6 +12,7 @@ from playwright.sync_api import Browser, expect
 
 from tests.browser import PHONE, browser, needs_chromium, opened, served
 from tests.page_router import TEXT, FakeRouter, speculate
+from tests.thorough import mostly_thorough
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def test_the_cluster_is_followed(chromium: Browser) -> None:
 
 
 @needs_chromium
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", mostly_thorough(["light", "dark"], quick=["dark"]))
 def test_it_works_on_a_phone(chromium: Browser, scheme: Any, tmp_path: Path) -> None:
     options = {"has_touch": True, "is_mobile": True, "color_scheme": scheme}
     with served(FakeRouter().app) as address, opened(chromium, address, PHONE, **options) as tab:
@@ -164,7 +165,7 @@ CONTRAST = """() => {
 
 
 @needs_chromium
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", mostly_thorough(["light", "dark"], quick=["dark"]))
 def test_text_has_the_contrast_of_wcag_aa(chromium: Browser, scheme: Any, tmp_path: Path) -> None:
     with served(FakeRouter().app) as address, opened(chromium, address, color_scheme=scheme) as tab:
         tab.send()

@@ -243,6 +243,7 @@ def test_committed_tokens_have_the_targets_distribution(case: str, sessions: int
     assert deviation(texts, promised(samplings)) < LARGEST_DEVIATION
 
 
+@pytest.mark.thorough
 def test_a_hundredth_moved_from_one_token_to_another_is_found() -> None:
     texts, _ = decode(TARGET + 0.5 * OTHER, PLAIN, sampled, SESSIONS)
     joint = promised(PLAIN)

@@ -53,7 +53,7 @@ def over_plain(costs: str, sessions: int, acceptance: float, drafters: int = 1) 
     return drafted.rate / run(costs, sessions, acceptance, None).rate
 
 
-@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize("acceptance", mostly_thorough([0.0, 0.3, 0.6], quick=[0.0, 0.3]))
 @pytest.mark.parametrize("sessions", mostly_thorough([1, 8, 64], quick=[1, 8]))
 @pytest.mark.parametrize("costs", COSTS)
 def test_never_slower_than_plain_decoding(costs, sessions, acceptance):

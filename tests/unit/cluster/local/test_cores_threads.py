@@ -91,6 +91,7 @@ def test_what_is_measured(settings, cores, wanted):
     assert divisible(config, cores) == wanted
 
 
+@pytest.mark.thorough
 def test_one_target_may_use_all_cores_for_large_steps():
     """With drafts or without; not beside others, and not where somebody has said how many."""
     for settings, number in (({}, 2), ({"speculation_enabled": "false"}, 2), ({"target_threads": "1"}, 1)):

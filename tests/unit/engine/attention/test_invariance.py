@@ -22,6 +22,7 @@ from engine.loading.loader import load
 from engine.settings import EngineSettings
 from engine.step import Engine
 from tests.stack import MODELS, forget_prefixes, held_out_prompts, needs_exact_bf16, needs_invariant_bf16
+from tests.thorough import mostly_thorough
 from tests.unit.engine.engine_models import load_tiny
 
 LARGER: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 2048}
@@ -46,7 +47,7 @@ def test_a_row_of_a_linear_layer_does_not_depend_on_the_others(inputs: int) -> N
 
 
 @needs_exact_bf16
-@pytest.mark.parametrize("model", ["target", "slow_target"])
+@pytest.mark.parametrize("model", mostly_thorough(["target", "slow_target"], quick=["target"]))
 def test_logits_do_not_depend_on_how_tokens_are_batched(model: str, request: pytest.FixtureRequest) -> None:
     folder = MODELS / "target" if model == "target" else request.getfixturevalue("slow_target")
     engine = build(EngineSettings(str(folder), dtype="bfloat16", cache_tokens=2048))

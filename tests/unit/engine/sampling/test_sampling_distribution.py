@@ -11,6 +11,7 @@ import torch
 
 from engine.sampling.sampling import Draw, filtered_log_probs, sample
 from speculation.messages import Sampling
+from tests.thorough import mostly_thorough
 
 DRAWS = 100_000
 BATCH = 20_000
@@ -81,7 +82,7 @@ def test_draws_over_positions_follow_the_filtered_distribution(case: str) -> Non
     assert fit(LOGITS, CASES[case], by_position=True) > ALPHA
 
 
-@pytest.mark.parametrize("case", ["plain", "all"])
+@pytest.mark.parametrize("case", mostly_thorough(["plain", "all"], quick=["plain"]))
 def test_draws_over_seeds_follow_the_filtered_distribution(case: str) -> None:
     assert fit(LOGITS, CASES[case], by_position=False) > ALPHA
 
