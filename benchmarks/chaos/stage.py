@@ -26,6 +26,7 @@ from benchmarks.chaos.workload import Reply, ReplyTally, client, plain_text, tal
 from benchmarks.harness.options import BenchError
 from benchmarks.harness.processes import ReadyProcess, child
 from cluster.config.environment import CHECKOUT, current
+from router.sessions.snapshot import WorkerState
 from speculation.events import Role
 
 NODES_SECONDS = 300.0
@@ -147,14 +148,23 @@ class Stage:
                 wanted = f"{least}" if least == most else f"{least} to {most}"
                 return f"{len(well)} {role} workers are well of {len(workers)}, wanted {wanted}"
             addresses += [worker.address for worker in well]
+        return await self._unusable(addresses)
+
+    async def _unusable(self, workers: list[str]) -> str:
+        """What keeps routers from using these workers; empty if nothing does."""
         routers = await asyncio.to_thread(self.processes.routers)
         if len(routers) != (count := self.setting("router", "replicas")):
             return f"{len(routers)} routers run, wanted {count}"
         for router in routers:
-            unknown = set(addresses) - set(await asyncio.to_thread(router.peers))
+            unknown = set(workers) - set(await asyncio.to_thread(router.peers))
             if unknown:
                 return f"router {router.pid} is not connected to {', '.join(sorted(unknown))}"
-        return ""
+        try:
+            up = {part["address"] for part in (await self.view())["workers"] if part["state"] == WorkerState.UP}
+        except httpx.HTTPError as error:
+            return f"no router tells of the cluster: {error}"
+        loading = set(workers) - up  # to which a router is connected as well
+        return f"{', '.join(sorted(loading))} cannot be used yet" if loading else ""
 
     async def whole(self, seconds: float) -> None:
         """Wait until all workers run and every router is connected to all. Raises :class:`StageError`."""
