@@ -159,6 +159,7 @@ async def test_latencies_are_at_least_what_the_server_took() -> None:
         assert (one.tokens, one.guessed) == (3, True)
 
 
+@pytest.mark.thorough
 async def test_every_failure_is_counted_by_its_kind(capsys) -> None:
     failures = [
         as_json({"error": {"message": "full"}}, 429, retry_after="0.01"),

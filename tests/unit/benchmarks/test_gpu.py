@@ -117,6 +117,7 @@ def test_every_stage_runs_and_says_what_it_found(tmp_path: Path, capsys: pytest.
         assert words in said
 
 
+@pytest.mark.thorough
 def test_it_needs_nothing_that_serves_nor_the_development_environment(tmp_path: Path) -> None:
     program = (
         "import sys\n"
