@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+KERNELS := $(VENV)/.kernels
 PROTO := protos/paceline/v1/worker.proto
 
 .PHONY: setup run test test-all families check types imports stubs sim bench chaos soak protos lock structure
 .DEFAULT_GOAL := run
 
-setup: $(READY)
+setup: $(KERNELS)
 
 PIP := $(BIN)/pip install --disable-pip-version-check
 BEGAN := $(shell date +%s)
@@ -23,8 +24,12 @@ $(READY): requirements.lock torch.lock cuda.lock pyproject.toml
 	rm -r $(VENV)/torch
 	if $(BIN)/pip show torch | grep '^Requires:.*cuda-toolkit' > /dev/null; then $(PIP) --require-hashes --no-deps -r cuda.lock; fi
 	PYTHONWARNINGS=ignore $(PIP) --quiet --no-deps --no-build-isolation --editable .
-	PYTHONWARNINGS=ignore $(BIN)/python -m engine.cpu.library
 	@echo "$(VENV) is set up, in $$(( $$(date +%s) - $(BEGAN) )) seconds."
+	@touch $@
+
+# What CPU workers compute with, so that none waits for the compiler, and none goes without where it may not write.
+$(KERNELS): $(READY) engine/cpu/library.py $(wildcard engine/cpu/*.cpp engine/cpu/*.h)
+	PYTHONWARNINGS=ignore $(BIN)/python -m engine.cpu.library
 	@touch $@
 
 run: setup
