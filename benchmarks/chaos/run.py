@@ -178,7 +178,7 @@ async def _inject_all(
 
 NOTES = (
     "Longest silence: of all streams, between two pieces of text, as the client saw it. First token: the longest wait "
-    "for one, queueing included. Whole after: from the fault until all workers were back and connected to the router; "
+    "for one, queueing included. Whole after: from the fault until all workers were back and of use to the router; "
     "where something was stopped or removed, with the time that it was.",
     "Load and random faults ask for a few requests again and again; every other row asks only for new ones, whose "
     "texts no target has in its cache.",

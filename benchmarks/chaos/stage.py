@@ -167,7 +167,7 @@ class Stage:
         return f"{', '.join(sorted(loading))} cannot be used yet" if loading else ""
 
     async def whole(self, seconds: float) -> None:
-        """Wait until all workers run and every router is connected to all. Raises :class:`StageError`."""
+        """Wait until all workers run and routers can use all of them. Raises :class:`StageError`."""
         await until_nothing(self.missing, seconds, "not whole again")
 
     async def shrunk(self, seconds: float) -> None:

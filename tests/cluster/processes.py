@@ -35,6 +35,13 @@ def run(*arguments: str, timeout: float = PATIENCE, stdin: str | None = None) ->
     return ended
 
 
+def running(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those that have not ended by then. Where nobody reaps orphans, they stay as zombies."""
+    # `is_running` compares start times, so a reused id is not taken for one of them.
+    _, alive = psutil.wait_procs([p for p in processes if p.is_running()], seconds)
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
 class Paceline:
     """A command that stays up. Leaving the block stops it and checks that no process of it is left."""
 
@@ -130,9 +137,7 @@ class Paceline:
             time.sleep(0.05)
 
     def _left(self) -> list[psutil.Process]:
-        # `is_running` compares start times, so a reused id is not taken for ours.
-        _, alive = psutil.wait_procs([p for p in self._family.values() if p.is_running()], timeout=30)
-        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        return running(list(self._family.values()), 30)
 
     def _read(self) -> None:
         assert self.process.stdout is not None

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from speculation.messages import Sampling
 from tests.cluster.pretend_nodes import ENVIRONMENT, LARGE, SMALL
-from tests.cluster.processes import CHECKOUT, PATIENCE, STARTS, Paceline, run
+from tests.cluster.processes import CHECKOUT, PATIENCE, STARTS, Paceline, run, running
 from tests.cluster.streams import TIMEOUT, body, prompts, streamed
 from tests.ports import free_port
 from tests.ranks import needs_no_gpu
@@ -67,12 +67,6 @@ class Nodes:
         assert self.process.wait(PATIENCE) == 0
         self.process.stdout.close()
         assert not running(everything, PATIENCE)
-
-
-def running(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those that have not ended by then. Where nobody reaps orphans, they stay as zombies."""
-    _, alive = psutil.wait_procs([p for p in processes if p.is_running()], seconds)
-    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from cluster.local.threads import (
     settled,
     usable_cores,
 )
+from tests.cluster.processes import running
 from tests.stack import MODELS
 
 MEASURED = {count: StepTimes(dict.fromkeys(DRAFTS, 30.0 / count), 1.0) for count in (1, 2)}
@@ -239,14 +240,6 @@ def test_nothing_is_left_of_a_measurement_that_takes_too_long():
     assert psutil.Process().children(recursive=True) == before
 
 
-def alive(process: psutil.Process) -> bool:
-    """An orphan that has ended stays a zombie until somebody takes notice."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_measuring_process_ends_with_its_parent(number):
     """Interrupted, the parent ends it; killed, the kernel does."""
@@ -262,10 +255,7 @@ def test_the_measuring_process_ends_with_its_parent(number):
             time.sleep(0.02)
         parent.send_signal(number)
         assert parent.wait(10) != 0
-        deadline = time.monotonic() + 10
-        while any(map(alive, found)):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        assert not running(found, 10)
     finally:
         parent.kill()
         parent.wait()

@@ -10,7 +10,6 @@ import stat
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from engine.settings import EngineSettings
 from engine.step import Engine
 from speculation.messages import Loading
 from tests.by_rows import Twins
+from tests.cluster.processes import PATIENCE, running
 from tests.unit.engine.engine_models import TINY, load_tiny, random_tokens, save_model
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="no C++ compiler, or a processor without AVX2")
@@ -345,6 +345,7 @@ def test_workers_that_are_not_root_may_read_what_root_built(tmp_path: Path, monk
 
 def test_a_compiler_that_takes_too_long_is_ended_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = tmp_path / "pid"
+    started: list[psutil.Process] = []
     compiler = tmp_path / "c++"
     compiler.write_text(f"#!/bin/sh\nsleep 600 & echo $! > {pid}; wait")
     compiler.chmod(0o755)
@@ -352,14 +353,13 @@ def test_a_compiler_that_takes_too_long_is_ended_whole(tmp_path: Path, monkeypat
     def communicate(process: subprocess.Popen[str], timeout: float) -> None:
         while not (pid.exists() and pid.read_text()):
             time.sleep(0.01)
+        started.append(psutil.Process(int(pid.read_text())))
         raise subprocess.TimeoutExpired(process.args, timeout)
 
     monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
     with pytest.raises(subprocess.TimeoutExpired):
         built._compile(str(compiler), "x86-64-v3", tmp_path / "kernels.so")
-    with suppress(psutil.NoSuchProcess):
-        while psutil.Process(int(pid.read_text())).status() != psutil.STATUS_ZOMBIE:  # where nobody waits for orphans
-            time.sleep(0.01)
+    assert started and not running(started, PATIENCE)
 
 
 @pytest.mark.thorough
