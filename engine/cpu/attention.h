@@ -18,7 +18,6 @@
 namespace {
 
 constexpr int SPLIT = 256;  // positions whose scores are computed together; splits lie at multiples of it
-constexpr int SOON = 8;  // positions ahead that are fetched
 constexpr int SUMS = WIDTH;  // as many as are kept in registers
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
@@ -41,9 +40,7 @@ using HalfWord = std::conditional_t<PAIRS, Pair, float>;  // where the cache is 
 template <typename N>
 struct Workspace {
   std::vector<size_t> at;             // which head of the cache, counted over all slots, is the first at each position
-  std::vector<float> keys;            // of each head by columns: [SPLIT / WIDTH][E / PER][WIDTH] words
-  std::vector<float> copies;          // of each head the values as words: [SPLIT / PER][V]
-  std::vector<const float*> values;   // of each head where they are: [SPLIT / PER]
+  std::vector<float> columns;         // WIDTH keys of a head by columns: [E / PER][WIDTH] words
   std::vector<const N*> queries;      // of each head
   std::vector<N> words;               // of each query, where pairs are multiplied: its own, then those of its weights
   std::vector<float> scores;          // of each query [SPLIT]; as weights, where numbers are multiplied
@@ -64,79 +61,51 @@ inline int slot_of(const Rows& rows, int row, int position) {
 }
 
 // Have keys or values fetched that are read soon.
-inline void fetch(const void* cache, size_t at, int size, bool half) {
-  const size_t bytes = half ? 2 : 4;
-  const char* line = static_cast<const char*>(cache) + at * bytes;
-  for (size_t byte = 0; byte < size * bytes; byte += 64) _mm_prefetch(line + byte, _MM_HINT_T0);
+template <typename C>
+inline void fetch(const C* cache, size_t at, int size) {
+  const char* line = reinterpret_cast<const char*>(cache + at);
+  for (size_t byte = 0; byte < size * sizeof(C); byte += 64) _mm_prefetch(line + byte, _MM_HINT_T0);
 }
 
-inline Vec widened_at(const void* cache, size_t at, bool half) {
-  return half ? widened(static_cast<const uint16_t*>(cache) + at) : load(static_cast<const float*>(cache) + at);
-}
-
-// Where the values of a word are that holds head `head` of the positions at[0] and, if there is a `second`, at[1]: in the
-// cache itself, or written out to `copy`.
-template <typename N>
-inline const float* value_at(const void* cache, const size_t* at, int head, bool second, int size, bool half,
-                             float* copy) {
-  if (!half) return static_cast<const float*>(cache) + (at[0] + head) * size;
-  const uint16_t* source = static_cast<const uint16_t*>(cache) + (at[0] + head) * size;
-  const uint16_t* other = second ? static_cast<const uint16_t*>(cache) + (at[1] + head) * size : nullptr;
-  for (int i = 0; i < size; i += WIDTH) {
-    if constexpr (PER<N> == 2)
-      store(copy + i, paired(source + i, second ? other + i : nullptr));
-    else
-      store(copy + i, widened(source + i));
-  }
-  return copy;
-}
+inline Vec numbers_at(const uint16_t* cache, size_t at) { return widened(cache + at); }
+inline Vec numbers_at(const float* cache, size_t at) { return load(cache + at); }
 
 // Keys of a head at WIDTH places of the cache by columns: [size / PER][WIDTH].
-template <typename N>
-inline void to_columns(const void* cache, const size_t* at, int head, int size, bool half, float* columns) {
+template <typename N, typename C>
+inline void to_columns(const C* cache, const size_t* at, int head, int size, float* columns) {
   size_t from[WIDTH];
   for (int j = 0; j < WIDTH; ++j) from[j] = (at[j] + head) * size;
   for (int i = 0; i < size / PER<N>; i += WIDTH) {
     Vec rows[WIDTH];
-    for (int j = 0; j < WIDTH; ++j)
-      rows[j] = PER<N> == 2 ? load(static_cast<const float*>(cache) + from[j] / 2 + i)
-                            : widened_at(cache, from[j] + i, half);
+    for (int j = 0; j < WIDTH; ++j) {
+      if constexpr (PER<N> == 2)
+        rows[j] = load(reinterpret_cast<const float*>(cache + from[j]) + i);
+      else
+        rows[j] = numbers_at(cache, from[j] + i);
+    }
     transpose(rows);
     for (int j = 0; j < WIDTH; ++j) store(columns + (i + j) * WIDTH, rows[j]);
   }
 }
 
-// out [R][SPLIT] = scores of R queries and B times WIDTH keys, whose products are added up from the first to the last.
-template <typename N, int R, int B>
-inline void score_part(const N* const* queries, const float* columns, int words, float scale, float* out) {
-  Vec acc[R][B];
-  for (int r = 0; r < R; ++r)
-    for (int b = 0; b < B; ++b) acc[r][b] = zero();
-  for (int i = 0; i < words; ++i) {
-    Vec key[B];
-    for (int b = 0; b < B; ++b) key[b] = load(columns + ((size_t)b * words + i) * WIDTH);
-    for (int r = 0; r < R; ++r)
-      for (int b = 0; b < B; ++b) acc[r][b] = multiply_add(queries[r][i], key[b], acc[r][b]);
-  }
-  for (int r = 0; r < R; ++r)
-    for (int b = 0; b < B; ++b) store(out + r * SPLIT + b * WIDTH, acc[r][b] * all(scale));
-}
+// out [R][SPLIT] = scores of R queries and WIDTH keys, whose products are added up from the first to the last.
 template <typename N, int R>
-inline void score(const N* const* queries, const float* columns, int blocks, int words, float scale, float* out) {
-  constexpr int MOST = SUMS / 4;
-  int b = 0;
-  for (; b + MOST <= blocks; b += MOST)
-    score_part<N, R, MOST>(queries, columns + (size_t)b * words * WIDTH, words, scale, out + b * WIDTH);
-  for (; b < blocks; ++b)
-    score_part<N, R, 1>(queries, columns + (size_t)b * words * WIDTH, words, scale, out + b * WIDTH);
+inline void score(const N* const* queries, const float* columns, int words, float scale, float* out) {
+  Vec acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = zero();
+  for (int i = 0; i < words; ++i) {
+    const Vec key = load(columns + i * WIDTH);
+    for (int r = 0; r < R; ++r) acc[r] = multiply_add(queries[r][i], key, acc[r]);
+  }
+  for (int r = 0; r < R; ++r) store(out + r * SPLIT, acc[r] * all(scale));
 }
 template <typename N>
-inline void score_all(const N* const* queries, int count, const float* columns, int blocks, int words, float scale,
-                      float* out) {
+inline void score_all(const N* const* queries, int count, const float* columns, int words, float scale, float* out) {
   int q = 0;
-  for (; q + 4 <= count; q += 4) score<N, 4>(queries + q, columns, blocks, words, scale, out + q * SPLIT);
-  if (q + 2 <= count) score<N, 2>(queries + q, columns, blocks, words, scale, out + q * SPLIT), q += 2;
-  if (q < count) score<N, 1>(queries + q, columns, blocks, words, scale, out + q * SPLIT);
+  for (; q + 8 <= count; q += 8) score<N, 8>(queries + q, columns, words, scale, out + q * SPLIT);
+  if (q + 4 <= count) score<N, 4>(queries + q, columns, words, scale, out + q * SPLIT), q += 4;
+  if (q + 2 <= count) score<N, 2>(queries + q, columns, words, scale, out + q * SPLIT), q += 2;
+  if (q < count) score<N, 1>(queries + q, columns, words, scale, out + q * SPLIT);
 }
 
 // The scores of the positions [hidden, count) of a split become weights; those of the others, up to a whole vector, 0.
@@ -163,42 +132,62 @@ inline void softmax(float* scores, int hidden, int count, float cap, N* weights,
   total = sum(sums);
 }
 
-// out [R][size] += over the positions [from, to), from the first to the last, weights [R][SPLIT / PER] * values. What a
-// word holds before or behind them counts as zero.
-template <typename N, int R, int V>
-inline void weigh_part(const N* weights, const float* const* values, int from, int to, int size, int i, float* out) {
+// Values of a head in the cache.
+template <typename C>
+struct Values {
+  const C* cache;
+  const size_t* at;  // of each position of a split
+  int head, size;
+  const C* operator()(int position, int i) const { return cache + (at[position] + head) * size + i; }
+};
+
+// Word k of the values, of whose positions only the first or the second may count.
+template <typename N, typename C>
+inline Vec value_word(const Values<C>& values, int k, int i, bool first, bool second) {
+  if constexpr (PER<N> == 2)
+    return paired(first ? values(2 * k, i) : nullptr, second ? values(2 * k + 1, i) : nullptr);
+  else
+    return numbers_at(values(k, i), 0);
+}
+
+// out [R][size] += over the positions [from, to), from the first to the last, weights [R][SPLIT / PER] * values.
+template <typename N, typename C, int R, int V>
+inline void weigh_part(const N* weights, const Values<C>& values, int from, int to, int i, float* out) {
   Vec acc[R][V];
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) acc[r][v] = load(out + r * size + i + v * WIDTH);
-  const auto add = [&](int k, auto&& kept) {
+    for (int v = 0; v < V; ++v) acc[r][v] = load(out + r * values.size + i + v * WIDTH);
+  const auto add = [&](int k, bool first, bool second) {
     Vec value[V];
-    for (int v = 0; v < V; ++v) value[v] = kept(load(values[k] + i + v * WIDTH));
+    for (int v = 0; v < V; ++v) value[v] = value_word<N>(values, k, i + v * WIDTH, first, second);
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < V; ++v) acc[r][v] = multiply_add(weights[r * (SPLIT / PER<N>) + k], value[v], acc[r][v]);
   };
   int k = from / PER<N>;
-  if (from % PER<N>) add(k++, [](Vec words) { return half_of(words, true); });
-  for (; k < to / PER<N>; ++k) add(k, [](Vec words) { return words; });
-  if (to % PER<N> && to > from) add(k, [](Vec words) { return half_of(words, false); });
+  if (from % PER<N>) add(k++, false, true);
+  for (; k < to / PER<N>; ++k) add(k, true, true);
+  if (to % PER<N> && to > from) add(k, true, false);
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) store(out + r * size + i + v * WIDTH, acc[r][v]);
+    for (int v = 0; v < V; ++v) store(out + r * values.size + i + v * WIDTH, acc[r][v]);
 }
-template <typename N, int R>
-inline void weigh_rows(const N* weights, const float* const* values, int from, int to, int size, float* out) {
-  constexpr int MOST = std::min(4, SUMS / R);
+template <typename N, int R, typename C>
+inline void weigh_rows(const N* weights, const Values<C>& values, int from, int to, float* out) {
+  constexpr int MOST = std::min(4, SUMS / R), MANY = MOST * WIDTH, TWO = 2 * WIDTH;
+  const int size = values.size;
   int i = 0;
-  for (; i + MOST * WIDTH <= size; i += MOST * WIDTH) weigh_part<N, R, MOST>(weights, values, from, to, size, i, out);
-  for (; i < size; i += WIDTH) weigh_part<N, R, 1>(weights, values, from, to, size, i, out);
+  for (; i + MANY <= size; i += MANY) weigh_part<N, C, R, MOST>(weights, values, from, to, i, out);
+  if (MANY > TWO && i + TWO <= size) weigh_part<N, C, R, 2>(weights, values, from, to, i, out), i += TWO;
+  for (; i < size; i += WIDTH) weigh_part<N, C, R, 1>(weights, values, from, to, i, out);
 }
-template <typename N>
-inline void weigh(const N* weights, int count, const float* const* values, int from, int to, int size, float* out) {
+template <typename N, typename C>
+inline void weigh(const N* weights, int count, const Values<C>& values, int from, int to, float* out) {
   if (from >= to) return;
   constexpr int STRIDE = SPLIT / PER<N>;
+  const int size = values.size;
   int q = 0;
-  for (; q + 8 <= count; q += 8) weigh_rows<N, 8>(weights + q * STRIDE, values, from, to, size, out + q * size);
-  if (q + 4 <= count) weigh_rows<N, 4>(weights + q * STRIDE, values, from, to, size, out + q * size), q += 4;
-  if (q + 2 <= count) weigh_rows<N, 2>(weights + q * STRIDE, values, from, to, size, out + q * size), q += 2;
-  if (q < count) weigh_rows<N, 1>(weights + q * STRIDE, values, from, to, size, out + q * size);
+  for (; q + 8 <= count; q += 8) weigh_rows<N, 8>(weights + q * STRIDE, values, from, to, out + q * size);
+  if (q + 4 <= count) weigh_rows<N, 4>(weights + q * STRIDE, values, from, to, out + q * size), q += 4;
+  if (q + 2 <= count) weigh_rows<N, 2>(weights + q * STRIDE, values, from, to, out + q * size), q += 2;
+  if (q < count) weigh_rows<N, 1>(weights + q * STRIDE, values, from, to, out + q * size);
 }
 
 // How many key heads are read side by side: they lie so in the cache, and the processor sees such reads coming.
@@ -209,7 +198,7 @@ inline int heads_together(const Stack& s, int leaders, int threads) {
 }
 
 // Key heads `from` to `to` for the rows that read common keys together, the first of which is `first`.
-template <typename N>
+template <typename N, typename C>
 inline void attend(const Attention& a, int first, int from, int to) {
   static thread_local Workspace<N> space;
   const Stack& s = a.stack;
@@ -217,13 +206,11 @@ inline void attend(const Attention& a, int first, int from, int to) {
   const int members = a.rows.group[first], heads = to - from;
   const int queries = members * per_key, common = std::max(a.rows.common[first], a.rows.reach[first]);
   const int words = size / PER<N>, all_queries = heads * queries;
-  const size_t of_head = (size_t)SPLIT * size / PER<N>, values_of_head = (size_t)SPLIT * value_size / PER<N>;
+  const C *keys = static_cast<const C*>(a.layer.keys), *values = static_cast<const C*>(a.layer.values);
   const auto row_of = [&](int q) { return first + q % queries / per_key; };
   const auto head_of = [&](int q) { return (from + q / queries) * per_key + q % per_key; };
   room(space.at, SPLIT);
-  room(space.keys, heads * of_head);
-  if (s.half) room(space.copies, heads * values_of_head);
-  room(space.values, (size_t)heads * SPLIT / PER<N>);
+  room(space.columns, (size_t)words * WIDTH);
   room(space.scores, (size_t)all_queries * SPLIT);
   if (PER<N> == 2) room(space.words, (size_t)all_queries * (words + SPLIT / 2));
   room(space.part, (size_t)all_queries * value_size);
@@ -255,77 +242,63 @@ inline void attend(const Attention& a, int first, int from, int to) {
     nearest_start = std::min(nearest_start, a.layer.window ? std::max(0, seen - a.layer.window) : 0);
   }
   for (int start = nearest_start / SPLIT * SPLIT; start < longest; start += SPLIT) {
-    // Find positions [begin, end) of this split, whose slots are slot(position).
-    const auto place = [&](int begin, int end, auto&& slot) {
-      begin -= begin % PER<N>;
-      const auto find = [&](int i) {
-        if (i >= end) return;
-        space.at[i] = (size_t)slot(start + i) * s.key_heads + from;
-        fetch(a.layer.keys, space.at[i] * size, heads * size, s.half);
-        fetch(a.layer.values, space.at[i] * value_size, heads * value_size, s.half);
+    // Score positions [begin, end) of this split, begin at a whole vector, whose slots are slot(position), by `count`
+    // queries of each head from `first` on.
+    const auto score_keys = [&](int begin, int end, int query, int count, auto&& slot) {
+      const auto find = [&](int block) {
+        for (int i = block; i < std::min(block + WIDTH, end); ++i) {
+          space.at[i] = (size_t)slot(start + i) * s.key_heads + from;
+          fetch(keys, space.at[i] * size, heads * size);
+          fetch(values, space.at[i] * value_size, heads * value_size);
+        }
       };
-      for (int i = begin; i < begin + SOON; ++i) find(i);
-      for (int i = begin; i < end; i += PER<N>) {
-        for (int j = 0; j < PER<N>; ++j) find(i + SOON + j);
-        for (int h = 0; h < heads; ++h)
-          space.values[(h * SPLIT + i) / PER<N>] =
-              value_at<N>(a.layer.values, &space.at[i], h, i + 1 < end, value_size, s.half,
-                          space.copies.data() + h * values_of_head + (size_t)i / PER<N> * value_size);
+      find(begin);
+      for (int block = begin; block < end; block += WIDTH) {
+        find(block + WIDTH);
+        for (int i = end; i < block + WIDTH; ++i) space.at[i] = space.at[block];
+        for (int h = 0; h < heads; ++h) {
+          to_columns<N>(keys, &space.at[block], h, size, space.columns.data());
+          const int q = h * queries + query;
+          score_all(&space.queries[q], count, space.columns.data(), words, a.layer.scaling,
+                    &space.scores[(size_t)q * SPLIT + block]);
+        }
       }
-      for (int i = end; i < padded(end); ++i) space.at[i] = space.at[0];
-    };
-    const auto turn = [&](int h, int begin, int end) {
-      for (int i = begin; i < end; i += WIDTH)
-        to_columns<N>(a.layer.keys, &space.at[i], h, size, s.half,
-                      &space.keys[h * of_head + (size_t)i * words]);
     };
     const int shared = std::clamp(common - start, 0, SPLIT);
     const auto seen_by = [&](int m) { return std::min(a.rows.keys[first + m] - start, SPLIT); };
     const auto hidden_from = [&](int m) {
       return a.layer.window ? std::clamp(a.rows.keys[first + m] - a.layer.window - start, 0, SPLIT) : 0;
     };
-    const auto place_own = [&](int m) {
-      if (seen_by(m) > shared)
-        place(shared, seen_by(m), [&](int position) { return slot_of(a.rows, first + m, position); });
+    const auto slot = [&](int m, int position) {
+      return position < start + shared ? paged_slot(a.rows, first, position) : slot_of(a.rows, first + m, position);
     };
-    place(0, shared, [&](int position) { return paged_slot(a.rows, first, position); });
     // Scored for all rows while the keys are near; where some have keys of their own, up to the last whole vector.
     const int together = longest - start > shared ? shared / WIDTH * WIDTH : padded(shared);
-    for (int h = 0; h < heads; ++h) {
-      turn(h, 0, together);
-      score_all(&space.queries[h * queries], queries, &space.keys[h * of_head], together / WIDTH, words,
-                a.layer.scaling, &space.scores[(size_t)h * queries * SPLIT]);
-    }
+    score_keys(0, std::min(together, shared), 0, queries, [&](int position) { return slot(0, position); });
     int weighed = shared / PER<N> * PER<N>;  // positions that all rows see that see any of this split
     for (int m = 0; m < members; ++m) {
       const int count = seen_by(m), hidden = hidden_from(m);
       if (count <= hidden) continue;
       weighed = hidden ? 0 : std::min(weighed, count / PER<N> * PER<N>);
-      place_own(m);
+      score_keys(together, count, m * per_key, per_key, [&](int position) { return slot(m, position); });
       for (int q = m * per_key; q < all_queries; q += queries)
-        for (int g = q; g < q + per_key; ++g) {
-          float* scores = &space.scores[(size_t)g * SPLIT];
-          const int h = g / queries;
-          if (count > together && g == q) {
-            turn(h, together, padded(count));
-            score_all(&space.queries[g], per_key, &space.keys[h * of_head + (size_t)together * words],
-                      (padded(count) - together) / WIDTH, words, a.layer.scaling, scores + together);
-          }
-          softmax(scores, hidden, count, a.layer.cap, weights + (size_t)g * SPLIT / PER<N>, space.split_maxima[g],
-                  space.split_totals[g]);
-        }
+        for (int g = q; g < q + per_key; ++g)
+          softmax(&space.scores[(size_t)g * SPLIT], hidden, count, a.layer.cap, weights + (size_t)g * SPLIT / PER<N>,
+                  space.split_maxima[g], space.split_totals[g]);
     }
     std::fill_n(space.part.begin(), (size_t)all_queries * value_size, 0.0f);
     for (int h = 0; h < heads; ++h)
-      weigh(weights + (size_t)h * queries * SPLIT / PER<N>, queries, &space.values[h * SPLIT / PER<N>], 0, weighed,
-            value_size, &space.part[(size_t)h * queries * value_size]);
+      weigh(weights + (size_t)h * queries * SPLIT / PER<N>, queries, Values<C>{values, space.at.data(), h, value_size},
+            0, weighed, &space.part[(size_t)h * queries * value_size]);
     for (int m = 0; m < members; ++m) {
       const int count = seen_by(m), hidden = hidden_from(m);
       if (count <= hidden) continue;
-      if (members > 1) place_own(m);  // again: another row's are there by now
+      for (int i = weighed; members > 1 && i < count; ++i)  // again: another row's are there by now
+        space.at[i] = (size_t)slot(m, start + i) * s.key_heads + from;
       for (int q = m * per_key; q < all_queries; q += queries) {
-        weigh(weights + (size_t)q * SPLIT / PER<N>, per_key, &space.values[q / queries * SPLIT / PER<N>],
-              std::max(hidden, weighed), count, value_size, &space.part[(size_t)q * value_size]);
+        weigh(weights + (size_t)q * SPLIT / PER<N>, per_key,
+              Values<C>{values, space.at.data(), q / queries, value_size}, std::max(hidden, weighed), count,
+              &space.part[(size_t)q * value_size]);
         for (int g = q; g < q + per_key; ++g) {
           const float before = space.maxima[g], peak = space.split_maxima[g], now = std::max(before, peak);
           const float old_scale = before == LOWEST ? 0.0f : std::exp(before - now), new_scale = std::exp(peak - now);
@@ -357,7 +330,7 @@ struct AttentionPieces {
   int count() const { return (int)leaders.size() * blocks; }
   void compute(const Attention& a, int piece) const {
     const int from = piece % blocks * together, to = std::min(from + together, a.stack.key_heads);
-    const auto attend_as = a.stack.half ? attend<HalfWord> : attend<float>;
+    const auto attend_as = a.stack.half ? attend<HalfWord, uint16_t> : attend<float, float>;
     attend_as(a, leaders[piece / blocks], from, to);
   }
 

@@ -45,9 +45,9 @@ void compute(void* data, int) {
   const AttentionPieces pieces(s, *step.rows, threads);
   int phase = 0;
   const auto each = [&](int items, auto&& work) {
-    const int block = std::max(1, items / (threads * 4));
-    for (int from; (from = step.counters.take(phase, block)) < items;)
-      for (int i = from; i < std::min(from + block, items); ++i) work(i);
+    step.counters.hand_out(phase, items, threads, 1, [&](int from, int to) {
+      for (int i = from; i < to; ++i) work(i);
+    });
     ++phase;
     team->barrier();
   };
@@ -129,7 +129,9 @@ struct AttentionAlone {
 
 void attend_alone(void* data, int) {
   AttentionAlone& job = *static_cast<AttentionAlone*>(data);
-  for (int i; (i = job.counters.take(0, 1)) < job.pieces.count();) job.pieces.compute(job.attention, i);
+  job.counters.hand_out(0, job.pieces.count(), team->threads(), 1, [&](int from, int to) {
+    for (int i = from; i < to; ++i) job.pieces.compute(job.attention, i);
+  });
 }
 
 struct Alone {
@@ -146,7 +148,9 @@ void compute_alone(void* data, int) {
   Alone& job = *static_cast<Alone*>(data);
   if (PAIRS && job.half) {
     const int pieces = rounding_pieces(job.rows, job.product.inputs);
-    for (int i; (i = job.counters.take(0, 1)) < pieces;) round_piece(job.x, job.rows, job.product.inputs, i, job.pairs);
+    job.counters.hand_out(0, pieces, team->threads(), 1, [&](int from, int to) {
+      for (int i = from; i < to; ++i) round_piece(job.x, job.rows, job.product.inputs, i, job.pairs);
+    });
     team->barrier();
   }
   multiply(job.product, job.half, Then::STORE, job.x, job.pairs, {job.out, job.product.outputs, job.rows}, job.counters,

@@ -18,6 +18,7 @@ constexpr int ROWS = WIDTH == 16 ? 12 : 6;
 constexpr int ROW_BLOCK = 16 * ROWS;
 constexpr int AHEAD = WIDTH == 16 ? 4096 : 2048;  // bytes
 constexpr int DEPTH = 256;  // inputs at a time where there are several tiles of rows
+constexpr bool NEXT_NEAREST = WIDTH == 8;  // whether the first cache has room for the next so many meanwhile
 
 // Two vectors of a panel: of one input, the weights of its first and second WIDTH outputs. In bfloat16 these lie side
 // by side, each two in one word; or a word holds those of two inputs, which then count as one here and everywhere below.
@@ -33,7 +34,10 @@ inline void weights_at(const Pair* panel, int k, Vec& first, Vec& second) {
   weights_at(reinterpret_cast<const float*>(panel), k, first, second);
 }
 
-inline void fetch(const char* line) { _mm_prefetch(line, _MM_HINT_T0); }
+template <bool NEAREST>  // into the first cache, else the second
+inline void fetch(const char* line) {
+  _mm_prefetch(line, NEAREST ? _MM_HINT_T0 : _MM_HINT_T1);
+}
 
 using Half = std::conditional_t<PAIRS, Pair, uint16_t>;  // how weights in bfloat16 are held
 template <typename W>
@@ -49,7 +53,7 @@ const Input<W>* as_input(const float* x, const Pair* pairs) {
 // M rows times P panels over inputs [0, depth): sums are taken up from and left in `sums` [P][M][PANEL]. With each input
 // LINES of the cache are fetched, from `ahead` on and `ahead_step` bytes further each time; a branch would cost more than
 // fetching a line twice.
-template <typename W, int M, int P, int LINES>
+template <typename W, int M, int P, int LINES, bool NEAREST>
 inline void tile(const Input<W>* x, int stride, const W* panels, size_t panel_size, int depth, float* sums, bool fresh,
                  const char* ahead, int ahead_step) {
   Vec acc[P][M][2];
@@ -60,8 +64,8 @@ inline void tile(const Input<W>* x, int stride, const W* panels, size_t panel_si
   for (int k = 0; k < depth; ++k) {
     if (P > 1 && M > 1)  // sums of one row leave time for what the processor fetches
       for (int p = 0; p < P; ++p)
-        fetch(reinterpret_cast<const char*>(panels + p * panel_size + (size_t)k * PANEL) + AHEAD / 2);
-    for (int line = 0; line < LINES; ++line) fetch(ahead + (size_t)k * ahead_step + 64 * line);
+        fetch<true>(reinterpret_cast<const char*>(panels + p * panel_size + (size_t)k * PANEL) + AHEAD / 2);
+    for (int line = 0; line < LINES; ++line) fetch<NEAREST>(ahead + (size_t)k * ahead_step + 64 * line);
     Vec w[P][2];
     for (int p = 0; p < P; ++p) weights_at(panels + p * panel_size, k, w[p][0], w[p][1]);
     for (int m = 0; m < M; ++m) {
@@ -75,14 +79,14 @@ inline void tile(const Input<W>* x, int stride, const W* panels, size_t panel_si
       for (int v = 0; v < 2; ++v) store(sums + ((p * M + m) * 2 + v) * WIDTH, acc[p][m][v]);
 }
 
-template <typename W, int P, int LINES>
+template <typename W, int P, int LINES, bool NEAREST>
 void tile_of(int rows, const Input<W>* x, int stride, const W* panels, size_t panel_size, int depth, float* sums,
              bool fresh, const char* ahead, int ahead_step) {
   switch (rows) {
-#define CASE(M)                                                                                   \
-  case M:                                                                                         \
-    if constexpr (M <= ROWS && M * P <= 2 * ROWS)                                                 \
-      tile<W, M, P, LINES>(x, stride, panels, panel_size, depth, sums, fresh, ahead, ahead_step); \
+#define CASE(M)                                                                                            \
+  case M:                                                                                                  \
+    if constexpr (M <= ROWS && M * P <= 2 * ROWS)                                                          \
+      tile<W, M, P, LINES, NEAREST>(x, stride, panels, panel_size, depth, sums, fresh, ahead, ahead_step); \
     break;
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
@@ -196,8 +200,8 @@ void few_rows(const Product& product, Then then, const Input<W>* x, const Result
   int panel = from;
   for (; panel + P <= to; panel += P) {
     const W* first = weights + panel * panel_size;
-    tile_of<W, P, P == 1 ? (ONE<W> + 63) / 64 : 0>(rows, x, inputs, first, panel_size, inputs, sums, true,
-                                                   reinterpret_cast<const char*>(first) + AHEAD, ONE<W>);
+    tile_of<W, P, P == 1 ? (ONE<W> + 63) / 64 : 0, true>(rows, x, inputs, first, panel_size, inputs, sums, true,
+                                                         reinterpret_cast<const char*>(first) + AHEAD, ONE<W>);
     for (int p = 0; p < P; ++p) finish(product, then, sums + p * rows * PANEL, panel + p, out, {0, rows});
   }
   if constexpr (P > 1)
@@ -219,12 +223,12 @@ void many_rows(const Product& product, Then then, const Input<W>* x, int first, 
       const int depth = std::min(DEPTH, inputs - k);
       const W* piece = weights + panel * panel_size + (size_t)k * PANEL;
       const char* next = reinterpret_cast<const char*>(piece + (size_t)depth * PANEL);
-      const int share = tiles <= 4 ? ONE<W> / tiles : 0;  // each tile fetches its part of it
+      const int share = ONE<W> / tiles;  // each tile fetches its part of it
       for (int t = 0; t < tiles; ++t) {
         const auto [row, count] = tile_at(rows, t);
         const Input<W>* in = x + (size_t)row * inputs + (std::is_same_v<W, Pair> ? (size_t)k * count : k);
-        tile_of<W, 1, 1>(count, in, inputs, piece, panel_size, depth, sums + row * PANEL, k == 0,
-                         next + (size_t)t * share * depth, share);
+        tile_of<W, 1, 1, NEXT_NEAREST>(count, in, inputs, piece, panel_size, depth, sums + row * PANEL, k == 0,
+                                       next + (size_t)t * share * depth, share);
       }
     }
     for (int t = 0; t < tiles; ++t) {
@@ -247,10 +251,9 @@ void panels(const Product& product, Then then, const Input<W>* x, const Results&
 template <typename W>
 void multiply(const Product& product, Then then, const Input<W>* x, const Results& out, Counters& counters, int phase,
               int threads) {
-  const int total = (product.outputs + PANEL - 1) / PANEL;
-  const int block = std::max(1, std::min(total / (threads * 4), 8) / 4 * 4);
-  for (int from; (from = counters.take(phase, block)) < total;)
-    panels<W>(product, then, x, out, from, std::min(from + block, total));
+  const int total = (product.outputs + PANEL - 1) / PANEL, unit = out.rows <= 2 ? 4 : 1;
+  counters.hand_out(phase, total, threads, unit,
+                    [&](int from, int to) { panels<W>(product, then, x, out, from, to); });
 }
 
 // The same, of weights in bfloat16 (`half`) or float32; `pairs` is x rounded, where pairs are multiplied.

@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <memory>
@@ -111,8 +112,18 @@ class Counters {
   explicit Counters(int phases) : next_(phases) {
     for (auto& each : next_) each.store(0, std::memory_order_relaxed);
   }
-  // The first of so many items to do next in this phase.
-  int take(int phase, int items) { return next_[phase].fetch_add(items, std::memory_order_relaxed); }
+  // Have this thread do its part of `total` items of a phase, work(from, to) at a time: the fewer are left the fewer at
+  // once, at least `unit`, so that all threads are done at about the same time.
+  template <typename Work>
+  void hand_out(int phase, int total, int threads, int unit, Work&& work) {
+    std::atomic<int>& next = next_[phase];
+    for (int from = next.load(std::memory_order_relaxed); from < total;) {
+      const int to = std::min(total, from + std::max(unit, (total - from) / (2 * threads) / unit * unit));
+      if (!next.compare_exchange_weak(from, to, std::memory_order_relaxed)) continue;
+      work(from, to);
+      from = next.load(std::memory_order_relaxed);
+    }
+  }
 
  private:
   std::vector<std::atomic<int>> next_;

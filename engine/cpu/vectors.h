@@ -84,23 +84,17 @@ inline Vec multiply_add(Pair inputs, Vec weights, Vec sums) {
 inline void to_pairs(Vec numbers, Pair* pairs) {
   _mm256_storeu_si256((__m256i*)pairs, (__m256i)_mm512_cvtneps_pbh(numbers));
 }
-// Numbers of two rows side by side, one pair of each a word; no second row: zeros.
+// Numbers of two rows side by side, one pair of each a word; no row: zeros.
 inline Vec paired(const uint16_t* first, const uint16_t* second) {
-  const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)first));
-  if (!second) return _mm512_castsi512_ps(low);
-  const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)second));
-  return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-}
-// Of each word the first number, or the second; the other is zero.
-inline Vec half_of(Vec words, bool second) {
-  const unsigned kept = second ? 0xffff0000 : 0x0000ffff;
-  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(words), _mm512_set1_epi32(kept)));
+  const auto words = [](const uint16_t* row) {
+    return row ? _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)row)) : _mm512_setzero_si512();
+  };
+  return _mm512_castsi512_ps(_mm512_or_si512(words(first), _mm512_slli_epi32(words(second), 16)));
 }
 #else
 constexpr bool PAIRS = false;
 inline void to_pairs(Vec, Pair*) {}
 inline Vec paired(const uint16_t*, const uint16_t*) { return zero(); }
-inline Vec half_of(Vec words, bool) { return words; }
 #endif
 
 // To pairs, of which number i goes to pairs[i * stride].

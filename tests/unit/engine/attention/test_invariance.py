@@ -253,7 +253,9 @@ def test_the_comparison_finds_differences(one_by_one: Engine, monkeypatch: pytes
         if rows_BLI.shape[1] > 2:
             return multiply(rows_BLI, matrix_BIO)
         half = rows_BLI.shape[2] // 2
-        return multiply(rows_BLI[..., :half], matrix_BIO[:, :half]) + multiply(rows_BLI[..., half:], matrix_BIO[:, half:])
+        return multiply(rows_BLI[..., :half], matrix_BIO[:, :half]) + multiply(
+            rows_BLI[..., half:], matrix_BIO[:, half:]
+        )
 
     monkeypatch.setattr(row_attention, "_product", product)
     assert differing_rows(one_by_one, 0, [100, 300], sizes=[9, 14]) > 0

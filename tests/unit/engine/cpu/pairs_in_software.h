@@ -26,12 +26,6 @@ inline void to_pairs(Vec numbers, Pair* pairs) {
 }
 inline Vec paired(const uint16_t* first, const uint16_t* second) {
   uint32_t words[WIDTH];
-  for (int i = 0; i < WIDTH; ++i) words[i] = first[i] | (second ? (uint32_t)second[i] << 16 : 0);
-  return load(reinterpret_cast<const float*>(words));
-}
-inline Vec half_of(Vec vector, bool second) {
-  uint32_t words[WIDTH];
-  std::memcpy(words, &vector, sizeof(words));
-  for (int i = 0; i < WIDTH; ++i) words[i] &= second ? 0xffff0000 : 0x0000ffff;
+  for (int i = 0; i < WIDTH; ++i) words[i] = (first ? first[i] : 0) | (second ? (uint32_t)second[i] << 16 : 0);
   return load(reinterpret_cast<const float*>(words));
 }
