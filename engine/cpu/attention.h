@@ -64,7 +64,7 @@ inline int slot_of(const Rows& rows, int row, int position) {
 template <typename C>
 inline void fetch(const C* cache, size_t at, int size) {
   const char* line = reinterpret_cast<const char*>(cache + at);
-  for (size_t byte = 0; byte < size * sizeof(C); byte += 64) _mm_prefetch(line + byte, _MM_HINT_T0);
+  for (size_t byte = 0; byte < size * sizeof(C); byte += 64) _mm_prefetch(line + byte, _MM_HINT_T1);
 }
 
 inline Vec numbers_at(const uint16_t* cache, size_t at) { return widened(cache + at); }
@@ -252,9 +252,9 @@ inline void attend(const Attention& a, int first, int from, int to) {
           fetch(values, space.at[i] * value_size, heads * value_size);
         }
       };
-      find(begin);
+      find(begin), find(begin + WIDTH);
       for (int block = begin; block < end; block += WIDTH) {
-        find(block + WIDTH);
+        find(block + 2 * WIDTH);
         for (int i = end; i < block + WIDTH; ++i) space.at[i] = space.at[block];
         for (int h = 0; h < heads; ++h) {
           to_columns<N>(keys, &space.at[block], h, size, space.columns.data());

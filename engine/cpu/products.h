@@ -64,7 +64,7 @@ inline void tile(const Input<W>* x, int stride, const W* panels, size_t panel_si
   for (int k = 0; k < depth; ++k) {
     if (P > 1 && M > 1)  // sums of one row leave time for what the processor fetches
       for (int p = 0; p < P; ++p)
-        fetch<true>(reinterpret_cast<const char*>(panels + p * panel_size + (size_t)k * PANEL) + AHEAD / 2);
+        fetch<NEXT_NEAREST>(reinterpret_cast<const char*>(panels + p * panel_size + (size_t)k * PANEL) + AHEAD / 2);
     for (int line = 0; line < LINES; ++line) fetch<NEAREST>(ahead + (size_t)k * ahead_step + 64 * line);
     Vec w[P][2];
     for (int p = 0; p < P; ++p) weights_at(panels + p * panel_size, k, w[p][0], w[p][1]);
@@ -242,7 +242,7 @@ template <typename W>
 void panels(const Product& product, Then then, const Input<W>* x, const Results& out, int from, int to) {
   const int rows = out.rows;
   if (rows == 1) return few_rows<W, 4>(product, then, x, out, from, to);
-  if (rows == 2 || (rows == 3 && sizeof(W) == 4)) return few_rows<W, 2>(product, then, x, out, from, to);
+  if (rows <= ROWS / 2 - (sizeof(W) == 2)) return few_rows<W, 2>(product, then, x, out, from, to);
   if (rows <= ROWS) return few_rows<W, 1>(product, then, x, out, from, to);
   for (int row = 0; row < rows; row += ROW_BLOCK) many_rows<W>(product, then, x, row, out, from, to);
 }
