@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +71,16 @@ class Running:
             while self.machine.load().sessions or self.engine.cache.free_tokens != self.engine.cache.capacity:
                 await asyncio.sleep(0.01)
         self.machine.validate()
+
+    def rest_between_steps(self, seconds: float = 0.02) -> None:
+        """Have each step take so much longer, so that drafts come in time: in one process models compute in turn."""
+        run = self.engine.run
+
+        def rested(*arguments: Any, **named: Any) -> Any:
+            time.sleep(seconds)
+            return run(*arguments, **named)
+
+        self.engine.run = rested  # type: ignore[method-assign, union-attr]
 
 
 @asynccontextmanager

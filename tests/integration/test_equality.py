@@ -12,6 +12,7 @@ from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import Open, Sampling, Source, Speculation
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
+from tests.bundled import MODELS
 from tests.stack import decode, dispatcher, draft_worker, held_out_prompts, needs_exact_bf16, target_worker
 from tests.thorough import mostly_thorough
 
@@ -20,10 +21,10 @@ STOP = frozenset({0})
 
 
 @pytest.fixture(scope="module")
-def reference(slow_target) -> list[list[int]]:
+def reference() -> list[list[int]]:
     """What transformers' own ``generate`` makes of 20 held-out prompts."""
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(slow_target, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32)
     assert set(STOP) == {model.generation_config.eos_token_id}
     texts = []
     for prompt in held_out_prompts()[:20]:
@@ -38,10 +39,11 @@ DRAFTS = Speculation(sources=frozenset({Source.DRAFT}))
 
 @pytest.mark.parametrize("at_once", mostly_thorough([1, 8], quick=[8]))
 @pytest.mark.parametrize("drafted", mostly_thorough([False, True], quick=[True]), ids=["plain", "drafted"])
-async def test_greedy_text_equals_transformers(slow_target, reference, drafted: bool, at_once: int):
+async def test_greedy_text_equals_transformers(reference, drafted: bool, at_once: int):
     """All drafts that come are verified: whether that pays depends on the machine and what else it does."""
     accepted = 0
-    async with target_worker(TargetLimits(adaptive=False), model=slow_target) as target, draft_worker() as draft:
+    async with target_worker(TargetLimits(adaptive=False)) as target, draft_worker() as draft:
+        target.rest_between_steps()
         drafts = [draft.worker.address] if drafted else []
         async with dispatcher([target.worker.address], drafts) as serving:
             gate = asyncio.Semaphore(at_once)
@@ -91,12 +93,13 @@ async def test_a_seed_gives_the_same_text_whatever_is_drafted():
 
 
 @needs_exact_bf16
-async def test_bfloat16_text_does_not_depend_on_drafts_or_company(slow_target):
+async def test_bfloat16_text_does_not_depend_on_drafts_or_company():
     """Bit for bit, since no logit depends on the batch: see tests/unit/engine/attention/test_invariance.py."""
     prompts = held_out_prompts()[:6]
     samplings = [Sampling(temperature=0.8 * (i % 2), seed=i) for i in range(len(prompts))]
     pairs = list(zip(prompts, samplings, strict=True))
-    async with target_worker(model=slow_target, dtype="bfloat16") as target, draft_worker() as draft:
+    async with target_worker(dtype="bfloat16") as target, draft_worker() as draft:
+        target.rest_between_steps()
         async with dispatcher([target.worker.address]) as serving:
             plain = [await decode(serving, prompt, 64, sampling) for prompt, sampling in pairs]
         async with dispatcher([target.worker.address], [draft.worker.address]) as serving:
