@@ -186,7 +186,9 @@ class Planner:
                 chosen[i] = chosen[i].first(_first_below(chosen[i].odds, _price(len(asked), certain, max_drafts, cost)))
                 base += len(chosen[i].nodes)
         left = None if room is None else room - sum(len(chosen[i].nodes) for i in range(len(asked)) if i not in by_gain)
-        for i, tree in zip(by_gain, _best([candidates[i] for i in by_gain], base, cost, left), strict=True):
+        others = cost(certain) - cost(len(asked))
+        best = _best([candidates[i] for i in by_gain], base, cost, left, others)
+        for i, tree in zip(by_gain, best, strict=True):
             chosen[i] = tree
         return chosen
 
@@ -258,18 +260,22 @@ class Planner:
 
 
 def _best(
-    candidates: Sequence[VerificationTree], base: int, cost: StepCost, max_drafts: int | None
+    candidates: Sequence[VerificationTree], base: int, cost: StepCost, max_drafts: int | None, others: float = 0.0
 ) -> list[VerificationTree]:
-    """The first part of each session's candidates, or of the chain among them, that makes the most of a second."""
+    """The first part of each session's candidates, or of the chain among them, that makes the most of a second.
+
+    ``others``: seconds that the step takes for prompts. They are spent in any case, here or later: drafts that shared
+    them out among more tokens would seem to pay, and prompts would take longer.
+    """
 
     def part(trees: Sequence[VerificationTree], shape: Callable[[int], float]) -> list[VerificationTree]:
-        counts = choose([tree.odds for tree in trees], base, shape, max_drafts)
+        counts = choose([tree.odds for tree in trees], base, lambda tokens: shape(tokens) - others, max_drafts)
         return [tree.first(count) for tree, count in zip(trees, counts, strict=True)]
 
     def rate(trees: Sequence[VerificationTree]) -> float:
         tokens = base + sum(len(tree.nodes) for tree in trees)
         branched = any(tree.branched for tree in trees)
-        return (len(trees) + sum(sum(tree.odds) for tree in trees)) / cost(tokens, branched=branched)
+        return (len(trees) + sum(sum(tree.odds) for tree in trees)) / (cost(tokens, branched=branched) - others)
 
     if not (cost.knows_branched and any(tree.branched for tree in candidates)):
         return part(candidates, cost)
@@ -280,12 +286,12 @@ def _best(
 
 
 def _price(sessions: int, certain: int, max_drafts: int, cost: Callable[[int], float]) -> float:
-    """Tokens that a draft token must promise to be worth its time, where a step has ``certain`` tokens besides.
+    """Tokens that a draft token must promise to be worth its time, where a step has ``certain`` tokens, prompts' too.
 
     ``max_drafts``: how many drafts there is room for. Not how many there are, here or in other sessions: that depends
     on what was drawn, so the price would, and by it whether a drawn token is offered.
     """
-    return sessions / cost(certain) * (cost(certain + max_drafts) - cost(certain)) / max(max_drafts, 1)
+    return sessions / cost(sessions) * (cost(certain + max_drafts) - cost(certain)) / max(max_drafts, 1)
 
 
 def _first_below(odds: Sequence[float], price: float) -> int:

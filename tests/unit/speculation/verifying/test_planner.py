@@ -65,6 +65,17 @@ def test_what_pays_is_verified_and_nothing_where_nothing_pays():
         assert len(tree.nodes) == count
 
 
+def test_drafts_pay_no_more_beside_prompts_than_they_do_alone():
+    """Prompts take their time in any case: more tokens that share it are no gain."""
+    for slope, count in ((0.0001, 3), (0.06, 0)):
+        made = planner(slope)
+        one = session(made)
+        push(one, 4, 5, 6)
+        (tree,) = made.plan([Asked(one, 8)], 0.0, prefilled=16).trees
+        assert tree is not None
+        assert len(tree.nodes) == count
+
+
 def test_a_session_without_drafts_goes_on_at_once_when_nothing_is_known_of_arrivals():
     made = planner()
     plan = made.plan([Asked(session(made), 8)], 0.0)
