@@ -5,9 +5,10 @@ draft token that is kept. Drafts are worth adding, likeliest first, as long as t
 
     choose the m that maximises  (sessions + p_1 + ... + p_m) / T(base + m),   p_1 >= p_2 >= ...
 
-with ``p_i`` the probability that the i-th draft token is kept together with everything above it. Both sides are
-measured while serving: :class:`StepCost` learns ``T``, :mod:`speculation.verifying.calibration` what a drafter's word
-is worth. Zero is a candidate like any other, so verification switches itself off where it does not pay. What is known
+with ``p_i`` the probability that the i-th draft token is kept together with everything above it. What prompts take of
+``T`` is left out: it is spent in any case, and shared out among more tokens it would make drafts seem to pay. Both
+sides are measured while serving: :class:`StepCost` learns ``T``, :mod:`speculation.verifying.calibration` what a
+drafter's word is worth. Zero is a candidate like any other, so verification switches itself off where it does not pay. What is known
 fades, so it is tried again later. A draft worker divides its own steps by the same rule, but for a few places that it
 always expands (:func:`best_places`).
 
