@@ -60,7 +60,8 @@ inline int slot_of(const Rows& rows, int row, int position) {
   return paged_slot(rows, row, position);
 }
 
-// Have keys or values fetched that are read soon.
+// Have keys or values fetched that are read soon. Into the second cache: of lines on their way to the first one a core
+// has room for few (some 24), and it waits where one more is asked for.
 template <typename C>
 inline void fetch(const C* cache, size_t at, int size) {
   const char* line = reinterpret_cast<const char*>(cache + at);
