@@ -8,9 +8,9 @@ draft token that is kept. Drafts are worth adding, likeliest first, as long as t
 with ``p_i`` the probability that the i-th draft token is kept together with everything above it. What prompts take of
 ``T`` is left out: it is spent in any case, and shared out among more tokens it would make drafts seem to pay. Both
 sides are measured while serving: :class:`StepCost` learns ``T``, :mod:`speculation.verifying.calibration` what a
-drafter's word is worth. Zero is a candidate like any other, so verification switches itself off where it does not pay. What is known
-fades, so it is tried again later. A draft worker divides its own steps by the same rule, but for a few places that it
-always expands (:func:`best_places`).
+drafter's word is worth. Zero is a candidate like any other, so verification switches itself off where it does not pay.
+What is known fades, so it is tried again later. A draft worker divides its own steps by the same rule, but for a few
+places that it always expands (:func:`best_places`).
 
 A session that ran out of drafts may do better to wait than to compute a single token. Time has a price, the ``rate`` of
 tokens a second that the session makes while it has drafts; so of all there is to do, take what maximises
