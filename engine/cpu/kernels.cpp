@@ -45,9 +45,7 @@ void compute(void* data, int) {
   const AttentionPieces pieces(s, *step.rows, threads);
   int phase = 0;
   const auto each = [&](int items, auto&& work) {
-    step.counters.hand_out(phase, items, threads, 1, [&](int from, int to) {
-      for (int i = from; i < to; ++i) work(i);
-    });
+    step.counters.each(phase, items, threads, work);
     ++phase;
     team->barrier();
   };
@@ -129,9 +127,7 @@ struct AttentionAlone {
 
 void attend_alone(void* data, int) {
   AttentionAlone& job = *static_cast<AttentionAlone*>(data);
-  job.counters.hand_out(0, job.pieces.count(), team->threads(), 1, [&](int from, int to) {
-    for (int i = from; i < to; ++i) job.pieces.compute(job.attention, i);
-  });
+  job.counters.each(0, job.pieces.count(), team->threads(), [&](int i) { job.pieces.compute(job.attention, i); });
 }
 
 struct Alone {
@@ -148,9 +144,8 @@ void compute_alone(void* data, int) {
   Alone& job = *static_cast<Alone*>(data);
   if (PAIRS && job.half) {
     const int pieces = rounding_pieces(job.rows, job.product.inputs);
-    job.counters.hand_out(0, pieces, team->threads(), 1, [&](int from, int to) {
-      for (int i = from; i < to; ++i) round_piece(job.x, job.rows, job.product.inputs, i, job.pairs);
-    });
+    job.counters.each(0, pieces, team->threads(),
+                      [&](int i) { round_piece(job.x, job.rows, job.product.inputs, i, job.pairs); });
     team->barrier();
   }
   multiply(job.product, job.half, Then::STORE, job.x, job.pairs, {job.out, job.product.outputs, job.rows}, job.counters,

@@ -238,11 +238,17 @@ void many_rows(const Product& product, Then then, const Input<W>* x, int first, 
   }
 }
 
+// Panels that so many rows read at once.
+template <typename W>
+int panels_at_once(int rows) {
+  return rows == 1 ? 4 : rows <= ROWS / 2 - (sizeof(W) == 2) ? 2 : 1;
+}
+
 template <typename W>
 void panels(const Product& product, Then then, const Input<W>* x, const Results& out, int from, int to) {
-  const int rows = out.rows;
-  if (rows == 1) return few_rows<W, 4>(product, then, x, out, from, to);
-  if (rows <= ROWS / 2 - (sizeof(W) == 2)) return few_rows<W, 2>(product, then, x, out, from, to);
+  const int rows = out.rows, at_once = panels_at_once<W>(rows);
+  if (at_once == 4) return few_rows<W, 4>(product, then, x, out, from, to);
+  if (at_once == 2) return few_rows<W, 2>(product, then, x, out, from, to);
   if (rows <= ROWS) return few_rows<W, 1>(product, then, x, out, from, to);
   for (int row = 0; row < rows; row += ROW_BLOCK) many_rows<W>(product, then, x, row, out, from, to);
 }
@@ -251,8 +257,8 @@ void panels(const Product& product, Then then, const Input<W>* x, const Results&
 template <typename W>
 void multiply(const Product& product, Then then, const Input<W>* x, const Results& out, Counters& counters, int phase,
               int threads) {
-  const int total = (product.outputs + PANEL - 1) / PANEL, unit = out.rows <= 2 ? 4 : 1;
-  counters.hand_out(phase, total, threads, unit,
+  const int total = (product.outputs + PANEL - 1) / PANEL;
+  counters.hand_out(phase, total, threads, panels_at_once<W>(out.rows),
                     [&](int from, int to) { panels<W>(product, then, x, out, from, to); });
 }
 

@@ -124,6 +124,13 @@ class Counters {
       from = next.load(std::memory_order_relaxed);
     }
   }
+  // The same of single items, work(i).
+  template <typename Work>
+  void each(int phase, int total, int threads, Work&& work) {
+    hand_out(phase, total, threads, 1, [&](int from, int to) {
+      for (int i = from; i < to; ++i) work(i);
+    });
+  }
 
  private:
   std::vector<std::atomic<int>> next_;

@@ -260,7 +260,7 @@ class Planner:
 
 
 def _best(
-    candidates: Sequence[VerificationTree], base: int, cost: StepCost, max_drafts: int | None, others: float = 0.0
+    candidates: Sequence[VerificationTree], base: int, cost: StepCost, max_drafts: int | None, others: float
 ) -> list[VerificationTree]:
     """The first part of each session's candidates, or of the chain among them, that makes the most of a second.
 
