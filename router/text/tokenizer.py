@@ -254,7 +254,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 RETRY_SECONDS = 10.0
-"""Pause after a tokenizer could not be read, or was read again and is not that of a model: every request would try."""
+"""Pause after a tokenizer could not be read, or was read again: every request of a model that it is not would try."""
 
 
 class Tokenizers:
@@ -266,38 +266,29 @@ class Tokenizers:
         ``configured``: all others that may be read; None: whatever targets say.
         """
         self._preferred, self._configured = preferred, configured
-        self._read: dict[str, Tokenizer] = {}
-        self._reading: dict[str, asyncio.Task[Tokenizer]] = {}
-        self._again: dict[str, float] = {}
-        """By source: when it may be read once more, where it was before."""
+        self._read: dict[str, tuple[Tokenizer | TokenizerError, float]] = {}
+        """By source: what came of reading it, and when it may be read once more."""
+        self._reading: dict[str, asyncio.Task[Tokenizer | TokenizerError]] = {}
         self._found: dict[tuple[str, int], Tokenizer] = {}
         """By the source and the digest that a model names."""
-        self._refused: dict[ServedModel, tuple[TokenizerError, float]] = {}
 
     async def of(self, model: ServedModel) -> Tokenizer:
-        """The one of a model. Raises :class:`router.text.tokenizer.TokenizerError`."""
+        """The one of a model. Raises :class:`TokenizerError`."""
         wanted = model.source, model.tokenizer
-        if wanted in self._found:
-            return self._found[wanted]
-        error, until = self._refused.get(model, (None, 0.0))
-        if error is not None and asyncio.get_running_loop().time() < until:
-            raise error
-        try:
-            found = self._found[wanted] = await self._find(model)
-            return found
-        except TokenizerError as error:
-            self._refused[model] = error, asyncio.get_running_loop().time() + RETRY_SECONDS
-            raise
+        if wanted not in self._found:
+            self._found[wanted] = await self._find(model)
+        return self._found[wanted]
 
     async def _find(self, model: ServedModel) -> Tokenizer:
         sources = [source for source in dict.fromkeys((self._preferred, *self._sources_of(model))) if source]
         for source in sources:
-            stale = source in self._read
-            tokenizer = await self.read(source)
-            if stale and not _fits(tokenizer, model):  # the files may have been replaced
-                tokenizer = await self._read_again(source)
-            if _fits(tokenizer, model):
-                return tokenizer
+            read, again = self._read.get(source, (None, 0.0))
+            if not _fits(read, model) and asyncio.get_running_loop().time() >= again:
+                read = await self.read(source)
+            if isinstance(read, TokenizerError):
+                raise read
+            if read is not None and _fits(read, model):
+                return read
         listed = " or ".join(repr(source) for source in sources) or "no folder"
         raise TokenizerError(f"the tokenizer in {listed} is not that of the served model {model.name}")
 
@@ -308,31 +299,26 @@ class Tokenizers:
         return self._configured if model.tokenizer else ()
 
     async def read(self, source: str) -> Tokenizer:
-        """The one in a folder or of a hub id. Raises :class:`router.text.tokenizer.TokenizerError`."""
-        return self._read[source] if source in self._read else await self._load(source)
-
-    async def _read_again(self, source: str) -> Tokenizer:
-        now = asyncio.get_running_loop().time()
+        """What is in a folder or of a hub id, read once for all who ask meanwhile. Raises :class:`TokenizerError`."""
         if source not in self._reading:
-            if now < self._again.get(source, 0.0):
-                return self._read[source]
-            self._again[source] = now + RETRY_SECONDS
-        return await self._load(source)
+            self._reading[source] = asyncio.create_task(self._load(source))
+        read = await asyncio.shield(self._reading[source])  # which goes on without whoever asked
+        if isinstance(read, TokenizerError):
+            raise read
+        return read
 
-    async def _load(self, source: str) -> Tokenizer:
-        """Read it, once for all who ask meanwhile; it goes on without them."""
-        if source not in self._reading:
-            reading = self._reading[source] = asyncio.create_task(self._load_now(source))
-            reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # told to who still waits
-        return await asyncio.shield(self._reading[source])
-
-    async def _load_now(self, source: str) -> Tokenizer:
+    async def _load(self, source: str) -> Tokenizer | TokenizerError:
+        read: Tokenizer | TokenizerError
         try:
-            tokenizer = self._read[source] = await asyncio.to_thread(Tokenizer.load, source)
-            return tokenizer
+            read = await asyncio.to_thread(Tokenizer.load, source)
+        except TokenizerError as error:
+            read = error
         finally:
             del self._reading[source]
+        first = source not in self._read and isinstance(read, Tokenizer)  # whose files may have been replaced since
+        self._read[source] = read, 0.0 if first else asyncio.get_running_loop().time() + RETRY_SECONDS
+        return read
 
 
-def _fits(tokenizer: Tokenizer, model: ServedModel) -> bool:
-    return model.tokenizer in (0, tokenizer.digest)
+def _fits(read: Tokenizer | TokenizerError | None, model: ServedModel) -> bool:
+    return isinstance(read, Tokenizer) and model.tokenizer in (0, read.digest)
