@@ -118,8 +118,6 @@ class FakeRouter:
     """Seconds between two chunks."""
     endless: bool = False
     """Whether a text begins again when it is over."""
-    bare: bool = False
-    """Whether chunks lack everything optional."""
     refusal: tuple[int, Json, dict[str, str]] | None = None
     """What completions are answered with instead: status, error and headers."""
     breaks: Json | None = None
@@ -176,7 +174,7 @@ class FakeRouter:
                         over = True
                         return
                     text = "".join(piece["text"] for piece in step["pieces"])
-                    yield _event(_chunk(text, None if self.bare else step, chat))
+                    yield _event(_chunk(text, step, chat))
                     await asyncio.sleep(self.pause)
                 if not self.endless:
                     break

@@ -25,10 +25,9 @@ export function setApiKey(value) {
 
 /** The server refused, or could not be reached (status 0). `message` is for people. */
 export class ApiError extends Error {
-  constructor(status, message, { code = null, retryAfter = null } = {}) {
+  constructor(status, message, retryAfter = null) {
     super(message);
     this.status = status;
-    this.code = code;
     this.retryAfter = retryAfter;
   }
 }
@@ -56,7 +55,7 @@ async function refusal(response) {
     // No JSON: something between the router and us has answered.
   }
   const message = error.message ?? `The server answered with status ${response.status}.`;
-  return new ApiError(response.status, message, { code: error.code, retryAfter });
+  return new ApiError(response.status, message, retryAfter);
 }
 
 export async function getJson(path, signal) {
@@ -74,7 +73,7 @@ export async function* stream(path, body, signal) {
   for await (const data of eventData(response.body)) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
-    if (event.error) throw new ApiError(response.status, event.error.message, { code: event.error.code });
+    if (event.error) throw new ApiError(response.status, event.error.message);
     yield event;
   }
   throw new ApiError(0, "The connection broke before the text was complete.");

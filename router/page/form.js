@@ -42,7 +42,7 @@ export class Form {
       max_tokens: Number(byId("max-tokens").value),
       seed,
       stream: true,
-      stream_options: { include_usage: true, include_speculation: true },
+      stream_options: { include_speculation: true },
       speculation: this.#speculation,
       ...(prediction && byId("speculate").checked ? { prediction: { type: "content", content: prediction } } : {}),
     };

@@ -2,7 +2,7 @@
 
 import { ApiError, apiKey, getJson, setApiKey, stream } from "./api.js";
 import { ClusterView } from "./cluster.js";
-import { ComparisonView, withoutSpeculation } from "./comparison.js";
+import { showComparison, withoutSpeculation } from "./comparison.js";
 import { byId, count, duration, percent } from "./dom.js";
 import { Figures } from "./figures.js";
 import { Form } from "./form.js";
@@ -23,7 +23,6 @@ class Page {
     this.figures = new Figures(byId("figures"));
     this.text = new TextView(byId("output"), byId("legend"), (step, how) => this.select(step, how));
     this.timeline = new Timeline((step) => this.select(step, {}));
-    this.comparison = new ComparisonView(byId("comparison"));
     this.cluster = new ClusterView(() => this.askForKey(), (sources) => this.text.offer(sources));
     this.run = this.abort = this.step = null;
     this.glanced = 0;
@@ -70,7 +69,7 @@ class Page {
     byId("outcome").textContent = "";
     this.text.clear(run.kind === "completion" ? body.prompt : "");
     this.timeline.show(run);
-    this.comparison.hide();
+    byId("comparison").hidden = true;
     this.select(null, {});
     if (matchMedia(NARROW).matches) byId("output-title").scrollIntoView();
     await this.#stream(run, () => this.#showRun(run));
@@ -85,8 +84,8 @@ class Page {
     if (this.abort) return;
     const run = this.run;
     const plain = new Run(run.kind, withoutSpeculation(run), now());
-    const finished = await this.#stream(plain, () => this.comparison.show(run, plain, now()));
-    if (!finished) this.comparison.hide();
+    const finished = await this.#stream(plain, () => showComparison(byId("comparison"), run, plain, now()));
+    if (!finished) byId("comparison").hidden = true;
     byId("copy").disabled = byId("compare").disabled = false;
   }
 

@@ -1,9 +1,5 @@
 // One run: what a streamed answer says, chunk by chunk, and the figures that follow from it.
-//
-// Copes with servers and chunks that leave out the optional parts: without `speculation` a chunk is text alone, without
-// `step` a commit has no times, without `proposals` its tree is empty.
 
-import { sourceOf } from "./sources.js";
 import { Trie } from "./trie.js";
 
 export class Run {
@@ -15,30 +11,27 @@ export class Run {
     this.first = this.last = this.over = null;
     this.text = "";
     this.pieces = []; // {text, source, step}
-    this.steps = []; // {index, position, accepted, offered, tokens, pieces, start, end, waited, tree}
+    this.steps = []; // {index, accepted, offered, tokens, pieces, start, end, waited, tree}
     this.drafts = []; // {source, start, end, tokens}
     this.tokens = this.firstTokens = this.accepted = this.offered = this.drafted = 0;
     this.finish = null;
     this.summary = null;
-    this.usage = null;
     this.trie = new Trie();
   }
 
   /** Take one event of the stream. */
   take(event, now) {
-    const choice = event.choices?.[0];
-    const text = choice?.text ?? choice?.delta?.content ?? "";
-    const told = event.speculation;
-    this.usage = event.usage ?? this.usage;
-    this.finish = choice?.finish_reason ?? this.finish;
+    const [choice] = event.choices;
+    const text = choice.text ?? choice.delta.content ?? "";
+    const told = event.speculation; // of chunks of text, and of the last one
+    this.finish = choice.finish_reason ?? this.finish;
     this.summary = told?.summary ?? this.summary;
-    this.trie.position ??= told?.position ?? null;
-    this.#propose(told?.proposals ?? []);
     if (!text && !told?.tokens) return;
+    this.trie.position ??= told.position;
+    this.#propose(told.proposals ?? []);
     this.last = now;
     this.text += text;
-    if (told?.tokens !== undefined) this.#commit(told, text);
-    else if (text) this.pieces.push({ text, source: "target", step: null });
+    this.#commit(told);
     if (this.first === null) {
       this.first = now;
       this.firstTokens = this.tokens;
@@ -54,21 +47,18 @@ export class Run {
     for (const proposal of proposals) {
       this.trie.insert(proposal);
       const { source, start, end, tokens } = proposal;
-      if (Number.isFinite(start)) this.drafts.push({ source, start, end, tokens: tokens.length });
+      this.drafts.push({ source, start, end, tokens: tokens.length });
     }
   }
 
-  #commit({ accepted = 0, offered = 0, tokens, position = null, pieces: told, step: times }, text) {
-    const step = { index: this.steps.length, position, accepted, offered, tokens, pieces: [] };
-    Object.assign(step, { start: times?.start ?? null, end: times?.end ?? null, waited: times?.waited ?? 0 });
-    for (const piece of told ?? [{ text, drafted: false }]) {
-      const entry = { text: piece.text, source: sourceOf(piece, offered, accepted), step };
-      step.pieces.push(entry);
-      this.pieces.push(entry);
-    }
+  /** What was held back of the text to its end is told as a commit of no tokens, which has no times. */
+  #commit({ accepted, offered, tokens, pieces, step: times = { start: null, end: null, waited: 0 } }) {
+    const step = { index: this.steps.length, accepted, offered, tokens, ...times };
+    step.pieces = pieces.map(({ text, source }) => ({ text, source, step }));
+    this.pieces.push(...step.pieces);
     // A token without text of its own (the end of the text, part of a character) has no piece.
     const committed = Array.from({ length: tokens }, (_, index) => step.pieces[index] ?? null);
-    step.tree = this.trie.advance(position, committed, accepted);
+    step.tree = this.trie.advance(committed, accepted);
     this.steps.push(step);
     this.tokens += tokens;
     this.accepted += accepted;
@@ -85,16 +75,15 @@ export class Run {
 
   /** Seconds, NaN while there is nothing to say, and counts. */
   figures(now) {
-    const tokens = this.tokens || this.usage?.completion_tokens || 0;
     const decoding = (this.last ?? NaN) - (this.first ?? NaN);
     return {
-      tokens,
+      tokens: this.tokens,
       steps: this.steps.length,
       tokensPerSecond: decoding > 0 ? (this.tokens - this.firstTokens) / decoding : NaN,
       acceptance: this.offered ? this.accepted / this.offered : NaN,
       // vLLM's measure: over the steps that had drafts to verify.
       acceptanceLength: this.drafted ? 1 + this.accepted / this.drafted : NaN,
-      tokensPerStep: this.steps.length ? tokens / this.steps.length : NaN,
+      tokensPerStep: this.steps.length ? this.tokens / this.steps.length : NaN,
       firstToken: this.first === null ? NaN : this.first - this.begun,
       elapsed: (this.over ?? now) - this.begun,
     };

@@ -18,10 +18,3 @@ export function described(source) {
   if (Object.hasOwn(SOURCES, source)) return SOURCES[source];
   return { label: source, meaning: "from a draft source of the operator's, kept" };
 }
-
-/** Of a piece of a commit, also where the server does not say. */
-export function sourceOf(piece, offered, accepted) {
-  if (piece.source) return piece.source;
-  if (piece.drafted) return "draft";
-  return offered > accepted ? "recovered" : offered ? "bonus" : "target";
-}

@@ -24,10 +24,7 @@ export class Timeline {
     this.figure = byId("overlap");
     this.drawing = svg("svg", { height: HEIGHT, role: "img", "aria-label": "Nothing has run yet" });
     container.replaceChildren(this.drawing);
-    this.run = this.step = null;
-    this.start = 0;
-    this.span = FIRST_SPAN;
-    this.following = true;
+    this.show(null);
     new ResizeObserver(() => this.draw()).observe(container);
     byId("zoom-in").addEventListener("click", () => this.#zoom(0.5));
     byId("zoom-out").addEventListener("click", () => this.#zoom(2));
@@ -38,7 +35,6 @@ export class Timeline {
     container.addEventListener("pointerdown", (event) => this.#drag(event));
     container.addEventListener("pointerover", (event) => this.#point(event.target));
     container.addEventListener("pointerleave", () => this.#point(null));
-    this.draw();
   }
 
   show(run) {

@@ -38,13 +38,12 @@ export class Trie {
     this.position = position;
     this.root = emptyRoot();
     this.size = 0;
-    this.committed = []; // texts of the tokens before `position`, as far as they are known
+    this.committed = []; // texts of the tokens before `position` that came since the beginning
     this.numbered = new Map();
   }
 
   /** Add a proposal; what hangs from somewhere unknown is dropped, as the target does. */
-  insert({ anchor, after = null, tokens, parents, confidence = [], source, end }) {
-    this.position ??= anchor;
+  insert({ anchor, after, tokens, parents, confidence, source, end }) {
     const hook = { place: this.#anchor(anchor, after), next: anchor };
     const added = [];
     tokens.forEach((token, index) => {
@@ -83,8 +82,7 @@ export class Trie {
    * text. Returns the tree as it stood, with the kept path marked, and goes on below it. What was drafted at the target
    * was not seen before, so it is added.
    */
-  advance(position, tokens, accepted) {
-    if (position !== null && position !== this.position) this.#restart(position);
+  advance(tokens, accepted) {
     let end = this.root;
     for (const token of tokens.slice(0, accepted)) {
       end = this.#kept(end, token ?? { text: null, source: null });
@@ -92,7 +90,7 @@ export class Trie {
     const stood = copy(this.root, null);
     const texts = tokens.map((token) => token?.text ?? null);
     this.committed.push(...texts);
-    if (this.position !== null) this.position += tokens.length;
+    this.position += tokens.length;
     this.#reroot(texts.slice(accepted).reduce((at, text) => at && child(at, text), end));
     return stood;
   }
@@ -102,12 +100,6 @@ export class Trie {
     const kept = known ?? node(parent, { id: null, text: text ?? "" }, null, source, 0);
     if (!known) parent.children.push(kept);
     return Object.assign(kept, { kept: true, source });
-  }
-
-  #restart(position) {
-    this.position = position;
-    this.committed = [];
-    this.#reroot(null);
   }
 
   #reroot(place) {

@@ -80,13 +80,13 @@ def test_the_trie_follows_what_was_committed(chromium: Browser) -> None:
         offer(7, "b", [-1], "k");       // although c is as likely, and has no followers
         offer(7, "y", [-1], "z");       // below nothing
         const commit = (...of) => of.map((text) => ({ text, source: "lookup" }));
-        const first = trie.advance(5, commit("a", "c"), 1);
+        const first = trie.advance(commit("a", "c"), 1);
         const empty = texts(trie.root);
         offer(5, null, [-1, 0, 1], "a", "c", "f");    // begins in what is committed
         offer(5, null, [-1, 0, 1], "a", "b", "g");    // a branch that was refused
         offer(9, "e", [-1], "q");                     // another one
         offer(8, "f", [-1], "s");
-        const second = trie.advance(7, commit("f", "l", "h"), 2);  // l was drafted at the target
+        const second = trie.advance(commit("f", "l", "h"), 2);  // l was drafted at the target
         return [texts(first), empty, texts(second), texts(trie.root)];
     }"""
     with served(FakeRouter().app) as address, opened(chromium, address, bypass_csp=True) as tab:
