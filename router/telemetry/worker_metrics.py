@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -61,30 +61,12 @@ MICROSECONDS = "_microseconds"
 """How a worker's counters of time end; their metrics are in seconds."""
 FOR_PICKERS = "vllm:"
 
-
-class Counted(NamedTuple):
-    """The metric of something that workers count."""
-
-    role: Role | None
-    """None: either counts it."""
-    name: str
-    about: str
-    sources: Sequence[str]
-    """Names in :attr:`speculation.messages.Load.counters`; their values are added up."""
-
-
-def _counted(role: Role | None, *rows: tuple[str, ...]) -> list[Counted]:
-    return [Counted(role, name, about, sources) for name, about, *sources in rows]
-
-
-COUNTERS = (
-    *_counted(
-        None,
+COUNTERS: Mapping[Role | None, Sequence[tuple[str, ...]]] = {
+    None: (
         ("worker_steps", "Steps computed.", "steps"),
         ("worker_step_seconds", "Time in steps.", "step_microseconds"),
     ),
-    *_counted(
-        Role.TARGET,
+    Role.TARGET: (
         ("worker_forward_seconds", "Time in the model.", "forward_microseconds"),
         ("worker_committed_tokens", "Tokens committed.", "committed"),
         ("worker_sessions_refused", "Sessions refused or given up.", "refused"),
@@ -105,8 +87,7 @@ COUNTERS = (
         ("suffix_queries", "Times earlier outputs were asked how a text goes on.", "suffix_asked"),
         ("suffix_hits", "Times these had an answer.", "suffix_found"),
     ),
-    *_counted(
-        Role.DRAFT,
+    Role.DRAFT: (
         ("features_received_tokens", "Tokens whose features came for an EAGLE head.", "features"),
         ("features_dropped", "Features that were late, or not for the head.", "features_late", "features_refused"),
         ("drafter_computed_tokens", "Tokens a drafter computed.", "computed"),
@@ -120,7 +101,9 @@ COUNTERS = (
         ("drafter_delivered_lead_tokens", "What there was of it.", "delivered"),
         ("drafter_sessions_lost", "Sessions whose thread a drafter lost.", "lost"),
     ),
-)
+}
+"""By the role that counts it (None: either does): names of metrics, what they are, and names in
+:attr:`speculation.messages.Load.counters`, whose values are added up."""
 BY_SOURCE = (
     ("worker_offered_tokens", "Draft tokens verified, by draft source.", "offered_from_"),
     ("worker_accepted_tokens", "Draft tokens accepted, by draft source.", "accepted_from_"),
@@ -220,14 +203,16 @@ def collect_for_pickers(snapshot: Snapshot) -> Iterator[Metric]:
 
 
 def _counters(views: list[WorkerView]) -> Iterator[Metric]:
-    for entry in COUNTERS:
-        scale = 1e-6 if entry.sources[0].endswith(MICROSECONDS) else 1
-        values = {
-            _labels(view): sum(view.load.counters[source] for source in entry.sources) * scale
-            for view in views
-            if entry.role in (None, view.role) and view.load.counters.keys() >= set(entry.sources)
-        }
-        yield counter(entry.name, entry.about + PER_WORKER, LABELS, values)
+    for role, rows in COUNTERS.items():
+        counting = [view for view in views if role in (None, view.role)]
+        for name, about, *sources in rows:
+            scale = 1e-6 if sources[0].endswith(MICROSECONDS) else 1
+            values = {
+                _labels(view): sum(view.load.counters[source] for source in sources) * scale
+                for view in counting
+                if view.load.counters.keys() >= set(sources)
+            }
+            yield counter(name, about + PER_WORKER, LABELS, values)
     names = draft_sources(view.described for view in views)
     for name, about, prefix in BY_SOURCE:
         yield _split(name, about, "source", prefix, names, views)

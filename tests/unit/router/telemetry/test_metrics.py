@@ -144,13 +144,14 @@ def test_a_worker_that_is_down_is_listed_and_says_nothing() -> None:
     ("role", "counted"), [(Role.TARGET, TargetCounters().flat()), (Role.DRAFT, asdict(DraftCounters()))]
 )
 def test_everything_that_workers_count_has_a_metric(role: Role, counted: dict[str, int]) -> None:
-    told = {source for entry in COUNTERS if entry.role in (None, role) for source in entry.sources}
+    rows = [row for of in (None, role) for row in COUNTERS[of]]
+    told = {source for _, _, *sources in rows for source in sources}
     prefixes = (INSERT_RESULTS, *(prefix for _, _, prefix in BY_SOURCE))
     untold = {name for name in counted if name not in told and not name.startswith(prefixes)}
     assert untold == ({"offered", "accepted"} if role is Role.TARGET else set()), "told in more detail"
     metrics = RouterMetrics(RouterCounters(), lambda: Snapshot(workers=(worker(role, **dict.fromkeys(counted, 1)),)))
     names = scraped(metrics)
-    assert {f"paceline_{entry.name}_total" for entry in COUNTERS if entry.role in (None, role)} <= names.keys()
+    assert {f"paceline_{name}_total" for name, *_ in rows} <= names.keys()
 
 
 # Endpoint pickers
