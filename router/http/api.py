@@ -125,11 +125,7 @@ def build_app(
         ],
         middleware=middleware,
         exception_handlers={
-            ApiError: api.on_api_error,
-            GenerationError: api.on_generation_error,
-            OSError: api.on_os_error,
-            HTTPException: api.on_http_exception,
-            ClientDisconnect: api.on_disconnect,
+            **dict.fromkeys((ApiError, GenerationError, OSError, HTTPException, ClientDisconnect), api.on_error),
             Exception: api.on_crash,
         },
     )
@@ -263,29 +259,26 @@ class _Api:
             "a stream failed (%s): %s", code.name, error, exc_info=crash, extra={"request": request.state.request_id}
         )
 
-    async def on_api_error(self, _request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return self._refusal(error.code, error.message, error.param, retry_after=error.retry_after)
-
-    async def on_generation_error(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, GenerationError)
-        request.state.error = error.code
-        return self._refusal(code_of(error.code), error.message, retry_after=error.retry_after)
-
-    async def on_os_error(self, request: Request, error: Exception) -> Response:
-        if not is_exhausted(error):
-            raise error
-        self._exhaustion.add(f"cannot answer {request.method} {request.url.path}", error)
-        return self._refusal(code_of("resource_exhausted"), "this server has no room for a request now; try again soon")
-
-    async def on_http_exception(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        code = code_of_status(error.status_code)
-        message = f"{request.method} {request.url.path}: {code.meaning}"
-        return self._refusal(code, message, headers=dict(error.headers or {}))
-
-    async def on_disconnect(self, _request: Request, _error: Exception) -> Response:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    async def on_error(self, request: Request, error: Exception) -> Response:
+        """All that is foreseen."""
+        asked = f"{request.method} {request.url.path}"
+        match error:
+            case ApiError():
+                return self._refusal(error.code, error.message, error.param, retry_after=error.retry_after)
+            case GenerationError():
+                request.state.error = error.code
+                return self._refusal(code_of(error.code), error.message, retry_after=error.retry_after)
+            case HTTPException():
+                code = code_of_status(error.status_code)
+                return self._refusal(code, f"{asked}: {code.meaning}", headers=dict(error.headers or {}))
+            case ClientDisconnect():
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
+            case OSError() if is_exhausted(error):
+                self._exhaustion.add(f"cannot answer {asked}", error)
+                message = "this server has no room for a request now; try again soon"
+                return self._refusal(code_of("resource_exhausted"), message)
+            case _:
+                raise error
 
     async def on_crash(self, request: Request, _error: Exception) -> Response:
         """The framework raises the error again afterwards, so that the server logs it."""
