@@ -35,7 +35,6 @@ class PromptShown:
     """With which the answer begins; empty unless it was asked for."""
     ids: tuple[Token, ...] = ()
     tokens: tuple[ShownToken, ...] = ()
-    """With their log-probabilities, if these were asked for."""
 
 
 @frozen
@@ -99,7 +98,6 @@ class Usage:
     cached: int = 0
     ended: int = 0
     steps: int = 0
-    drafts: int = 0
     waits: int = 0
     wait_seconds: float = 0.0
     came: Counter[Origin] = field(default_factory=Counter)
@@ -131,7 +129,6 @@ class Usage:
             for source in refused(commit.accepted, commit.offered, commit.metadata):
                 self.refused[source] += 1
         if chunk.offered:
-            self.drafts += 1
             self.kept[chunk.accepted] += 1
         if commit.details is not None:
             self.latest[chunk.index] = commit.details
@@ -164,7 +161,7 @@ class Usage:
 
         docs/api.md explains it ("What was drafted").
         """
-        accepted = self.accepted
+        accepted, verified = self.accepted, self.kept.total()
         drafted = accepted | self.refused
         seen = [*(source for source in Source if source in drafted), *sorted(drafted.keys() - set(Source))]
         by_source = {
@@ -172,7 +169,7 @@ class Usage:
             for source in seen
         }
         by_position = [
-            round(sum(steps for kept, steps in self.kept.items() if kept >= place) / self.drafts, 4)
+            round(sum(steps for kept, steps in self.kept.items() if kept >= place) / verified, 4)
             for place in range(1, max(self.kept, default=0) + 1)
         ]
         return {
@@ -182,7 +179,7 @@ class Usage:
             "by_source": by_source,
             "own": {own.value: self.came[own] for own in Own},
             "by_position": by_position,
-            "mean_acceptance_length": 1 + accepted.total() / self.drafts if self.drafts else None,
+            "mean_acceptance_length": 1 + accepted.total() / verified if verified else None,
             "reopened": sum(details.reopened for details in self.latest.values()),
             "target": sorted({details.target for details in self.latest.values()}),
             "draft": sorted(set(self.drafters.values())),
@@ -373,7 +370,6 @@ async def _merged(request: ApiRequest, generator: Generator, tokenizer: Tokenize
 async def _choice(
     request: ApiRequest, index: int, generator: Generator, tokenizer: Tokenizer
 ) -> AsyncGenerator[TextChunk]:
-    """One choice, up to its end or its first stop string."""
     reader = ChoiceReader(request, index, tokenizer)
     if request.prompt_only and request.form.of_prompt is None:  # nothing has to be generated
         yield reader.prompt()

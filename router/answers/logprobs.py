@@ -38,11 +38,6 @@ class ShownToken:
     top: tuple[NamedToken, ...] | None = None
     """The likeliest tokens at its place, best first; None: nobody could tell."""
 
-    @property
-    def token(self) -> Token:
-        """Its id."""
-        return self.named.token
-
 
 def shown_token(
     tokenizer: Tokenizer, token: Token, start: int, logprobs: TokenLogprobs | None, form: AnswerForm, top: int

@@ -220,7 +220,7 @@ class Envelope:
             tokens = [*echoed, *shown]
             body["logprobs"] = (of_chat if self.chat else of_completion)(tokens)
         if self.request.form.token_ids:
-            body["token_ids"] = [token.token for token in shown]
+            body["token_ids"] = [token.named.token for token in shown]
         return body
 
     def _of_prompt(self, prompt: PromptShown) -> Json:
@@ -302,13 +302,11 @@ async def events(
                 chunk = await anext(chunks)
         except StopAsyncIteration:
             pass
-        except GenerationError as error:
-            failed(code_of(error.code), error)
-            yield held + event(error_body(code_of(error.code), error.message))
-            return
         except Exception as error:
-            failed(code_of("internal"), error)
-            yield held + event(INTERNAL_ERROR)
+            code = code_of(error.code if isinstance(error, GenerationError) else "internal")
+            failed(code, error)
+            body = error_body(code, error.message) if isinstance(error, GenerationError) else INTERNAL_ERROR
+            yield held + event(body)
             return
     yield held + (event(envelope.usage(usage)) if envelope.request.include_usage else b"") + DONE
 
