@@ -60,7 +60,7 @@ class Peer:
     load: messages.Load = messages.Load()
     opened: dict[messages.SessionId, OpenSession] = field(default_factory=dict)
     prefixes: choice.Prefixes = field(default_factory=choice.Prefixes)
-    connection: WorkerConnection | None = None
+    connection: WorkerConnection = field(init=False)
     task: asyncio.Task[None] | None = None
     since: float = 0.0
     """When it was last seen to come, to go or to begin to drain, by the clock of the pool."""
@@ -68,6 +68,12 @@ class Peer:
     """Its counters named in :data:`WORK`; None before its first report."""
     listed: bool = True
     """Whether it is meant to be there. One that is not is used until its sessions have left, or its stream ends."""
+
+    def __post_init__(self) -> None:
+        address, pool = self.peer.partition("@")[2], self.pool
+        self.connection = WorkerConnection(
+            address, self.role.value, self, lambda: pool.delays.get(self.role, 0.0), pool.identity, self.asked
+        )
 
     @property
     def leaving(self) -> bool:
@@ -99,8 +105,7 @@ class Peer:
     @property
     def traffic(self) -> Traffic:
         """All that went to it and came from it."""
-        connection = self.connection
-        return Traffic(connection.sent_bytes, connection.received_bytes) if connection else Traffic()
+        return Traffic(self.connection.sent_bytes, self.connection.received_bytes)
 
     def received(self, message: messages.FromWorker) -> None:
         """The worker sent a message. With its load it says how busy it is, and what it has counted."""
@@ -192,17 +197,14 @@ class WorkerPool:
 
     def set_workers(self, role: Role, addresses: Iterable[str]) -> None:
         """Connect to new workers of a role and let go of those no longer listed, as soon as sessions have left them."""
-        wanted = {PeerId(f"{role}@{address}"): address for address in addresses}
+        wanted = [PeerId(f"{role}@{address}") for address in addresses]
         for peer in [peer for peer in self.peers.values() if peer.role is role and peer.peer not in wanted]:
             self._list(peer, listed=False)
-        for name, address in wanted.items():
+        for name in wanted:
             if name in self.peers:
                 self._list(self.peers[name], listed=True)
             else:
                 peer = self.peers[name] = Peer(name, role, self, since=self.clock())
-                peer.connection = WorkerConnection(
-                    address, role.value, peer, lambda: self.delays.get(role, 0.0), self.identity, peer.asked
-                )
                 peer.task = asyncio.create_task(peer.connection.run(), name=f"connection {name}")
 
     async def close(self) -> None:
@@ -218,7 +220,7 @@ class WorkerPool:
     def send(self, peer: PeerId, message: messages.ToWorker) -> None:
         """Pass a message on; dropped if the worker is not connected."""
         known = self.peers.get(peer)
-        if known is not None and known.connection is not None:
+        if known is not None:
             known.connection.send(message)
 
     def relay(self, peer: PeerId, message: messages.Proposal | messages.Verification, epoch: int) -> None:
@@ -244,17 +246,17 @@ class WorkerPool:
             drafting.connection.routes[session] = Route(drafting.epoch, there.connection, there.epoch)
         if before == now or there is None:
             return
-        if drafting is not None and (drafter := drafting.with_head):
+        if drafting is not None and (drafter := drafting.head):
             # For another drafter too: what the target has kept of the text is sent again.
             there.connection.send(messages.Subscribe(session, there.epoch, drafter.head, drafter.features))
-        elif before[0] == there and before[1] is not None and before[1].with_head:
+        elif before[0] == there and before[1] is not None and before[1].head:
             there.connection.send(messages.Subscribe(session, there.epoch, 0))
 
     def _end(self, opening: Opening | None) -> JoinedEnd | None:
         peer = self.peers.get(opening.peer) if opening is not None else None
-        if opening is None or peer is None or peer.connection is None:
+        if opening is None or peer is None:
             return None
-        return JoinedEnd(peer.connection, opening.epoch, peer.welcome)
+        return JoinedEnd(peer.connection, opening.epoch, peer.welcome if peer.welcome and peer.welcome.head else None)
 
     def choose(
         self,
@@ -300,7 +302,7 @@ class WorkerPool:
             sessions=len(peer.opened),
             opening_tokens=sum(opened.unanswered for opened in peer.opened.values()),
             known_tokens=peer.prefixes.known_tokens(wanted.blocks),
-            round_trip=peer.connection.round_trip if peer.connection else None,
+            round_trip=peer.connection.round_trip,
             acceptance=self.record.expected(wanted.model, peer.welcome.model, peer.peer),
             idle=idle,
         )
@@ -374,7 +376,7 @@ class WorkerPool:
         self.models()  # so that its model is remembered
         del self.peers[peer.peer]
         self.record.forget(peer.peer)
-        self.unrouted += peer.connection.unrouted if peer.connection else 0
+        self.unrouted += peer.connection.unrouted
         self._departed[peer.role] = self._departed.get(peer.role, Traffic()) + peer.traffic
         if peer.task:
             peer.task.cancel()

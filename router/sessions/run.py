@@ -30,7 +30,6 @@ from transport.tracing import SessionLog
 MAX_EVENTS = 100
 TOGETHER_SECONDS = 1.0
 LONGEST = 300
-"""Characters of a line."""
 LOOK_BACK = 16
 """Lines among which the same is looked for."""
 
@@ -105,12 +104,8 @@ class JoinedEnd(NamedTuple):
 
     connection: WorkerConnection
     epoch: int
-    welcome: Welcome | None
-
-    @property
-    def with_head(self) -> Welcome | None:
-        """Of a drafter that has an EAGLE head."""
-        return self.welcome if self.welcome is not None and self.welcome.head else None
+    head: Welcome | None
+    """What it says of itself, if it has an EAGLE head."""
 
 
 @dataclass(slots=True)
@@ -196,7 +191,6 @@ class ClientQueue:
 
     def __init__(self) -> None:
         self.unread = 0
-        """What all that waits weighs together."""
         self._items: deque[tuple[Committed | Ended | GenerationError, int]] = deque()
         self._wanted: asyncio.Future[None] | None = None
 
@@ -228,7 +222,6 @@ class RunningSession:
     generation: Generation
     model: ServedModel | None
     blocks: tuple[int, ...]
-    """Of the prompt; see :mod:`router.sessions.choice`."""
     began: float
     """On the event loop's clock, in seconds."""
     log: SessionLog

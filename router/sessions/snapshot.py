@@ -63,7 +63,7 @@ class WorkerView:
             state=WorkerState.DRAINING if peer.leaving else WorkerState.UP,
             model=peer.welcome.model,
             load=peer.load,
-            round_trip=peer.connection.round_trip if peer.connection else None,
+            round_trip=peer.connection.round_trip,
             sessions=len(peer.opened),
             acceptance=acceptance,
             rates=peer.work.rates(peer.pool.clock()) if peer.work else None,
@@ -86,9 +86,7 @@ class Totals:
     moved: int = 0
     """Sessions that went to another target without a fault, each time."""
     condemned: int = 0
-    """Sessions failed because targets died of them."""
     failed: int = 0
-    """Sessions without a whole text."""
     malformed: int = 0
     stale: int = 0
     """Messages of workers that came too late to matter, or about no session known here."""
@@ -115,7 +113,6 @@ class Snapshot:
     totals: Totals = field(default_factory=Totals)
     record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
     placing: int = 0
-    """Sessions that wait for a target worker."""
     running: int = 0
     traffic: dict[Role, Traffic] = field(default_factory=dict)
     draining: bool = False
@@ -127,7 +124,7 @@ class Snapshot:
         for session in sessions:
             totals.take(session)
         kept, idle = pool.record.measured(), pool.idle()
-        totals.stale += pool.unrouted + sum(peer.connection.unrouted for peer in pool.peers.values() if peer.connection)
+        totals.stale += pool.unrouted + sum(peer.connection.unrouted for peer in pool.peers.values())
         return cls(
             workers=tuple(
                 WorkerView.of(peer, kept.get(name), standby=name in idle) for name, peer in pool.peers.items()
