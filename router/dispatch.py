@@ -257,15 +257,19 @@ class Dispatcher:
     def _committed(
         self, run: RunningSession, emit: events.Emit, target: PeerId, draft: PeerId | None, now: float
     ) -> None:
-        """At these workers, where the session was then."""
-        self._learn(run, target, draft, emit)
+        known = self.pool.peers.get(target)
+        if run.revision is None and known is not None and known.welcome is not None:
+            run.revision = known.welcome.revision
+        if draft is not None:
+            accepted, offered = from_draft_models(emit.accepted, emit.offered, emit.metadata)
+            if offered:
+                self.pool.drafted(target, draft, accepted, offered)
         run.committed(now, emit, target, draft)
         if run.items.unread >= self._limits.unread:
             why = f"the client is {len(run.items)} commits behind; read faster, or ask for less"
             asyncio.get_running_loop().call_soon(self._give_up, run, "slow_reader", why)
 
     def _perform(self, run: RunningSession, command: events.Command, now: float) -> None:
-        """What is to be done of what happened at ``now``."""
         match command:
             case events.Place(role=role, avoid=avoid):
                 self._take(run, self._placed(run, role, avoid))
@@ -322,15 +326,6 @@ class Dispatcher:
             self._poison_detector.closed(message.session, peer)
             self.pool.closed(peer, message.session)
         self.pool.join(run.session.session, *run.session.openings)
-
-    def _learn(self, run: RunningSession, target: PeerId, draft: PeerId | None, emit: events.Emit) -> None:
-        known = self.pool.peers.get(target)
-        if run.revision is None and known is not None and known.welcome is not None:
-            run.revision = known.welcome.revision
-        if draft is not None:
-            accepted, offered = from_draft_models(emit.accepted, emit.offered, emit.metadata)
-            if offered:
-                self.pool.drafted(target, draft, accepted, offered)
 
     def _why(self, run: RunningSession, code: FailureCode, message: str) -> str:
         """The reason of a failure, with what the session itself cannot know."""

@@ -28,7 +28,6 @@ from router.sessions.tally import RequestTally
 T = TypeVar("T")
 
 REQUESTS, TOKENS, CONCURRENT, SESSIONS, HELD = "requests", "tokens", "concurrent", "sessions", "concurrent_tokens"
-"""What there are limits on."""
 MIN_WAIT, MAX_WAIT = 1.0, 60.0
 """Seconds that a refused client is told to wait, where they are estimated."""
 REMEMBERED = 0.1
@@ -124,14 +123,12 @@ class Account:
     sessions: int = 0
     """Under way."""
     tokens: int = 0
-    """Of requests under way."""
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     refused: Counter[str] = field(
         default_factory=lambda: Counter(dict.fromkeys((REQUESTS, TOKENS, CONCURRENT, SESSIONS, HELD), 0))
     )
-    """By the limit."""
     buckets: dict[str, Bucket] = field(default_factory=dict)
     """By what they limit; none where there is no limit."""
     durations: Durations = field(default_factory=Durations)

@@ -49,7 +49,6 @@ class RouterSettings:
     """A router."""
 
     targets: Sequence[str] = ()
-    """Addresses of target workers."""
     drafts: Sequence[str] = ()
     host: str = "127.0.0.1"
     port: int = 8000

@@ -202,10 +202,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._beside += len(data)
         super().data_received(data)
         self._line_begins = self._line_begins or data.endswith(b"\n")
-        if self._beside > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse_trailers()
-
-    def _refuse_trailers(self) -> None:
+        if self._beside <= MAX_HEAD_BYTES or self.transport.is_closing():
+            return
         if self.cycle.response_started:
             self.transport.close()
         else:

@@ -34,7 +34,6 @@ MAX_FILE_BYTES = 64 << 20
 FILES = 4
 """At least so many make up all that is kept, so that what goes is a part of it."""
 CLOSE_SECONDS = 5.0
-"""In which what is queued must be written when the router stops."""
 PATTERN = "prompts-*.jsonl"
 
 
@@ -89,7 +88,6 @@ class PromptRecorder:
         """Begin. Raises :class:`RecordingError`."""
         self.recorded = 0
         self.dropped = 0
-        """Requests that found the queue full."""
         self._settings = settings
         self._files = _Files(settings)
         try:
@@ -176,7 +174,6 @@ class _Files:
 
 
 def _remove_oldest(files: Iterable[Path], max_bytes: int) -> None:
-    """Until there are at most so many bytes in them."""
     found = []
     for file in files:
         with suppress(FileNotFoundError):  # another router was first

@@ -24,14 +24,12 @@ from router.answers.choice_reader import Usage
 from router.generation import GenerationError
 from router.schema.requests import ApiRequest
 from router.sessions.run import NullTracer
-from router.sessions.tally import ABORTED
+from router.sessions.tally import ABORTED, FAILURE
 from speculation.events import PeerId, Role
 from speculation.messages import FinishReason, Open, SessionId
 from transport.tracing import Tracing, traceparent_of
 
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
-"""Paths that are traced, with the name of what they do."""
-FAILURE = 500
 
 
 class TraceRequests:

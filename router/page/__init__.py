@@ -21,7 +21,6 @@ MEDIA_TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-"""What is served, by suffix, and as what."""
 HEADERS = {
     # Kept by the browser, but asked for again: the tag tells in one round trip that nothing has changed.
     "cache-control": "no-cache",

@@ -26,7 +26,6 @@ from speculation.messages import Token
 
 ALWAYS_READ = 1 << 16
 """Characters that are tokenised in any case, so that a refusal can tell how many tokens they are."""
-_NOTHING_HIDDEN: frozenset[Token] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Prompt:
 
     def starts(self, tokenizer: Tokenizer) -> Iterator[int]:
         """The character of that text where each token's own begins; what the tokenizer puts around a text has none."""
-        hidden = tokenizer.hidden if self.given is None else _NOTHING_HIDDEN
+        hidden = tokenizer.hidden if self.given is None else frozenset[Token]()
         text, at, waiting = self.text(tokenizer), 0, 0
         detokenizer = Detokenizer(tokenizer, hidden=hidden)
         for token in self.tokens:
@@ -113,9 +112,7 @@ def truncated(body: Body, prompts: Sequence[Prompt], context: int, wanted: int) 
 
 
 def check_sizes(body: Body, max_characters: int) -> None:
-    """Whether the prompt, or all messages together, have at most ``max_characters`` characters.
-
-    Raises :class:`ApiError`.
+    """Raise :class:`ApiError` if the prompt, or all messages together, have more than ``max_characters`` characters.
 
     Of what is no text nothing is said here, nor of :data:`ALWAYS_READ` characters.
     """

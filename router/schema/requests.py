@@ -52,7 +52,6 @@ class ModelEntry:
     tokenizer: Tokenizer
     max_choices: int
     speculation: Speculation = Speculation()
-    """What a request gets that does not say otherwise."""
     records: bool = False
     """Whether prompts are kept; see :mod:`router.http.prompt_recorder`."""
 
@@ -68,13 +67,9 @@ class AnswerForm:
     echo: bool = False
     """The answer begins with the prompt, with log-probabilities if there are any."""
     token_ids: bool = False
-    """With the ids of the tokens of prompt and text."""
     names_as_ids: bool = False
-    """Tokens are named ``token_id:5``."""
     special: bool = False
-    """Special tokens show in the text."""
     stop_string: bool = False
-    """The text ends after a stop string instead of before it."""
 
     @property
     def of_prompt(self) -> int | None:
@@ -100,7 +95,6 @@ class ApiRequest:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    """In every chunk."""
     include_speculation: bool = False
     details: bool = False
     """Whether the answer tells how it was speculated, to the end."""
@@ -111,9 +105,7 @@ class ApiRequest:
     continues: bool = True
     """The text goes on where the prompt ends, instead of beginning anew."""
     timeout: float | None = None
-    """Seconds it may take, as it says itself."""
     store: bool = True
-    """Whether its prompts may be kept, where that is done."""
 
     def within(self, scope: str, timeout: float | None = None) -> ApiRequest:
         """The same, for whom this scope stands, and who waits so many seconds for a target."""
@@ -280,7 +272,6 @@ def _store(body: Body, model_entry: ModelEntry) -> bool:
 
 
 def _stream_options(body: Body) -> StreamOptions:
-    """``stream_options``, which only a stream has."""
     if body.stream_options is None:
         return _PLAIN_STREAM
     if not body.stream:

@@ -180,7 +180,6 @@ class Tools:
     """What a request offers."""
 
     offered: Sequence[dict[str, Any]] = ()
-    """As the caller wrote them, for the chat template."""
     form: ToolForm | None = None
     """How calls are written in the text; None: it is not searched for any."""
     several: bool = True
@@ -299,7 +298,6 @@ def _one(tools: Tools, arguments: str) -> Iterator[str]:
 
 
 def _parameters(tools: Tools, index: int) -> Mapping[str, Any]:
-    """The schema that a function's arguments have to follow."""
     function = tools.offered[index]["function"]
     schema = {"type": "object"}
     if tools.demanded or function.get("strict"):

@@ -3,11 +3,10 @@
 Names and shapes are vLLM's where vLLM has the same thing, under ``paceline_``. Two kinds are to be told apart:
 
 * *Per router* (HELP says so): what this router did. Several routers each have their own; add them up.
-* *Per worker*: what a worker says of itself, with the label ``worker``. Every router repeats it, a quarter of a second
-  old at most; take the maximum over routers, then add up workers. They stand in :mod:`router.telemetry.worker_metrics`.
+* *Per worker*: what a worker says of itself, a quarter of a second ago at most; see
+  :mod:`router.telemetry.worker_metrics`.
 
-``/metrics`` has besides what endpoint pickers read, under names of vLLM's
-(:func:`router.telemetry.worker_metrics.collect_for_pickers`); ``/metrics/picker`` has nothing else, and wants no key.
+``/metrics`` has besides what endpoint pickers read; ``/metrics/picker`` has nothing else, and wants no key.
 
 Labels are bounded: models that are served, workers that are listed, codes and reasons from fixed tables.
 """
@@ -18,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 from cryptography import x509
 from prometheus_client import CollectorRegistry, Metric
@@ -47,7 +47,7 @@ class RouterMetrics:
         self.accounts: Mapping[str, Account] = {}
         """By the name of the API key; one without a name where there are no keys."""
         self._registry, self._for_pickers = CollectorRegistry(), CollectorRegistry()
-        self._registry.register(_Families(self.collect))
+        self._registry.register(self)
         for registry in (self._registry, self._for_pickers):
             registry.register(_Families(lambda: collect_for_pickers(self.snapshot())))
 
@@ -139,14 +139,10 @@ class RouterMetrics:
         )
 
 
-class _Families:
+class _Families(NamedTuple):
     """A collector in the sense of ``prometheus_client``."""
 
-    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        self.collect = collect
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(())  # nothing to be known in advance; else the registry collects when this is registered
+    collect: Callable[[], Iterator[Metric]]
 
 
 def _of_accounts(accounts: Mapping[str, Account]) -> Iterator[Metric]:
@@ -204,7 +200,6 @@ _MODEL_HISTOGRAMS = (
     ("e2e_request_latency_seconds", "From the arrival of a request to the end of a choice.", "latency"),
     ("draft_lead_tokens", "How far ahead targets wanted drafters to run, at each verification; 0: rest.", "lead"),
 )
-"""The attributes of :class:`router.sessions.tally.ModelCounts` that metrics tell."""
 
 
 def own_version() -> str:
