@@ -67,11 +67,6 @@ class TextChunk:
     """With the finish: the model called a tool."""
 
     @property
-    def more(self) -> bool:
-        """Whether the next chunk of the choice, or its failure, is there already."""
-        return self.commit is not None and self.commit.more
-
-    @property
     def plain(self) -> bool:
         """Whether it has text, and nothing beside it."""
         text_alone = self.prompt is None and self.finish is None and self.content is None and not self.calls
@@ -197,7 +192,7 @@ class ChoiceReader:
         self._prompt_only = request.prompt_only
         hidden = frozenset[Token]() if self._form.special else None
         if self._tools.form is not None and hidden is None:
-            hidden = tokenizer.hidden - {tokenizer.token_of(mark) for mark in self._tools.form.marks}
+            hidden = tokenizer.hidden - {tokenizer.tags.get(mark) for mark in self._tools.form.marks}
         stop_kept, unsearched = self._form.stop_string, generation.min_tokens
         rules = TextRules(request.stop, generation.stop_tokens, stop_kept, unsearched, hidden)
         self._shows = self._form.logprobs is not None or self._form.token_ids
@@ -205,7 +200,8 @@ class ChoiceReader:
         self._text = TextStream(tokenizer, rules, after, placed=self._shows)
         self._waiting: deque[tuple[Token, TokenLogprobs | None]] = deque()
         self._before = len(self._prompt.text(tokenizer)) if self._form.echo else 0
-        self._parser = None if self._tools.form is None else parser_of(self._tools.form, self._tools.names)
+        names = frozenset(tool["function"]["name"] for tool in self._tools.offered)
+        self._parser = None if self._tools.form is None else parser_of(self._tools.form, names)
         self._calls = 0
         self._position = len(generation.prompt)
         self._begun = False

@@ -187,16 +187,6 @@ class Tools:
     demanded: Sequence[int] = ()
     """Of which functions, by their places in ``offered``, one must be called; none: there need not be a call."""
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Of the functions."""
-        return frozenset(tool["function"]["name"] for tool in self.offered)
-
-    @property
-    def strict(self) -> bool:
-        """Whether the arguments of some function have to follow its schema, if it is called."""
-        return any(tool["function"].get("strict") for tool in self.offered)
-
 
 def _demanded(body: ChatBody) -> list[int]:
     """Numbers of the tools of which one has to be called; none: the model is free."""
@@ -242,7 +232,7 @@ def grammar_of(tools: Tools, answer: str, tokenizer: Tokenizer) -> str:
         return _tried_rules(["start: calls", *_calls(tools, tokenizer)], tokenizer.tags)
     if answer:
         return _tried_with(answer, ["start: @answer | calls", *_calls(tools, tokenizer)], tokenizer.tags)
-    if not tools.strict:
+    if not any(tool["function"].get("strict") for tool in tools.offered):
         return ""
     free = _beside_hermes if tools.form is ToolForm.HERMES else _beside_llama
     return _tried_rules([*free(tools, tokenizer), *_calls(tools, tokenizer)], tokenizer.tags)

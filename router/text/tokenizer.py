@@ -91,14 +91,11 @@ class Tokenizer:
         """Characters of the longest token: a text of more than n times as many has more than n tokens."""
 
     @classmethod
-    def load(cls, model: str, revision: str | None = None) -> Self:
-        """Read the tokenizer of a folder, or of a repository on the hub (cached where transformers caches).
-
-        Raises :class:`TokenizerError`.
-        """
+    def load(cls, model: str) -> Self:
+        """Read that of a folder, or of a hub's repository (kept where transformers does). Raises TokenizerError."""
         folder = Path(os.path.expanduser(model))
         if not os.path.isdir(folder):
-            folder = _download(model, revision)
+            folder = _download(model)
         path = folder / FILES[0]
         if not path.is_file():
             raise TokenizerError(f"{model}: has no {FILES[0]}; save its tokenizer with transformers to get one")
@@ -146,11 +143,6 @@ class Tokenizer:
         hidden = self.hidden if hidden is None else hidden
         return token not in hidden and self._backend.id_to_token(token) is not None
 
-    def token_of(self, piece: str) -> Token | None:
-        """The token that is written so in the vocabulary."""
-        token: Token | None = self._backend.token_to_id(piece)
-        return token
-
     def spelling(self, token: Token) -> tuple[str, bytes | None]:
         """How one token is written, and the bytes that it adds to a text; None: none (special or no token)."""
         piece = self._backend.id_to_token(token)
@@ -195,11 +187,11 @@ def _types(decoder: Mapping[str, Any]) -> Iterator[str]:
         yield from _types(inner)
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str) -> Path:
     import huggingface_hub  # Only for models that are not on disk.
 
     try:
-        return Path(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=list(FILES)))
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=list(FILES)))
     except Exception as error:  # Bad names, no network, no access: many types, one outcome.
         reason = _first_line(error)
         raise TokenizerError(f"{model}: neither a folder nor available from the hub: {reason}") from error

@@ -341,7 +341,7 @@ def test_workers_hold_the_same_marks_for_tokens() -> None:
     own = tokenizer(HERMES, tagged=True)
     assert own.tags.keys() >= {*TAGS}
     seen = LLTokenizer(own._backend.to_str(), eos_token=EOS)
-    assert all(seen.is_special_token(own.token_of(tag) or 0) for tag in TAGS)
+    assert all(seen.is_special_token(own.tags[tag]) for tag in TAGS)
     grammar = grammar_for([TREE], HERMES, tagged=True, tool_choice="required")
     tokens = own.encode(framed(ToolForm.HERMES, call(ToolForm.HERMES, "tree", {})), special=False)
     matcher = LLMatcher(seen, grammar)
