@@ -84,11 +84,6 @@ class Dispatcher:
         """The served models by name; known from the first welcome of a target on."""
         return self.pool.models()
 
-    @property
-    def running(self) -> int:
-        """Sessions under way."""
-        return len(self._runs)
-
     def demand(self, model: str = "") -> RouterDemand:
         """What whoever decides how many workers there are should know of one model, or of all."""
         runs = [run for run in self._runs.values() if not model or (run.model and run.model.name == model)]
@@ -277,7 +272,8 @@ class Dispatcher:
                 self._note(run, peer, message)
                 self.pool.send(peer, message)
             case events.Relay(peer=peer, message=message, epoch=epoch):
-                self.pool.relay(peer, message, epoch)
+                if message.passed != epoch:  # else the two workers' connections did so
+                    self.pool.send(peer, replace(message, epoch=epoch))
                 if run.details is not None and isinstance(message, messages.Proposal):
                     run.details.proposed(now, message)
             case events.Wake(at=at):

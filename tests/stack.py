@@ -152,7 +152,7 @@ async def dispatcher(
             while sum(peer.welcome is not None for peer in serving.pool.peers.values()) < len(targets) + len(drafts):
                 await asyncio.sleep(0.01)
         yield serving
-        assert serving.running == 0
+        assert serving.demand().streams == 0
     finally:
         await serving.pool.close()
 

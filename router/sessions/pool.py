@@ -223,11 +223,6 @@ class WorkerPool:
         if known is not None:
             known.connection.send(message)
 
-    def relay(self, peer: PeerId, message: messages.Proposal | messages.Verification, epoch: int) -> None:
-        """Pass on what another worker sent, under this epoch, unless that was done already."""
-        if message.passed != epoch:
-            self.send(peer, replace(message, epoch=epoch))
-
     def join(self, session: messages.SessionId, target: Opening | None, draft: Opening | None) -> None:
         """From now on, have what these two say of a session passed on to each other at once, and nobody else's word.
 

@@ -72,7 +72,7 @@ class Stack:
 
     async def all_free(self, n: int) -> None:
         """Everything is given back of ``n`` texts."""
-        await self.soon(n, lambda: not (any(self.taken()) or self.sessions() or self.dispatcher.running))
+        await self.soon(n, lambda: not (any(self.taken()) or self.sessions() or self.dispatcher.demand().streams))
 
     async def soon(self, n: int, happens: Callable[[], bool]) -> None:
         """It happens, and not because the ``n`` texts under way were finished."""
@@ -133,5 +133,5 @@ async def test_while_it_does_not_read(stack: Stack) -> None:
     async with stack.asking(stream=True, n=4, stream_options={"include_speculation": True}) as reader:
         await reader.read(100)
         await stack.until(lambda: stack.dispatcher.metrics.tally.committed > 200)
-        assert stack.dispatcher.running == 4
+        assert stack.dispatcher.demand().streams == 4
     await stack.all_free(4)

@@ -374,12 +374,14 @@ async def test_a_text_that_has_ended_takes_no_place_however_slowly_it_is_read(se
         digest = digests.of((*PROMPT, *range(11, token + 1)))
         served.hear("a", Verification(opened.session, opened.epoch, at, (token,), digest, finish=finish))
     dispatcher = served.dispatcher
-    assert (dispatcher.running, dispatcher.demand("m").streams, dispatcher.snapshot().totals.sessions) == (0, 0, 1)
+    assert dispatcher.demand().streams == dispatcher.demand("m").streams == 0
+    assert dispatcher.snapshot().totals.sessions == 1
     assert dispatcher.reading == 1  # a router that drains waits for it
     assert dispatcher.metrics.tally.committed == 3
     items = [item async for item in reading]
     assert [getattr(item, "tokens", item) for item in items] == [(12,), (13,), Ended(FinishReason.LENGTH)]
-    assert (dispatcher.running, dispatcher.snapshot().totals.sessions, dispatcher.snapshot().totals.failed) == (0, 1, 0)
+    assert dispatcher.demand().streams == 0
+    assert (dispatcher.snapshot().totals.sessions, dispatcher.snapshot().totals.failed) == (1, 0)
     assert dispatcher.reading == 0
 
 
@@ -387,7 +389,7 @@ async def test_a_router_that_ends_lets_go_of_texts_that_nobody_reads(served):
     served.up("a")
     reading = await begun(served, 3)
     served.dispatcher.give_up("this router had to stop")
-    assert served.dispatcher.running == 0
+    assert served.dispatcher.demand().streams == 0
     assert isinstance(served.wires["a"].sent[-1], Close)
     with pytest.raises(GenerationError, match="had to stop"):
         await anext(reading)
@@ -488,7 +490,7 @@ async def test_a_session_that_contradicts_itself_ends_with_a_clear_failure_and_a
     await sound
     assert [commit.tokens for commit in served.commits] == [(11,)]
     assert served.dispatcher.totals.failed == 1
-    assert not served.dispatcher.running
+    assert not served.dispatcher.demand().streams
 
 
 async def test_a_client_that_is_too_far_behind_is_cut_off_with_what_there_was():
@@ -499,10 +501,10 @@ async def test_a_client_that_is_too_far_behind_is_cut_off_with_what_there_was():
         served.verify("a", token)
         served.commits.append(Committed((token,), 0, 0))
     await asyncio.sleep(0)
-    assert served.dispatcher.running == 1
+    assert served.dispatcher.demand().streams == 1
     served.verify("a", 14)
     await asyncio.sleep(0)
-    assert served.dispatcher.running == 0
+    assert served.dispatcher.demand().streams == 0
     assert isinstance(served.wires["a"].sent[-1], Close)
     read = [(await anext(texts)).tokens for _ in range(3)]
     with pytest.raises(GenerationError, match="3 commits behind") as caught:
@@ -526,10 +528,10 @@ async def test_log_probabilities_that_wait_for_a_client_count_by_their_number():
     served.verify("a", 14, logprobs=(LIKELIEST,))
     served.commits.append(Committed((14,), 0, 0))
     await asyncio.sleep(0)
-    assert served.dispatcher.running == 1, "what was read counts no more"
+    assert served.dispatcher.demand().streams == 1, "what was read counts no more"
     served.verify("a", 15, logprobs=(LIKELIEST,))
     await asyncio.sleep(0)
-    assert served.dispatcher.running == 0
+    assert served.dispatcher.demand().streams == 0
     with pytest.raises(GenerationError, match="3 commits behind"):
         async for _ in texts:
             pass
