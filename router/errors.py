@@ -10,15 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-
-
-class ErrorType(StrEnum):
-    """OpenAI's classes of error, the ``type`` of an error object."""
-
-    INVALID_REQUEST = "invalid_request_error"
-    RATE_LIMIT = "rate_limit_error"
-    SERVER = "server_error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +18,19 @@ class ErrorCode:
 
     name: str
     status: int
-    type: ErrorType
+    type: str
+    """OpenAI's class of error."""
     retryable: bool
     """Whether the very same request can succeed later."""
     meaning: str
 
 
 def _request(name: str, meaning: str, status: int = 400) -> ErrorCode:
-    return ErrorCode(name, status, ErrorType.INVALID_REQUEST, retryable=False, meaning=meaning)
+    return ErrorCode(name, status, "invalid_request_error", retryable=False, meaning=meaning)
 
 
 def _server(name: str, meaning: str, status: int = 500, *, retryable: bool = True) -> ErrorCode:
-    return ErrorCode(name, status, ErrorType.SERVER, retryable=retryable, meaning=meaning)
+    return ErrorCode(name, status, "server_error", retryable=retryable, meaning=meaning)
 
 
 _ROWS = (
@@ -60,9 +52,9 @@ _ROWS = (
     _request("request_timeout", "The body did not come in time.", status=408),
     _request("slow_reader", "The client reads so much more slowly than text comes that it was cut off.", status=408),
     _request("bad_request", "Any other refusal of the HTTP layer."),
-    ErrorCode("overloaded", 429, ErrorType.RATE_LIMIT, True, "No room now; nothing was started."),
+    ErrorCode("overloaded", 429, "rate_limit_error", True, "No room now; nothing was started."),
     ErrorCode(
-        "rate_limit_exceeded", 429, ErrorType.RATE_LIMIT, True, "Beyond a limit on requests or tokens; see the headers."
+        "rate_limit_exceeded", 429, "rate_limit_error", True, "Beyond a limit on requests or tokens; see the headers."
     ),
     _server("timeout", "The time that the request had is over.", status=504, retryable=False),
     _server("unavailable", "No target worker is connected.", status=503),
@@ -91,10 +83,7 @@ class ApiError(Exception):
     """A request that is refused at the edge. ``param`` is the path of the field at fault."""
 
     def __init__(self, name: str, message: str, param: str | None = None, retry_after: float | None = None) -> None:
-        """``name`` must be in the table; ``message`` is for the client.
-
-        ``retry_after``: seconds until the same can succeed, if that is known.
-        """
+        """``name`` must be in the table. ``retry_after``: seconds until the same can succeed, if that is known."""
         super().__init__(message)
         self.code = CODES[name]
         self.message = message

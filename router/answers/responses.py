@@ -56,7 +56,7 @@ DONE = b"data: [DONE]\n\n"
 
 def error_body(code: ErrorCode, message: str, param: str | None = None) -> Json:
     """OpenAI's error object."""
-    return {"error": {"message": message, "type": code.type.value, "param": param, "code": code.name}}
+    return {"error": {"message": message, "type": code.type, "param": param, "code": code.name}}
 
 
 INTERNAL_ERROR = error_body(CODES["internal"], "internal error")
@@ -71,7 +71,8 @@ def commit_body(chunk: TextChunk, tokenizer: Tokenizer) -> Json:
         "tokens": chunk.tokens,
         "position": chunk.position,
         "pieces": [
-            {"text": piece.text, "drafted": piece.drafted, "source": str(piece.origin)} for piece in chunk.pieces
+            {"text": piece.text, "drafted": not isinstance(piece.origin, Own), "source": str(piece.origin)}
+            for piece in chunk.pieces
         ],
     }
     if chunk.commit is not None and (details := chunk.commit.details) is not None:
@@ -171,7 +172,7 @@ class Envelope:
 
     def opening(self, index: int, prompt: PromptShown | None) -> Json:
         """Chat only: the first chunk of a choice, which gives the role."""
-        body = self._chunk([self._choice(index, {"role": "assistant", "content": ""}, "", None)])
+        body = self._chunk([self._choice(index, {"delta": {"role": "assistant", "content": ""}})])
         return body | self._of_prompt(prompt or PromptShown())
 
     def text(self, chunk: TextChunk) -> Json:
@@ -183,16 +184,16 @@ class Envelope:
             self._called[chunk.index] = first + len(chunk.calls)
             calls = self._calls(chunk.index, chunk.calls, first)
             delta["tool_calls"] = [{"index": first + number, **call} for number, call in enumerate(calls)]
-        choice = self._choice(chunk.index, delta, prompt.text + chunk.text, None)
-        choice |= self._beside(prompt, chunk.shown) | ({} if self.chat else self._of_prompt(prompt))
-        body = self._chunk([choice])
+        content = {"delta": delta} if self.chat else {"text": prompt.text + chunk.text}
+        body = self._chunk([self._choice(chunk.index, content) | self._beside(prompt, chunk.shown)])
         if self.request.include_speculation and chunk.prompt is None:
             body["speculation"] = commit_body(chunk, self.tokenizer)
         return body
 
     def closing(self, chunk: TextChunk, usage: Usage) -> Json:
         """The last chunk of a choice; that of the last choice has the summary."""
-        body = self._chunk([self._choice(chunk.index, {}, "", finish_name(chunk))])
+        content: Json = {"delta": {}} if self.chat else {"text": ""}
+        body = self._chunk([self._choice(chunk.index, content, finish_name(chunk))])
         if self.request.details and usage.ended == usage.choices:
             body["speculation"] = {"summary": usage.summary()}
         return body
@@ -209,9 +210,10 @@ class Envelope:
             content = {"message": {"role": "assistant", "content": said, "refusal": None}}
             if choice.calls:
                 content["message"]["tool_calls"] = self._calls(index, choice.calls)
-        body = {"index": index, **content, "logprobs": None, "finish_reason": choice.finish}
-        body |= self._beside(choice.prompt, choice.shown)
-        return body if self.chat else body | self._of_prompt(choice.prompt)
+        return self._choice(index, content, choice.finish) | self._beside(choice.prompt, choice.shown)
+
+    def _choice(self, index: int, content: Json, finish: str | None = None) -> Json:
+        return {"index": index, **content, "logprobs": None, "finish_reason": finish}
 
     def _beside(self, prompt: PromptShown, shown: Sequence[ShownToken]) -> Json:
         body: Json = {}
@@ -221,7 +223,7 @@ class Envelope:
             body["logprobs"] = (of_chat if self.chat else of_completion)(tokens)
         if self.request.form.token_ids:
             body["token_ids"] = [token.named.token for token in shown]
-        return body
+        return body if self.chat else body | self._of_prompt(prompt)
 
     def _of_prompt(self, prompt: PromptShown) -> Json:
         """VLLM's fields about the prompt: in each choice of a completion, beside the choices of a chat."""
@@ -242,10 +244,6 @@ class Envelope:
             }
             for number, call in enumerate(calls, first)
         ]
-
-    def _choice(self, index: int, delta: Json, text: str, finish: str | None) -> Json:
-        content = {"delta": delta} if self.chat else {"text": text}
-        return {"index": index, **content, "logprobs": None, "finish_reason": finish}
 
     def _chunk(self, choices: list[Json]) -> Json:
         name = "chat.completion.chunk" if self.chat else "text_completion"
@@ -295,7 +293,8 @@ async def events(
         try:
             while True:
                 held += _chunk_events(chunk, envelope, usage, opened)
-                follows = chunk.more if chunk.finish is None else usage.ended == usage.choices
+                more = chunk.commit is not None and chunk.commit.more
+                follows = more if chunk.finish is None else usage.ended == usage.choices
                 if held and (not follows or len(held) > MAX_HELD_BYTES):
                     yield held
                     held = b""

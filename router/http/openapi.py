@@ -44,7 +44,7 @@ def _json(schema: Schema) -> Schema:
 
 _ERROR = {
     "message": _STRING,
-    "type": {"enum": sorted({row.type.value for row in CODES.values()})},
+    "type": {"enum": sorted({row.type for row in CODES.values()})},
     "param": _or_null(_STRING),
     "code": {"enum": sorted(CODES)},
 }

@@ -4,9 +4,7 @@ The text handed out is final: it is never taken back, whatever follows. So two t
 that may still become a character, and characters that may still become a stop string. Not-streamed answers go
 through the same code, which is why they equal streamed ones byte for byte.
 
-``tokenizers.decoders.DecodeStream`` is not used: a long run of special tokens or of U+FFFD makes it hold
-everything back at quadratic cost, and with byte-fallback tokenizers it raises on bytes that are no character.
-``Detokenizer`` keeps a bounded window instead.
+docs/adr/0007-own-detokeniser.md says why ``tokenizers.decoders.DecodeStream`` is not used.
 """
 
 from __future__ import annotations
@@ -137,11 +135,6 @@ class Piece:
 
     text: str
     origin: Origin
-
-    @property
-    def drafted(self) -> bool:
-        """Whether it was drafted, rather than the target's own."""
-        return not isinstance(self.origin, Own)
 
 
 @frozen

@@ -230,7 +230,7 @@ def test_pieces_say_who_proposed_the_text_also_when_it_was_held_back() -> None:
     assert [(piece.text, piece.origin) for piece in first.pieces] == [("a", "lookup")]
     second = stream.push(ids("b"), origins(1, 0))
     assert [(p.text, p.origin) for p in second.pieces] == [("x", "lookup"), ("y", "recovered"), ("b", "recovered")]
-    assert [piece.drafted for piece in second.pieces] == [True, False, False]
+    assert [isinstance(piece.origin, Own) for piece in second.pieces] == [False, True, True]
 
 
 def test_stop_tokens_and_special_tokens_have_no_text() -> None:
