@@ -142,10 +142,7 @@ class Router:
         self.dispatcher.pool.set_workers(role, workers)
 
     async def connect(self) -> None:
-        """Connect to the workers and read the models' tokenizers; goes on without where no target answers in time.
-
-        Raises :class:`RouterError` if a tokenizer cannot be read.
-        """
+        """Connect to the workers and read the models' tokenizers, if a target answers. Raises :class:`RouterError`."""
         self.set_workers(Role.TARGET, self.settings.targets)
         self.set_workers(Role.DRAFT, self.settings.drafts)
         try:

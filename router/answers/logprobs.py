@@ -76,9 +76,7 @@ def of_chat(shown: Iterable[ShownToken]) -> dict[str, Any]:
 def of_prompt(shown: Iterable[ShownToken], top_logprobs: int) -> list[dict[str, Any] | None]:
     """The ``prompt_logprobs`` of vLLM, with up to ``top_logprobs`` of the likeliest tokens.
 
-    Nothing for the first token.
-
-    The rank of a token beyond the likeliest is not known.
+    Nothing for the first token. The rank of a token beyond the likeliest is not known.
     """
     return [None if token.top is None else _prompt_entry(token.named, token.top[:top_logprobs]) for token in shown]
 

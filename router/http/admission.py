@@ -79,9 +79,9 @@ class Admit:
 
 
 def seconds_allowed(field: float | None, headers: Headers, settings: AdmissionSettings) -> float | None:
-    """How long a request may take: what its field ``timeout`` and its header ask for, within what is allowed.
+    """Seconds that its field ``timeout`` and its header ask for, within what is allowed; None: as many as it takes.
 
-    None: as long as it takes. Raises :class:`ApiError`.
+    Raises :class:`ApiError`.
     """
     asked = [seconds for seconds in (field, _of_header(headers)) if seconds is not None]
     if settings.max_timeout and field is not None and field > settings.max_timeout:

@@ -48,10 +48,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work``, or cancel it and raise ``ClientDisconnect`` when the client goes first.
-
-    The body must have been read.
-    """
+    """Run ``work``, or cancel it and raise ``ClientDisconnect`` when the client, whose body was read, goes first."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnected(receive))
     try:

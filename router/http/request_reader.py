@@ -155,10 +155,7 @@ class RequestReader:
             raise GenerationError("unavailable", "no target worker is connected; try again soon")
 
     async def read(self, kind: Kind, body: bytes, request_id: str, caller: str) -> tuple[ApiRequest, ModelEntry]:
-        """The request, and what it is for. ``caller``: the name of the API key, if there is one.
-
-        Raises :class:`router.errors.ApiError`, :class:`GenerationError`.
-        """
+        """The request, and what it is for, of the API key of this name. Raises ApiError, GenerationError."""
         self.check_served()
         small = len(body) <= PARSED_INLINE_BYTES
         read = read_body(body, kind) if small else await asyncio.to_thread(read_body, body, kind)

@@ -58,8 +58,8 @@ async function refusal(response) {
   return new ApiError(response.status, message, retryAfter);
 }
 
-export async function getJson(path, signal) {
-  return (await send(path, { signal })).json();
+export async function getJson(path) {
+  return (await send(path)).json();
 }
 
 /** The events of a streamed answer, parsed, up to [DONE]. Throws ApiError, also for an error within the stream. */
