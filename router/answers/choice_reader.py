@@ -200,8 +200,8 @@ class ChoiceReader:
         self._text = TextStream(tokenizer, rules, after, placed=self._shows)
         self._waiting: deque[tuple[Token, TokenLogprobs | None]] = deque()
         self._before = len(self._prompt.text(tokenizer)) if self._form.echo else 0
-        names = frozenset(tool["function"]["name"] for tool in self._tools.offered)
-        self._parser = None if self._tools.form is None else parser_of(self._tools.form, names)
+        form, names = self._tools.form, frozenset(tool["function"]["name"] for tool in self._tools.offered)
+        self._parser = None if form is None else parser_of(form, names, several=self._tools.several)
         self._calls = 0
         self._position = len(generation.prompt)
         self._begun = False
@@ -294,18 +294,8 @@ class ChoiceReader:
         return taken, found
 
     def _found(self, delta: Delta) -> Found:
-        """What the text turned out to be, where calls are searched for; up to the first, if that is the end."""
-        found = Found()
-        if self._parser is None:
-            return found
-        text = "".join(piece.text for piece in delta.pieces)
-        if self._tools.several:
-            return self._parser.push(text)
-        for character in text:
-            found = found.then(self._parser.push(character))
-            if found.calls:
-                break
-        return found
+        """What the text turned out to be, where calls are searched for."""
+        return Found() if self._parser is None else self._parser.push("".join(piece.text for piece in delta.pieces))
 
     def _parsed(self, chunk: TextChunk, found: Found) -> TextChunk:
         """With the tool calls taken out of the text. The first one is the end, where there may be no second."""

@@ -78,7 +78,9 @@ class HermesParser:
     first closing tag is text, and what follows is read again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, several: bool = True) -> None:
+        """``several``: False: nothing is read behind the first call."""
+        self._several = several
         self._held = ""
         self._inside = self._after_call = False
         self._gap = ""
@@ -91,7 +93,8 @@ class HermesParser:
         self._held += text
         found = Found()
         while self._close(found) if self._inside else self._open(found):
-            pass
+            if found.calls and not self._several:
+                self._held = ""
         return found
 
     def finish(self) -> Found:
@@ -203,9 +206,9 @@ class LlamaParser:
         return Found(held)
 
 
-def parser_of(form: ToolForm, names: Collection[str]) -> HermesParser | LlamaParser:
-    """A parser that has seen nothing. ``names``: of the functions on offer."""
-    return HermesParser() if form is ToolForm.HERMES else LlamaParser(names)
+def parser_of(form: ToolForm, names: Collection[str], *, several: bool = True) -> HermesParser | LlamaParser:
+    """A parser that has seen nothing. ``names``: of the functions on offer; ``several``: whether calls may follow."""
+    return HermesParser(several=several) if form is ToolForm.HERMES else LlamaParser(names)
 
 
 def overlap(text: str, mark: str) -> int:
