@@ -183,10 +183,8 @@ class Router:
 
     @staticmethod
     async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
-        # Signals belong to whoever started the router.
         with contextlib.closing(listener):
-            server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-            await server._serve(sockets=[listener])
+            await server._serve(sockets=[listener])  # not serve(): signals belong to whoever started the router
 
     async def wait(self) -> None:
         """Return when the server has stopped."""

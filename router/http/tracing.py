@@ -20,7 +20,6 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.answers.choice_reader import Usage
 from router.generation import GenerationError
 from router.schema.requests import ApiRequest
 from router.sessions.run import NullTracer
@@ -74,7 +73,7 @@ class TraceRequests:
 
 def _note_answer(span: Span, state: Mapping[str, Any], status: int) -> None:
     """What the request asked for, as far as it was understood, and what came of it."""
-    request, usage = state.get("parsed"), state.get("usage")
+    request = state.get("parsed")
     if isinstance(request, ApiRequest):
         span.update_name(f"{request.kind if request.kind == 'chat' else 'text_completion'} {request.model}")
         first, sampling = request.generations[0], request.generations[0].sampling
@@ -85,12 +84,11 @@ def _note_answer(span: Span, state: Mapping[str, Any], status: int) -> None:
             "gen_ai.request.max_tokens": first.max_tokens,
             "gen_ai.request.stop_sequences": request.stop,
             "gen_ai.usage.input_tokens": request.prompt_tokens,
+            "gen_ai.usage.output_tokens": state["usage"].completion,
             "paceline.stream": request.stream,
         }
         drawn = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
         span.set_attributes(asked | {f"gen_ai.request.{name}": getattr(sampling, name) for name in drawn})
-    if isinstance(usage, Usage):
-        span.set_attribute("gen_ai.usage.output_tokens", usage.completion)
     span.set_attribute("http.response.status_code", status)
     if error := state.get("error") or (str(status) if status >= FAILURE else None):
         span.set_attribute("error.type", error)

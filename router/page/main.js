@@ -2,9 +2,8 @@
 
 import { ApiError, apiKey, getJson, setApiKey, stream } from "./api.js";
 import { ClusterView } from "./cluster.js";
-import { showComparison, withoutSpeculation } from "./comparison.js";
 import { byId, count, duration, percent } from "./dom.js";
-import { Figures } from "./figures.js";
+import { Figures, showComparison, withoutSpeculation } from "./figures.js";
 import { Form } from "./form.js";
 import { Run } from "./run.js";
 import { described } from "./sources.js";

@@ -111,10 +111,6 @@ function union(stretches) {
   return merged;
 }
 
-function length(stretches) {
-  return union(stretches).reduce((sum, { start, end }) => sum + end - start, 0);
-}
-
 /** Which share of `stretches` lies within `others`; NaN where they have no length. */
 function sharedPart(stretches, others) {
   const [ours, theirs] = [union(stretches), union(others)];
@@ -124,5 +120,5 @@ function sharedPart(stretches, others) {
     if (ours[i].end < theirs[j].end) i++;
     else j++;
   }
-  return shared / length(ours);
+  return shared / ours.reduce((sum, { start, end }) => sum + end - start, 0);
 }
