@@ -43,8 +43,7 @@ class Detokenizer:
         self, tokenizer: Tokenizer, after: Sequence[Token] = (), hidden: frozenset[Token] | None = None
     ) -> None:
         self._tokenizer = tokenizer
-        self._hidden = hidden
-        self._without = tokenizer.hidden if hidden is None else hidden
+        self._hidden = tokenizer.hidden if hidden is None else hidden
         self._context: list[Token] = [t for t in after[-CONTEXT_TOKENS:] if self.visible(t)]
         self._pending: list[Token] = []
 
@@ -59,7 +58,7 @@ class Detokenizer:
 
     def push(self, token: Token) -> str:
         """The text that ``token`` makes certain; often its own, sometimes none."""
-        if not self._pending and token not in self._without and (text := self._tokenizer.whole(token)):
+        if not self._pending and token not in self._hidden and (text := self._tokenizer.whole(token)):
             self._context = [token]
             return text
         if not self.visible(token):

@@ -138,9 +138,8 @@ class Tokenizer:
                 self._whole[token] = text
         return text
 
-    def visible(self, token: Token, hidden: frozenset[Token] | None = None) -> bool:
+    def visible(self, token: Token, hidden: frozenset[Token]) -> bool:
         """Whether a token is in the vocabulary and shows in the text at all."""
-        hidden = self.hidden if hidden is None else hidden
         return token not in hidden and self._backend.id_to_token(token) is not None
 
     def spelling(self, token: Token) -> tuple[str, bytes | None]:
