@@ -160,14 +160,21 @@ class Envelope:
             around = self._around[index] = before[:-1], behind[1:]
         return around[0] + _on_one_line(_JSON.encode(text).encode()) + around[1]
 
-    def whole(self, choices: Sequence[Choice], usage: Usage, commits: Sequence[TextChunk] = ()) -> Json:
-        """The answer that is not streamed; ``choices`` in their order, ``commits`` for the details."""
+    async def whole(self, chunks: AsyncGenerator[TextChunk], usage: Usage) -> Json:
+        """The answer that is not streamed. Raises :class:`GenerationError`."""
+        choices = [Choice() for _ in range(usage.choices)]
+        commits: list[Json] = []
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                usage.add(chunk)
+                choices[chunk.index].add(chunk)
+                if self.request.details and chunk.tokens:
+                    commits.append({"index": chunk.index} | commit_body(chunk, self.tokenizer))
         bodies = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
         name = "chat.completion" if self.chat else "text_completion"
         body = self._outer(name, bodies) | {"usage": usage.body()}
         if self.request.details:
-            told = [{"index": chunk.index} | commit_body(chunk, self.tokenizer) for chunk in commits]
-            body["speculation"] = {"commits": told, "summary": usage.summary()}
+            body["speculation"] = {"commits": commits, "summary": usage.summary()}
         return body | self._of_prompt(choices[0].prompt) if self.chat else body
 
     def opening(self, index: int, prompt: PromptShown | None) -> Json:
@@ -261,19 +268,6 @@ class Envelope:
 
 MAX_HELD_BYTES = 1 << 16
 """Of events that are written together."""
-
-
-async def whole(chunks: AsyncGenerator[TextChunk], envelope: Envelope, usage: Usage) -> Json:
-    """The answer that is not streamed. Raises :class:`GenerationError`."""
-    gathered = [Choice() for _ in range(usage.choices)]
-    commits: list[TextChunk] = []
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            usage.add(chunk)
-            gathered[chunk.index].add(chunk)
-            if envelope.request.details and chunk.tokens:
-                commits.append(chunk)
-    return envelope.whole(gathered, usage, commits)
 
 
 async def events(

@@ -20,12 +20,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from router import page
 from router.answers.choice_reader import Usage, run_choices
-from router.answers.responses import INTERNAL_ERROR, Envelope, Json, events, whole
+from router.answers.responses import INTERNAL_ERROR, Envelope, Json, events
 from router.errors import ApiError, ErrorCode, code_of, code_of_status
 from router.generation import GenerationError, Generator, ServedModel
 from router.http import asgi, openapi
@@ -163,7 +163,7 @@ class _Api:
     async def models(self, _request: Request) -> Response:
         """What is served now: none while no target worker was connected."""
         models = [self._model_body(*named) for named in self._reader.models().items()]
-        return asgi.json_response({"object": "list", "data": models})
+        return JSONResponse({"object": "list", "data": models})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -171,16 +171,16 @@ class _Api:
         models = self._reader.models()
         if name not in models:
             raise no_such_model(name, models)
-        return asgi.json_response(self._model_body(name, models[name]))
+        return JSONResponse(self._model_body(name, models[name]))
 
     async def health(self, _request: Request) -> Response:
         """200 as long as the process serves, whatever the workers do."""
-        return asgi.json_response({"status": "ok"})
+        return JSONResponse({"status": "ok"})
 
     async def ready(self, _request: Request) -> Response:
         """200 while requests can be served, 503 with the reason while not; and what workers do that are not up yet."""
         readiness = self._metrics.snapshot().readiness
-        return asgi.json_response(readiness, status=200 if readiness["status"] == "ready" else 503)
+        return JSONResponse(readiness, 200 if readiness["status"] == "ready" else 503)
 
     async def exposition(self, request: Request) -> Response:
         """The metrics of this router, for Prometheus."""
@@ -190,11 +190,11 @@ class _Api:
 
     async def description(self, _request: Request) -> Response:
         """What this API takes and gives, in OpenAPI's terms."""
-        return asgi.json_response(self._description)
+        return JSONResponse(self._description)
 
     async def cluster(self, _request: Request) -> Response:
         """What this router knows of the cluster; see :mod:`router.telemetry.cluster_view`."""
-        return asgi.json_response(dict(self._cluster()), headers={"cache-control": "no-store"})
+        return JSONResponse(self._cluster(), headers={"cache-control": "no-store"})
 
     def _model_body(self, name: str, model: ServedModel) -> Json:
         entry = {"id": name, "object": "model", "created": self._started, "owned_by": "paceline"}
@@ -248,7 +248,7 @@ class _Api:
             unless_answered.push_async_callback(chunks.aclose)
             first = await anext(chunks)
             return asgi.EventStream(events(first, chunks, envelope, usage, failed), chunks, lease.end(seconds))
-        return asgi.json_response(await whole(chunks, envelope, usage))
+        return JSONResponse(await envelope.whole(chunks, usage))
 
     def _failed_midway(self, request: Request, code: ErrorCode, error: Exception) -> None:
         """A stream that had begun ends with an error."""
@@ -285,7 +285,7 @@ class _Api:
         # The handler of last resort stands outside the middleware that adds the id.
         headers = {asgi.REQUEST_ID_HEADER: str(getattr(request.state, "request_id", ""))}
         self._tally.answered(code_of("internal"))
-        return asgi.json_response(INTERNAL_ERROR, code_of("internal").status, headers)
+        return JSONResponse(INTERNAL_ERROR, code_of("internal").status, headers)
 
     def _refusal(
         self,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -67,11 +67,6 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def json_response(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """An answer in compact JSON."""
-    return Response(responses.encode(body), status, headers, media_type="application/json")
-
-
 def refusal(
     code: ErrorCode,
     message: str,
@@ -90,7 +85,7 @@ def refusal(
         told["retry-after"] = str(math.ceil(wait))
     if closing:
         told["connection"] = "close"
-    return json_response(responses.error_body(code, message, param), code.status, told)
+    return JSONResponse(responses.error_body(code, message, param), code.status, told)
 
 
 class EventStream(StreamingResponse):
