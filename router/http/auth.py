@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router import page
@@ -124,31 +125,28 @@ class RequireKey:
         self._app, self._keys, self._refused = app, keys, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Put the key's name and limits into ``request.state``, as ``api_key_...``, or answer with status 401."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        """Pass on, with the key's name and limits in ``request.state``, as ``api_key_...``, or refuse."""
+        refused = self._refusal(scope) if scope["type"] == "http" else None
+        await (refused or self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
         scheme, _, key = Request(scope).headers.get("authorization", "").partition(" ")
         given = key.strip() if scheme.lower() == "bearer" else ""
         holder = self._keys.holder_of(given) if given else None
-        if holder is None and scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send)
-            return
         if holder is None:
+            if scope["path"] in OPEN_PATHS:
+                return None
             self._refused(REFUSAL)
             message = "this API key is not known here" if given else _WANTED
             challenge = {"www-authenticate": 'Bearer error="invalid_token"' if given else "Bearer"}
-            await refusal(REFUSAL, message, headers=challenge, closing=True)(scope, receive, send)
-            return
+            return refusal(REFUSAL, message, headers=challenge, closing=True)
         if scope["path"] in OPERATORS_PATHS and not self._keys.may_operate(holder):
             self._refused(NOT_OPERATOR)
-            message = f"{scope['path']} is for operators' keys; this is another one"
-            await refusal(NOT_OPERATOR, message, closing=True)(scope, receive, send)
-            return
+            return refusal(NOT_OPERATOR, f"{scope['path']} is for operators' keys; this is another one", closing=True)
         scope.setdefault("state", {}).update(
             api_key_name=holder.name, api_key_limits=holder.limits, api_key_scope=holder.scope
         )
-        await self._app(scope, receive, send)
+        return None
 
 
 def read_keys(path: Path) -> dict[str, str]:
