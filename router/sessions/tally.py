@@ -73,9 +73,8 @@ class Recent:
 
     def _base(self, now: float) -> tuple[float, tuple[int, ...]]:
         """What they were, and since when, as the window began; the first sample if that is later."""
-        if self._since <= now - WINDOW_SECONDS:
-            return self._since, self.totals
-        before = [sample for sample in self._samples if sample[0] <= now - WINDOW_SECONDS]
+        samples = (*self._samples, (self._since, self.totals))
+        before = [sample for sample in samples if sample[0] <= now - WINDOW_SECONDS]
         return before[-1] if before else self._samples[0]
 
 
