@@ -31,7 +31,7 @@ from speculation.messages import Features, Proposal, SessionId, ToWorker
 from transport.codec import MAX_PROPOSAL_BYTES, encode_to_worker
 from transport.codec_parts import Asked
 from transport.incoming import Incoming, Listener, Route, nothing_open
-from transport.outbox import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, DelayLine, Outbox, PeerTooSlow, Probe, no_delay
+from transport.outbox import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Outbox, PeerTooSlow
 from transport.tls import Identity
 
 log = logging.getLogger(__name__)
@@ -108,10 +108,10 @@ class Liveness:
     what whoever sends it work wants to know.
     """
 
-    def __init__(self, seconds: float, patience: Patience, slack: float = 0.0) -> None:
-        """From now on. ``seconds``: of :data:`TICKS` ticks; ``slack``: ticks that the first word may come later."""
+    def __init__(self, seconds: float, patience: Patience) -> None:
+        """From now on. ``seconds``: of :data:`TICKS` ticks."""
         self._seconds, self._patience = seconds, patience
-        self._silent = -slack  # ticks in which nothing was heard
+        self._silent = 0.0  # ticks in which nothing was heard
         self._unanswered = 0.0  # ticks since the last ping, if it has not been answered
         self._pinged = self._written = self._answers = False
         self.round_trip: float | None = None
@@ -148,11 +148,8 @@ class Liveness:
         """What comes is not read for a while, for want of time here."""
         self._silent = self._unanswered = 0.0
 
-    def tick(self, *, late: bool, slack: float = 0.0) -> str | None:
-        """Another tick has passed: why the worker is to be given up, if so.
-
-        ``late``: it came late by another one or more. ``slack``: ticks that an answer is known to take.
-        """
+    def tick(self, *, late: bool) -> str | None:
+        """Another tick has passed, ``late`` by one more at least: why the worker is to be given up, if so."""
         weight, limit = DOUBTFUL_TICK if late else 1.0, TICKS * self._patience.factor
         seconds = f"{self._seconds * self._patience.factor:.0f} s"
         self._silent += weight
@@ -160,7 +157,7 @@ class Liveness:
             self._unanswered += weight if self._written else DOUBTFUL_TICK
         if self._silent >= limit:
             return f"nothing heard for {seconds}"
-        if self._unanswered >= limit + slack and self._pinged:
+        if self._unanswered >= limit and self._pinged:
             return f"it talks, but has not answered for {seconds}"
         return None
 
@@ -182,18 +179,14 @@ class WorkerConnection:
         address: str,
         role: str,
         listener: Listener,
-        delay: Callable[[], float] = no_delay,
         identity: Identity | None = None,
         asked: Asked = nothing_open,
     ) -> None:
         """Nothing happens before ``run``. Without an ``identity`` the connection is in plain text.
 
         ``asked``: which log-probabilities the worker was asked for.
-
-        ``delay`` is for experiments: everything in both directions, heartbeats too, comes that many seconds late. It is
-        asked at every message.
         """
-        self.address, self._role, self._listener, self._delay = address, role, listener, delay
+        self.address, self._role, self._listener = address, role, listener
         self._identity, self._asked = identity, asked
         self._said: set[str] = set()  # why the last attempt failed, until one succeeds
         self.sent_bytes = 0
@@ -242,11 +235,10 @@ class WorkerConnection:
     async def _attempt(self) -> Incoming:
         """One stream from start to end, and what became of it."""
         why = ""
-        outbox = Outbox(self._delay)
+        outbox = Outbox()
         async with self._channel() as channel:
             stub = (rpc.TargetStub if self._role == "target" else rpc.DraftStub)(channel)
-            slack = self._delay() * TICKS / WORKER_SILENCE_SECONDS
-            liveness = self._liveness = Liveness(WORKER_SILENCE_SECONDS, self._patience, slack)
+            liveness = self._liveness = Liveness(WORKER_SILENCE_SECONDS, self._patience)
             call = stub.Run(self._frames(outbox, liveness))
 
             def reset(reason: str) -> None:
@@ -254,36 +246,19 @@ class WorkerConnection:
                 why = reason
                 call.cancel()
 
-            def lost(reason: str) -> None:
-                if incoming.up:
-                    self._patience.given_up(incoming.instance)
-                reset(reason)
-
             later = asyncio.get_running_loop().call_soon
             incoming = Incoming(
                 self.address, self._role, self._listener, self.routes, later, reset, self._drop, self._asked
             )
 
-            def hear(frame: pb.Frame) -> None:
-                was_up = incoming.up
-                if frame.HasField("pong"):
-                    liveness.answered(frame.pong, asyncio.get_running_loop().time())
-                incoming.take(frame)
-                if incoming.up or incoming.loading:
-                    liveness.heard()
-                    if incoming.up and not was_up:
-                        self._patience.came(incoming.instance)
-
-            line = DelayLine(hear, self._delay)
-            watching = asyncio.create_task(self._watch(liveness, incoming, outbox, lost))
+            watching = asyncio.create_task(self._watch(liveness, incoming, outbox, reset))
             self._stream = _Stream(incoming, outbox, reset)
             try:
-                ended = await self._read(call, line, incoming, liveness)
+                ended = await self._read(call, incoming, liveness)
                 why = why or ended
             finally:
                 self._stream = None
                 watching.cancel()
-                line.close()
                 incoming.finish()
                 outbox.close()
                 call.cancel()
@@ -295,18 +270,21 @@ class WorkerConnection:
         return incoming
 
     async def _read(
-        self,
-        call: grpc.aio.StreamStreamCall[pb.Frame, pb.Frame],
-        line: DelayLine[pb.Frame],
-        incoming: Incoming,
-        liveness: Liveness,
+        self, call: grpc.aio.StreamStreamCall[pb.Frame, pb.Frame], incoming: Incoming, liveness: Liveness
     ) -> str:
         """All that comes, and why no more does."""
-        ended = "the stream ended"
+        ended, clock = "the stream ended", asyncio.get_running_loop().time
         try:
             while isinstance(frame := await call.read(), pb.Frame):
                 self.received_bytes += frame.ByteSize()
-                line.put(frame)
+                if frame.HasField("pong"):
+                    liveness.answered(frame.pong, clock())
+                was_up = incoming.up
+                incoming.take(frame)
+                if incoming.up or incoming.loading:
+                    liveness.heard()
+                if incoming.up and not was_up:
+                    self._patience.came(incoming.instance)
                 while incoming.behind:  # what it says meanwhile is not lost, nor is it silent
                     liveness.held_back()
                     await asyncio.sleep(0)
@@ -337,17 +315,21 @@ class WorkerConnection:
             self._said.add(why)
             log.warning("cannot reach %s worker %s: %s", self._role, self.address, why)
 
-    async def _watch(self, liveness: Liveness, incoming: Incoming, outbox: Outbox, lost: Callable[[str], None]) -> None:
+    async def _watch(
+        self, liveness: Liveness, incoming: Incoming, outbox: Outbox, reset: Callable[[str], None]
+    ) -> None:
         """Ping it now and then, and see whether it is there."""
         clock, pause = asyncio.get_running_loop().time, WORKER_SILENCE_SECONDS / TICKS
         while True:
             if incoming.up and (number := liveness.due(clock())) is not None:
-                outbox.probe(Probe(ping=number))
+                outbox.probe(ping=number)
             slept_at = clock()
             await asyncio.sleep(pause)
             late = clock() - slept_at > 2 * pause
-            if why := liveness.tick(late=late, slack=2 * self._delay() / pause):
-                lost(why)
+            if why := liveness.tick(late=late):
+                if incoming.up:
+                    self._patience.given_up(incoming.instance)
+                reset(why)
                 return
 
     async def _frames(self, outbox: Outbox, liveness: Liveness) -> AsyncIterator[pb.Frame]:

@@ -1,4 +1,4 @@
-"""The sending side of a stream: what waits goes out as one frame. And the line that makes a near peer a far one.
+"""The sending side of a stream: what waits goes out as one frame.
 
 Measured on loopback: 64 sessions on one stream reach 6 to 8 thousand messages a second when written one by one, and
 more than 140 thousand when the writer drains its queue at each wake-up.
@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from protos.paceline.v1 import worker_pb2 as pb
 
@@ -33,72 +30,18 @@ _HEARTBEAT = b""
 """An entry that says nothing: it makes a frame go out, and is not part of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """What the next frame carries to measure the round trip: a number of our own, or the peer's sent back."""
-
-    ping: int | None = None
-    pong: int | None = None
-
-
-_Item = TypeVar("_Item")
-
-
-def no_delay() -> float:
-    """The delay of a peer that is as near as it is."""
-    return 0.0
-
-
 class PeerTooSlow(Exception):
     """The peer does not read what it is sent."""
-
-
-class DelayLine(Generic[_Item]):
-    """Hands items on, in order, some seconds after they came; at once when there is no delay.
-
-    For experiments: it gives real workers on one machine the distance of a network. The event loop may be up to a
-    millisecond late. Use from one event loop only.
-    """
-
-    def __init__(self, deliver: Callable[[_Item], None], delay: Callable[[], float]) -> None:
-        """``delay`` is asked at every item, so that it may change at any time; what is under way is not hurried."""
-        self._deliver, self._delay = deliver, delay
-        self._held: deque[_Item] = deque()
-        self._last_due = 0.0
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def put(self, item: _Item) -> None:
-        """Take an item."""
-        delay = self._delay()
-        if not delay and not self._held:
-            self._deliver(item)
-            return
-        loop = asyncio.get_running_loop()
-        self._last_due = max(self._last_due, loop.time() + delay)
-        self._held.append(item)
-        loop.call_at(self._last_due, self._release)
-
-    def close(self) -> None:
-        """Lose what is under way."""
-        self._held.clear()
-
-    def _release(self) -> None:
-        """Hand on the oldest item. There is one call per item, so timers that fire out of order do no harm."""
-        if self._held:
-            self._deliver(self._held.popleft())
 
 
 class Outbox:
     """A bounded queue of encoded messages that hands out frames. Use from one event loop only."""
 
-    def __init__(self, delay: Callable[[], float] = no_delay) -> None:
-        """Open and empty. Messages and heartbeats are held back for ``delay`` seconds."""
+    def __init__(self) -> None:
+        """Open and empty."""
         self._entries: deque[bytes] = deque()
-        self._bytes = 0  # of all that waits, held back or not
-        self._probe: Probe | None = None
-        self._line: DelayLine[bytes | Probe] = DelayLine(self._append, delay)
+        self._bytes = 0  # of all that waits
+        self._probe: tuple[int | None, int | None] | None = None
         self._ready = asyncio.Event()
         self._closed = False
 
@@ -106,27 +49,28 @@ class Outbox:
         """Queue one encoded message; raises :class:`PeerTooSlow`. Whether it was: a ``hint`` may be dropped instead."""
         if hint and self._bytes >= MAX_HINT_BYTES:
             return False
-        if len(self._entries) + len(self._line) >= (MAX_HINTS_WAITING if hint else MAX_WAITING):
+        if len(self._entries) >= (MAX_HINTS_WAITING if hint else MAX_WAITING):
             if hint:
                 return False
             raise PeerTooSlow(f"{MAX_WAITING} messages wait to be sent")
         self._bytes += len(entry)
-        self._line.put(entry)
+        self._entries.append(entry)
+        self._ready.set()
         return True
 
-    def probe(self, probe: Probe) -> None:
-        """Have the next frame carry it, and go out at once. One that still waits is lost."""
-        self._line.put(probe)
+    def probe(self, *, ping: int | None = None, pong: int | None = None) -> None:
+        """Have the next frame carry what measures the round trip, and go out at once; one that still waits is lost.
+
+        ``ping``: a number of our own; ``pong``: the peer's, sent back.
+        """
+        self._probe = ping, pong
+        self._ready.set()
 
     def close(self, *, lose: bool = False) -> None:
-        """Let ``next_frame`` return None once what is queued was handed out, unless it is to ``lose`` it.
-
-        What is held back is lost.
-        """
+        """Let ``next_frame`` return None once what is queued was handed out, unless it is to ``lose`` it."""
         if lose:
             self._entries.clear()
         self._closed = True
-        self._line.close()
         self._ready.set()
 
     async def next_frame(self) -> pb.Frame | None:
@@ -137,7 +81,7 @@ class Outbox:
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
                     await self._ready.wait()
             except TimeoutError:
-                self._line.put(_HEARTBEAT)
+                self._entries.append(_HEARTBEAT)
         if not self._entries and not self._probe:
             return None
         entries: list[bytes] = []
@@ -146,12 +90,5 @@ class Outbox:
             entries.append(self._entries.popleft())
             size += len(entries[-1])
         self._bytes -= size
-        probe, self._probe = self._probe or Probe(), None
-        return pb.Frame(messages=filter(None, entries), ping=probe.ping, pong=probe.pong)
-
-    def _append(self, entry: bytes | Probe) -> None:
-        if isinstance(entry, Probe):
-            self._probe = entry
-        else:
-            self._entries.append(entry)
-        self._ready.set()
+        (ping, pong), self._probe = self._probe or (None, None), None
+        return pb.Frame(messages=filter(None, entries), ping=ping, pong=pong)

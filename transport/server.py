@@ -22,7 +22,7 @@ from speculation.messages import FromWorker, Load, Loading, RefusalCode, Refused
 from transport import address as addresses
 from transport import codec
 from transport.codec_parts import encode_loading
-from transport.outbox import MAX_FRAME_ENTRIES, MAX_MESSAGE_BYTES, Outbox, PeerTooSlow, Probe
+from transport.outbox import MAX_FRAME_ENTRIES, MAX_MESSAGE_BYTES, Outbox, PeerTooSlow
 from transport.tls import Identity, objection_to
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class WorkerServer(rpc.TargetServicer, rpc.DraftServicer):
                 async with asyncio.timeout(ROUTER_SILENCE_SECONDS):
                     frame = await anext(iterator)
                 if frame.HasField("ping"):
-                    link.outbox.probe(Probe(pong=frame.ping))
+                    link.outbox.probe(pong=frame.ping)
                 if len(frame.messages) > MAX_FRAME_ENTRIES:
                     self._break(link, f"a frame of {len(frame.messages)} messages")
                 messages = await self._decoded_all(link, frame)

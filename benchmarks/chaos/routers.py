@@ -11,7 +11,6 @@ one way.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
@@ -33,11 +32,11 @@ from benchmarks.chaos.workload import (
     tally,
 )
 from benchmarks.harness.processes import READY, WorkerPlan, all_running, child
+from benchmarks.harness.proxy import Proxy
 from cluster.config.environment import BUNDLED
 from cluster.processes.child import HeldPort
 from router.sessions.run import EventKind
 from speculation.events import Role
-from transport.address import parse
 
 BREAK_SECONDS = 5.0
 """In which Serve's proxy must know that a router is gone: no stream may break later."""
@@ -168,81 +167,16 @@ async def _held_back(stage: Stage, replies: Sequence[Reply]) -> AsyncIterator[No
 HELD_SECONDS = 12.0
 NOTICED_SECONDS = 5.0
 """In which unanswered pings must have told: 2 s, and more where the router itself has no core."""
-CHUNK_BYTES = 1 << 16
-
-
-class OneWayProxy:
-    """Passes TCP connections on, and can hold back all that comes from those who connect, ends of streams too."""
-
-    def __init__(self, address: str) -> None:
-        """``address``: where to, HOST:PORT."""
-        self.address = ""
-        self._there = parse(address)
-        self._open = asyncio.Event()
-        self._open.set()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> OneWayProxy:
-        """Listen on a free port of this machine."""
-        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_error: object) -> None:
-        """Cut all connections."""
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
-        """Meanwhile nothing arrives there. What is held back arrives afterwards."""
-        self._open.clear()
-        try:
-            yield
-        finally:
-            self._open.set()
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        always, task = asyncio.Event(), asyncio.current_task()
-        always.set()
-        assert task is not None
-        self._tasks.add(task)
-        writers, passing = [writer], list[asyncio.Task[None]]()
-        try:
-            with contextlib.suppress(OSError):  # who is there is gone: whoever has connected sees that
-                there_reader, there_writer = await asyncio.open_connection(*self._there)
-                writers.append(there_writer)
-                for way in ((reader, there_writer, self._open), (there_reader, writer, always)):
-                    passing.append(asyncio.create_task(_pass_on(*way)))
-                await asyncio.wait(passing, return_when=asyncio.FIRST_COMPLETED)
-                await self._open.wait()
-        finally:
-            self._tasks.discard(task)
-            for each in passing:
-                each.cancel()
-            for end in writers:
-                end.close()
-
-
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, may: asyncio.Event) -> None:
-    """Until there is no more, each piece once it ``may`` go on."""
-    with contextlib.suppress(OSError):
-        while data := await reader.read(CHUNK_BYTES):
-            await may.wait()
-            writer.write(data)
-            await writer.drain()
 
 
 @asynccontextmanager
-async def two_targets(dtype: str) -> AsyncIterator[tuple[str, OneWayProxy]]:
+async def two_targets(dtype: str) -> AsyncIterator[tuple[str, Proxy]]:
     """A router, a drafter and two targets, one of them behind the proxy; where they serve. Raises WorkerFailed."""
     flags = ("--dtype", dtype, "--threads", "1")
     roles = (Role.TARGET, Role.TARGET, Role.DRAFT)
     plans = [WorkerPlan(role, BUNDLED / role.value, None, flags=flags) for role in roles]
     with closing(HeldPort()) as port:
-        async with all_running(plans) as (one, other, draft), OneWayProxy(one.first) as proxy:
+        async with all_running(plans) as (one, other, draft), Proxy(one.first) as proxy:
             known = ("--target", proxy.address, "--target", other.first, "--draft", draft.first)
             served = ("--port", str(port.number), "--max-sessions", str(MAX_SESSIONS))
             async with child("router", "cluster.cli", "router", *known, *served, ready=READY):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness.options import BenchError
+from benchmarks.harness.proxy import Proxy
 from cluster.console import say
 from router.dispatch import Dispatcher
 from speculation.events import Role
@@ -154,12 +155,29 @@ async def connected(target: ReadyProcess, draft: ReadyProcess | None = None) -> 
     if draft is not None:
         dispatcher.pool.set_workers(Role.DRAFT, [draft.first])
     try:
-        async with asyncio.timeout(CONNECT_SECONDS):
-            while not all(peer.welcome for peer in dispatcher.pool.peers.values()):
-                await asyncio.sleep(0.05)
+        await _until_up(dispatcher)
         yield dispatcher
     finally:
         await dispatcher.pool.close()
+
+
+async def _until_up(dispatcher: Dispatcher) -> None:
+    async with asyncio.timeout(CONNECT_SECONDS):
+        while not all(peer.welcome for peer in dispatcher.pool.peers.values()):
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def drafting_late(dispatcher: Dispatcher, seconds: float) -> AsyncIterator[None]:
+    """Meanwhile, all that goes to its drafter and comes from there takes so much longer, each way."""
+    (near,) = (peer.connection for peer in dispatcher.pool.peers.values() if peer.role is Role.DRAFT)
+    assert near is not None
+    async with Proxy(near.address, lambda: seconds) as proxy:
+        dispatcher.pool.set_workers(Role.DRAFT, [proxy.address])
+        await _until_up(dispatcher)
+        yield
+        dispatcher.pool.set_workers(Role.DRAFT, [near.address])
+        await _until_up(dispatcher)
 
 
 @asynccontextmanager

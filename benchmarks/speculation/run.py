@@ -13,6 +13,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -34,7 +35,7 @@ from benchmarks.harness.measure import (
     take_turns,
 )
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, trained_pair, wrong_draft
-from benchmarks.harness.processes import WorkerPlan, connected, running, until_lost
+from benchmarks.harness.processes import WorkerPlan, connected, drafting_late, running, until_lost
 from benchmarks.harness.report import PlotLine, PlotPanel, Result, Table, against, cell, draw, goals_table, table_of
 from benchmarks.speculation import figures, settings
 from benchmarks.speculation.figures import (
@@ -115,18 +116,17 @@ class PairBench:
 
 async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: ComparisonSetting, lookup: bool) -> None:
     """Everyone who runs on our processes, in one setting; the baselines with their best draft length."""
-    dispatcher.pool.delays[Role.DRAFT] = setting.rtt_ms / 2000
     everyone = dict(PLAIN_AND_OURS)
     choices: dict[str, str] = {}
-    if setting.batch == 1:
-        if lookup:
-            everyone["ours with lookup"] = WITH_LOOKUP
-        for name, schedule in BASELINES.items():
-            known = {f"K = {length}": in_chains(schedule, length) for length in LENGTHS[schedule]}
-            choices[name] = await bench.choose(setting, name, _served(dispatcher, known))
-            everyone[name] = known[choices[name]]
-    await bench.compare(setting, _served(dispatcher, everyone), choices)
-    dispatcher.pool.delays[Role.DRAFT] = 0.0
+    async with drafting_late(dispatcher, setting.rtt_ms / 2000) if setting.rtt_ms else nullcontext():
+        if setting.batch == 1:
+            if lookup:
+                everyone["ours with lookup"] = WITH_LOOKUP
+            for name, schedule in BASELINES.items():
+                known = {f"K = {length}": in_chains(schedule, length) for length in LENGTHS[schedule]}
+                choices[name] = await bench.choose(setting, name, _served(dispatcher, known))
+                everyone[name] = known[choices[name]]
+        await bench.compare(setting, _served(dispatcher, everyone), choices)
 
 
 async def compare_transformers(bench: PairBench, dispatcher: Dispatcher) -> None:

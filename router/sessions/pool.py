@@ -70,10 +70,8 @@ class Peer:
     """Whether it is meant to be there. One that is not is used until its sessions have left, or its stream ends."""
 
     def __post_init__(self) -> None:
-        address, pool = self.peer.partition("@")[2], self.pool
-        self.connection = WorkerConnection(
-            address, self.role.value, self, lambda: pool.delays.get(self.role, 0.0), pool.identity, self.asked
-        )
+        address = self.peer.partition("@")[2]
+        self.connection = WorkerConnection(address, self.role.value, self, self.pool.identity, self.asked)
 
     @property
     def leaving(self) -> bool:
@@ -171,9 +169,6 @@ class WorkerPool:
     clock: Callable[[], float] = time.monotonic
     record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
     event_log: EventLog = field(default_factory=EventLog)
-    delays: dict[Role, float] = field(default_factory=dict)
-    """For experiments: seconds by which all messages to and from workers of a role are late, each way. May be changed
-    at any time."""
     identity: Identity | None = None
     """Who the router is to the workers; None: connections are in plain text."""
     standby: Mapping[str, choice.StandbyTargets] = field(default_factory=dict)

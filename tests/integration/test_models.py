@@ -12,6 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from benchmarks.harness.proxy import Proxy
 from engine.loading.checkpoint import revision_of
 from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Generation, GenerationError
@@ -196,13 +197,15 @@ async def test_a_text_is_not_continued_by_another_revision(cluster):
 
 
 async def test_the_router_measures_how_far_its_workers_are(cluster):
-    async with serving_both(cluster) as serving:
-        serving.pool.delays[Role.DRAFT] = 0.15
-        async with asyncio.timeout(60):
-            peers = {peer.role: peer for peer in serving.pool.peers.values()}
-            near, far = peers[Role.TARGET].connection, peers[Role.DRAFT].connection
-            while not (near.round_trip or 9) < 0.25 < (far.round_trip or 0) < 2:
-                await asyncio.sleep(0.02)
+    async with (
+        Proxy(cluster.drafter.worker.address, lambda: 0.15) as proxy,
+        dispatcher([cluster.large.worker.address], [proxy.address]) as serving,
+        asyncio.timeout(60),
+    ):
+        peers = {peer.role: peer for peer in serving.pool.peers.values()}
+        near, far = peers[Role.TARGET].connection, peers[Role.DRAFT].connection
+        while not (near.round_trip or 9) < 0.25 < (far.round_trip or 0) < 2:
+            await asyncio.sleep(0.02)
 
 
 async def test_a_revision_is_that_of_the_files_and_the_number_format(tmp_path):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import grpc
 import pytest
 
+from benchmarks.harness.proxy import Proxy
 from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
 from router.dispatch import Dispatcher
@@ -45,7 +46,7 @@ from transport.address import AddressError, check_free, is_loopback, parse
 from transport.client import Traffic, WorkerConnection
 from transport.codec import MalformedMessage, decode_from_worker, encode_from_worker, encode_to_worker
 from transport.incoming import Incoming
-from transport.outbox import MAX_WAITING, DelayLine, Outbox, PeerTooSlow, no_delay
+from transport.outbox import MAX_WAITING, Outbox, PeerTooSlow
 from transport.worker import Worker
 
 WELCOME = Welcome("target", "fake", 100, 64)
@@ -122,9 +123,9 @@ async def echo_worker(machine: Echo, listen: str = "127.0.0.1:0"):
 
 
 @asynccontextmanager
-async def connected(address: str, delay=no_delay):
+async def connected(address: str):
     heard = Heard()
-    connection = WorkerConnection(address, "target", heard, delay)
+    connection = WorkerConnection(address, "target", heard)
     task = asyncio.create_task(connection.run())
     try:
         assert await heard.next() == WELCOME
@@ -323,7 +324,11 @@ async def test_the_names_of_counters_cross_a_stream_once():
 
 async def test_a_delayed_peer_is_late_in_both_directions_and_keeps_the_order():
     delay = 0.15
-    async with echo_worker(Echo()) as worker, connected(worker.address, lambda: delay) as (connection, heard):
+    async with (
+        echo_worker(Echo()) as worker,
+        Proxy(worker.address, lambda: delay) as proxy,
+        connected(proxy.address) as (connection, heard),
+    ):
         clock = asyncio.get_running_loop().time
         started = clock()
         connection.send(OPEN)
@@ -335,31 +340,14 @@ async def test_a_delayed_peer_is_late_in_both_directions_and_keeps_the_order():
         assert [(await heard.next()).session for _ in range(3)] == [2, 3, 4]
 
 
-async def test_heartbeats_are_delayed_too(monkeypatch):
-    monkeypatch.setattr(client, "WORKER_SILENCE_SECONDS", 1.0)
-    delay = 0.0
-    async with echo_worker(Echo()) as worker, connected(worker.address, lambda: delay) as (_, heard):
-        delay = 3.0
-        assert "nothing heard" in str(await heard.next())
-        delay = 0.0
-        assert await heard.next() == WELCOME
-
-
-async def test_a_delay_line_without_delay_holds_nothing():
-    delivered: list[int] = []
-    line = DelayLine(delivered.append, no_delay)
-    line.put(1)
-    assert (delivered, len(line)) == ([1], 0)
-
-
-async def test_an_outbox_delays_its_heartbeats():
-    waiting = Outbox(lambda: 0.5)
+async def test_an_outbox_sends_heartbeats_until_it_is_closed():
+    waiting = Outbox()
     clock = asyncio.get_running_loop().time
     started = clock()
     assert await waiting.next_frame() == pb.Frame()
-    assert clock() - started >= 0.5 + outbox.HEARTBEAT_SECONDS
+    assert clock() - started >= outbox.HEARTBEAT_SECONDS
     waiting.put(b"lost")
-    waiting.close()
+    waiting.close(lose=True)
     assert await waiting.next_frame() is None
 
 
@@ -537,17 +525,13 @@ async def pooled():
         await pool.close()
 
 
-async def test_a_pool_delays_and_counts_what_goes_to_a_role():
+async def test_a_pool_counts_what_goes_to_a_role():
     async with echo_worker(Echo()) as worker, pooled() as (pool, heard):
         pool.set_workers(Role.TARGET, [worker.address])
         assert await heard() == (Available(Role.TARGET),)
         name = PeerId(f"target@{worker.address}")
-        clock = asyncio.get_running_loop().time
-        pool.delays[Role.TARGET] = 0.1
-        started = clock()
         pool.send(name, OPEN)
         peer, answer = await heard()
-        assert clock() - started >= 0.2
         assert (peer, answer.session) == (name, OPEN.session)
         before = pool.traffic(Role.TARGET)
         assert before.sent >= len(encode_to_worker(OPEN))

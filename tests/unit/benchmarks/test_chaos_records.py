@@ -6,12 +6,13 @@ import json
 import pytest
 
 from benchmarks.chaos.faults import times_lost
-from benchmarks.chaos.routers import BREAK_SECONDS, NOTICED_SECONDS, OneWayProxy, noticed, objections, too_short
+from benchmarks.chaos.routers import BREAK_SECONDS, NOTICED_SECONDS, noticed, objections, too_short
 from benchmarks.chaos.run import Footprint, against_growth, schedule
 from benchmarks.chaos.scenarios import PoolSizes
 from benchmarks.chaos.settings import body
 from benchmarks.chaos.stage import Stage
 from benchmarks.chaos.workload import FaultResult, Reply, Requirement, Workload, tally
+from benchmarks.harness.proxy import Proxy
 from cluster.cli import main
 from speculation.events import Role
 
@@ -287,7 +288,7 @@ async def test_a_proxy_holds_back_one_way_and_not_the_other():
     async with (
         asyncio.timeout(60),
         await asyncio.start_server(echo, "127.0.0.1", 0) as server,
-        OneWayProxy(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as proxy,
+        Proxy(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as proxy,
     ):
         host, port = proxy.address.split(":")
         reader, writer = await asyncio.open_connection(host, port)
