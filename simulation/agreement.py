@@ -40,13 +40,11 @@ LIKEWISE = 0.6
 """A further candidate is right, where those before it are not, with this much of the acceptance unless told."""
 
 
-def made_up(
-    rng: Random, acceptance: float, coverage: float | None = None, length: int = 4000, blur: float = BLUR
-) -> list[Outcome]:
+def made_up(rng: Random, acceptance: float, coverage: float | None = None, length: int = 4000) -> list[Outcome]:
     """A text whose first candidate is right with probability ``acceptance``.
 
     ``coverage`` is the chance of the second to be right where the first is not, and of the third where neither is. A
-    confidence is what such a place deserves on average, so it is calibrated; ``blur`` of it is noise.
+    confidence is what such a place deserves on average, so it is calibrated; :data:`BLUR` of it is noise.
     """
     coverage = LIKEWISE * acceptance if coverage is None else coverage
     hard_chance = acceptance**2
@@ -59,7 +57,7 @@ def made_up(
         hard ^= rng.random() < (ends_hard if hard else ends_easy)
         mean = hard_chance if hard else easy_chance
         stated = rng.betavariate(SPREAD * mean, SPREAD * (1 - mean)) if 0 < mean < 1 else mean
-        first = blur * mean + (1 - blur) * stated
+        first = BLUR * mean + (1 - BLUR) * stated
         chances = [first, *(coverage for _ in range(CANDIDATES - 1))]
         right = next((rank for rank, chance in enumerate(chances) if rng.random() < chance), NONE_RIGHT)
         rest = 1 - stated

@@ -7,10 +7,10 @@ and :class:`speculation.drafting.draft_session.DraftSession`, drafters fill thei
 Given from outside are what steps and messages take (:mod:`simulation.costs`) and how the models agree
 (:mod:`simulation.agreement`), either recorded from a real run or made up.
 
-Left out: what prompts take, caches, the router's own work beyond the delay of a message, faults (for these see
-:mod:`simulation.faults`). A request's first step stands for its prompt: it verifies no drafts while the
-drafter gets ahead, and the pace of a request counts from its end. Messages reach a worker between its steps, as they do
-in :mod:`transport.worker`.
+Left out: what prompts take, caches, the router's own work beyond the delay of a message, faults (for these
+see :mod:`tests.faults`). A request's first step stands for its prompt: it verifies no drafts while the drafter gets
+ahead, and the pace of a request counts from its end. Messages reach a worker between its steps, as they do in
+:mod:`transport.worker`.
 
 Checked in every run: all text is the target's own.
 """

@@ -166,10 +166,8 @@ class SimulatedDrafter:
 
     def _follow(self, verification: Verification) -> None:
         """Take a verification, and answer with what is drafted already."""
-        sequence, totals = self._sequences[verification.session], self._world.totals
-        asked, reached = sequence.session.lead
+        sequence = self._sequences[verification.session]
         self._resting = verification.lead == 0
-        totals.lead_asked, totals.lead_delivered = totals.lead_asked + asked, totals.lead_delivered + reached
         sync = sequence.verified(verification)
         assert sync in (Sync.ADVANCED, Sync.FINISHED), f"the drafter lost its place: {sync}"
         if sync is Sync.FINISHED:

@@ -99,10 +99,6 @@ class SimulationTotals:
     """Seconds between the commits of a request, of all requests together."""
     verifying: float = 0.0
     drafting: float = 0.0
-    lead_asked: int = 0
-    """Lead that targets asked for, in tokens, added up at every verification (:mod:`speculation.demand`)."""
-    lead_delivered: int = 0
-    """Lead that there was by then, up to what was asked for."""
 
     def count(self, verification: Verification, seconds: float) -> None:
         """Add a verification that ended so long after the one before it."""

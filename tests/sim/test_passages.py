@@ -155,15 +155,3 @@ def test_guesses_let_a_slow_drafter_draft_several_levels_at_once_where_words_com
         for guesses in (False, True)
     )
     assert with_guesses.rate == pytest.approx(without.rate, rel=0.1), "nothing comes again in words at random"
-
-
-def test_what_the_target_asks_for_and_finds_is_counted():
-    outcomes = made_up(Random(SEED), 0.8, length=400)
-
-    def delivered(drafters: int) -> float:
-        slow = Costs({1: Curve.straight(0.030, 0.01)}, Curve.straight(0.02, 0.9), 0.0, 0.0)
-        report = simulate(SimulationSettings(sessions=4, drafters=drafters), slow, outcomes, Random(SEED), tokens=60)
-        assert 0 < report.lead_delivered <= report.lead_asked
-        return report.lead_delivered / report.lead_asked
-
-    assert delivered(4) > delivered(1)
