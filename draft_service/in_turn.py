@@ -16,17 +16,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.sequence import DraftBatchEntry, DraftSequence
 from speculation.drafting.draft_session import Candidate, DraftLimits
 from speculation.frozen import frozen
-from speculation.messages import SessionId
 from speculation.trie import Node
 from speculation.verifying.payoff import DraftTurn
-from transport.worker import Outgoing
+from transport.worker import Key, Outgoing
 
 MAX_LEVELS = 8
 """Forwards of the draft model before one step of the target, at most."""
@@ -43,9 +42,6 @@ SMOOTHING = 0.1
 """Weight of the latest step in what growing a tree takes."""
 MAX_REST_SECONDS = 4.0
 """Reading a long prompt once must not end drafting."""
-
-Key = tuple[Hashable, SessionId]
-"""A session: the link it was opened on and its number there."""
 
 
 def limits_in_turn(draft: DraftLimits, sessions: int = 256) -> LookaheadLimits:

@@ -43,7 +43,6 @@ from speculation.messages import (
     Proposal,
     RefusalCode,
     Refused,
-    SessionId,
     Token,
     ToWorker,
     Verification,
@@ -53,7 +52,7 @@ from speculation.trie import Node
 from speculation.verifying.budget import StepCost, best_places
 from speculation.verifying.calibration import Calibration
 from transport.tracing import SequenceTimings, SessionLog, Tracing
-from transport.worker import Outgoing
+from transport.worker import Key, Outgoing
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +97,7 @@ class Lookahead:
         assert reader is None or levels is None, "drafts of a launch are in the draft model's own vocabulary"
         self._engine, self._welcome, self._limits = engine, welcome, limits
         self._reader = reader or Reader(engine.model)
-        self._sequences: dict[tuple[Hashable, SessionId], DraftSequence] = {}
+        self._sequences: dict[Key, DraftSequence] = {}
         self._compiling: Compiling[DraftSequence] = Compiling(lambda: Grammars(self._reader.model))
         self._calibration = Calibration()
         self._cost = StepCost()

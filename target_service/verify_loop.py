@@ -29,7 +29,6 @@ from speculation.messages import (
     Proposal,
     RefusalCode,
     Refused,
-    SessionId,
     Subscribe,
     TokenLogprobs,
     ToWorker,
@@ -44,7 +43,7 @@ from target_service.sequence import BatchEntry, TargetSequence, reason_to_refuse
 from target_service.step_account import StepAccount, TargetCounters
 from target_service.verdicts import Fault, Verdict, apart, not_finite, of_committed, verdicts
 from transport.tracing import SequenceTimings, SessionLog, Tracing
-from transport.worker import Outgoing
+from transport.worker import Key, Outgoing
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ class VerifyLoop:
         """
         self._engine, self._limits = engine, limits
         self._welcome = replace(welcome, sources=registered())
-        self._sequences: dict[tuple[Hashable, SessionId], TargetSequence] = {}
+        self._sequences: dict[Key, TargetSequence] = {}
         verify = max((limits.budget.verify, *engine.row_classes))
         budget = replace(limits.budget, row_classes=engine.row_classes, verify=verify)
         self._scheduler = Scheduler[TargetSequence](limits.running, budget, lambda: engine.cache.ledger.free)

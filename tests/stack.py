@@ -29,7 +29,7 @@ from target_service.service import ROLE as TARGET
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.bundled import MODELS
 from tests.bundled import held_out_prompts as held_out_prompts
-from transport.worker import Machine, Worker
+from transport.worker import Door, Machine, Worker
 
 needs_invariant_bf16 = pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(),
@@ -88,7 +88,7 @@ async def serving_worker(
     machine: Machine, engine: StepEngine | HeadEngine, role: str, *, validate: bool = True
 ) -> AsyncIterator[Running]:
     worker = Worker(machine, role, validate=validate)
-    await worker.start("127.0.0.1:0")
+    await worker.start(await Door.open(role, "127.0.0.1:0"))
     running = Running(worker, machine, engine)
     try:
         async with asyncio.TaskGroup() as group:

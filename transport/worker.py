@@ -33,6 +33,7 @@ from speculation.messages import (
     Progress,
     RefusalCode,
     Refused,
+    SessionId,
     ToWorker,
     Welcome,
 )
@@ -50,11 +51,13 @@ SWITCH_SECONDS = 1e-4
 """After which the computing thread lets the event loop have the GIL. Python's own 5 ms are longer than most steps."""
 
 T = TypeVar("T")
+Key = tuple[Hashable, SessionId]
+"""A session, at a worker: the link it was opened on and its number there."""
 Outgoing = list[tuple[Hashable, FromWorker | Features]]
 
 
 class Machine(Protocol):
-    """What a worker computes. A session is named by the link it was opened on and its number there."""
+    """What a worker computes."""
 
     def welcome(self) -> Welcome:
         """How the worker introduces itself."""
@@ -225,27 +228,19 @@ class Worker:
         self._stopping = False
         self._links: set[Link] = set()
         self._thread = threading.Thread(target=self._compute, name=f"{role}-steps", daemon=True)
-        self._server: WorkerServer | None = None
-        self.address = ""
 
     @property
     def welcome(self) -> Welcome:
         """How it introduces itself."""
         return self._machine.welcome()
 
-    async def start(self, listen: str | Door, identity: Identity | None = None) -> None:
-        """Listen on ``HOST:PORT``, with TLS as ``identity``, or take over a door that is open.
-
-        Raises :class:`transport.address.AddressError`.
-        """
+    async def start(self, door: Door) -> None:
+        """Take over a door that is open."""
         sys.setswitchinterval(SWITCH_SECONDS)
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
-        if isinstance(listen, Door):
-            self._server = listen.server
-            self._server.hand_over(self)
-        else:
-            self._server = await serve(self, self._role, listen, identity)
+        self._server = door.server
+        self._server.hand_over(self)
         self.address = self._server.address
         self._thread.start()
         self._heart = asyncio.create_task(self._beat())
@@ -286,8 +281,7 @@ class Worker:
         self._heart.cancel()
         if self._ended is not None:
             await asyncio.to_thread(self._ended)
-        if self._server is not None:
-            await self._server.stop()
+        await self._server.stop()
 
     # -- transport.server.Handler, on the event loop -------------------------------------------------------------------
 

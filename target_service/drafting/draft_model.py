@@ -26,7 +26,6 @@ from speculation.messages import (
     Proposal,
     RefusalCode,
     Refused,
-    SessionId,
     Source,
     ToWorker,
     Verification,
@@ -41,7 +40,7 @@ from target_service.drafting.medusa import HeadDrafter
 from target_service.drafting.state_reader import StateReader
 from target_service.sequence import TargetSequence
 from target_service.step_account import TargetCounters
-from transport.worker import Outgoing
+from transport.worker import Key, Outgoing
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +49,6 @@ RETRY_AFTER = 64
 
 USUAL_DRAFTS = 8
 """Drafts of a session over which the time of one more is averaged: of neighbouring sizes, it would be mostly noise."""
-
-Key = tuple[Hashable, SessionId]
-"""A session: the link it was opened on and its number there."""
 
 
 class Drafter(Protocol):

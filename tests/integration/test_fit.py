@@ -34,7 +34,7 @@ from target_service.drafting.medusa import HeadDrafter
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.bundled import MODELS, held_out_prompts
 from tests.stack import settings
-from transport.worker import Worker
+from transport.worker import Door, Worker
 
 TOKENS = 16
 TARGET, DRAFT, OTHER = (str(MODELS / name) for name in ("target", "draft", "draft_other"))
@@ -85,7 +85,7 @@ def in_process(monkeypatch, engines):
         else:
             loop = Lookahead(engine, hello, recorder=recorder)
         worker = Worker(loop, role.value)
-        await worker.start("127.0.0.1:0")
+        await worker.start(await Door.open(role.value, "127.0.0.1:0"))
         try:
             yield ReadyProcess(role.value, None, worker.address)
         finally:

@@ -87,7 +87,7 @@ class Supervised:
 
     async def start(self) -> None:
         self.worker = Worker(ToyMachine(), "target")
-        await self.worker.start(self.address)
+        await self.worker.start(await Door.open("target", self.address))
         self.address = self.worker.address
 
     async def supervise(self) -> None:
@@ -103,7 +103,7 @@ class Supervised:
 @asynccontextmanager
 async def toy_worker(role: str = "target", **options):
     worker = Worker(ToyMachine(role), role, **options)
-    await worker.start("127.0.0.1:0")
+    await worker.start(await Door.open(role, "127.0.0.1:0"))
     try:
         yield worker
     finally:
@@ -180,7 +180,7 @@ async def test_a_target_that_left_the_list_is_let_go_of_when_its_sessions_have_l
 async def test_a_worker_that_drains_refuses_and_says_so_and_waits_for_its_sessions():
     machine = Echo()
     worker = Worker(machine, "target")
-    await worker.start("127.0.0.1:0")
+    await worker.start(await Door.open("target", "127.0.0.1:0"))
     async with connected(worker.address) as (connection, heard):
         loads: list[Load] = []
         heard.received = lambda message: (  # type: ignore[method-assign]
@@ -204,7 +204,7 @@ async def test_a_worker_that_drains_refuses_and_says_so_and_waits_for_its_sessio
 
 async def test_a_worker_that_drains_waits_no_longer_than_it_may():
     worker = Worker(Echo(), "target")
-    await worker.start("127.0.0.1:0")
+    await worker.start(await Door.open("target", "127.0.0.1:0"))
     async with connected(worker.address) as (connection, heard):
         connection.send(OPEN)
         assert isinstance(await heard.next(), Verification)
@@ -246,7 +246,7 @@ async def test_a_step_that_does_not_end_ends_the_worker():
     said: asyncio.Queue[str] = asyncio.Queue()
     machine = ToyMachine(stuck=freed)
     worker = Worker(machine, "target", step_timeout=0.05, stuck=said.put_nowait)
-    await worker.start("127.0.0.1:0")
+    await worker.start(await Door.open("target", "127.0.0.1:0"))
     try:
         why = await asyncio.wait_for(said.get(), 60)
         assert "0.05 s (step_timeout)" in why
@@ -268,7 +268,7 @@ class Muddled(Echo):
 
 async def test_a_worker_that_validates_fails_once_its_books_are_wrong_and_it_is_idle():
     worker = Worker(Muddled(), "target", validate=True)
-    await worker.start("127.0.0.1:0")
+    await worker.start(await Door.open("target", "127.0.0.1:0"))
     async with connected(worker.address) as (connection, _):
         connection.send(OPEN)
         with pytest.raises(AssertionError, match="two sessions hold one block"):
@@ -279,7 +279,7 @@ async def test_a_worker_that_validates_fails_once_its_books_are_wrong_and_it_is_
 async def test_other_workers_do_not_look():
     machine = Muddled()
     worker = Worker(machine, "target")
-    await worker.start("127.0.0.1:0")
+    await worker.start(await Door.open("target", "127.0.0.1:0"))
     async with connected(worker.address) as (connection, heard):
         connection.send(OPEN)
         assert isinstance(await heard.next(), Verification)
@@ -428,7 +428,7 @@ async def test_another_router_gives_the_same_text_from_the_same_cache():
 async def test_who_gave_up_watching_a_worker_does_not_cut_its_drain_short():
     """As a supervisor does: it stops waiting for a failure, then drains."""
     worker = Worker(Echo(), "target")
-    await worker.start("127.0.0.1:0")
+    await worker.start(await Door.open("target", "127.0.0.1:0"))
     watching = asyncio.create_task(worker.wait())
     async with connected(worker.address) as (connection, heard):
         connection.send(OPEN)

@@ -22,7 +22,7 @@ from tests.certificates import Authority
 from tests.integration.test_transport import OPEN, WELCOME, Echo, Heard
 from transport.client import CHANNEL_OPTIONS, WorkerConnection
 from transport.tls import TARGET_NAME, Identity
-from transport.worker import Worker
+from transport.worker import Door, Worker
 
 TWO_DAYS = timedelta(days=2)
 
@@ -40,7 +40,7 @@ def theirs(tmp_path_factory) -> Authority:
 @asynccontextmanager
 async def listening(identity: Identity | None, machine: Echo, role: str = "target"):
     worker = Worker(machine, role)
-    await worker.start("127.0.0.1:0", identity)
+    await worker.start(await Door.open(role, "127.0.0.1:0", identity))
     try:
         yield worker.address
     finally:

@@ -47,7 +47,7 @@ from transport.client import Traffic, WorkerConnection
 from transport.codec import MalformedMessage, decode_from_worker, encode_from_worker, encode_to_worker
 from transport.incoming import Incoming
 from transport.outbox import MAX_WAITING, Outbox, PeerTooSlow
-from transport.worker import Worker
+from transport.worker import Door, Worker
 
 WELCOME = Welcome("target", "fake", 100, 64)
 OPEN = Open(SessionId(1), 1, (1, 2), Sampling(), Limits(9))
@@ -115,7 +115,7 @@ class Heard:
 @asynccontextmanager
 async def echo_worker(machine: Echo, listen: str = "127.0.0.1:0"):
     worker = Worker(machine, "target")
-    await worker.start(listen)
+    await worker.start(await Door.open("target", listen))
     try:
         yield worker
     finally:
@@ -505,7 +505,7 @@ async def test_a_machine_that_fails_ends_its_worker():
 async def test_a_taken_port_is_one_clear_line():
     async with echo_worker(Echo()) as worker:
         with pytest.raises(AddressError, match=f"cannot listen on {worker.address}"):
-            await Worker(Echo(), "target").start(worker.address)
+            await Door.open("target", worker.address)
         with pytest.raises(AddressError):
             check_free(worker.address)
 
@@ -598,7 +598,7 @@ class Drafter(Echo):
 @asynccontextmanager
 async def drafting_worker(machine: Drafter):
     worker = Worker(machine, "draft")
-    await worker.start("127.0.0.1:0")
+    await worker.start(await Door.open("draft", "127.0.0.1:0"))
     try:
         yield worker
     finally:

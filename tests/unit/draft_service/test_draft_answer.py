@@ -26,7 +26,7 @@ from speculation.messages import (
 from tests.stack import held_out_prompts, settings
 from transport.codec import decode_from_worker
 from transport.server import Link
-from transport.worker import Outgoing, Worker
+from transport.worker import Door, Outgoing, Worker
 
 PATIENCE = 60.0
 """Seconds after which an answer is not coming."""
@@ -113,7 +113,7 @@ async def test_an_answer_does_not_wait_for_the_step_that_follows():
     link = Heard()
     machine = Answering(link)
     worker = Worker(machine, "draft")
-    await worker.start("127.0.0.1:0")
+    await worker.start(await Door.open("draft", "127.0.0.1:0"))
     worker.received(link, [Open(SessionId(1), 1, (1, 2), Sampling(), Limits(9))])
     assert await asyncio.to_thread(machine.stepped.wait, 2 * PATIENCE)
     await worker.stop()
