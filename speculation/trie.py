@@ -350,12 +350,8 @@ class SpeculationTrie:
             consider(node.children, len(nodes) - 1)
         return VerificationTree(tuple(nodes), tuple(parents))
 
-    def advance(self, tokens: Sequence[Token]) -> Node | None:
-        """Commit ``tokens`` and re-root below them.
-
-        Returns the node that became the root, whose descendants survive, or None when no draft followed all of
-        ``tokens``: then the trie is empty.
-        """
+    def advance(self, tokens: Sequence[Token]) -> None:
+        """Commit ``tokens`` and re-root below them; where no draft followed all of them, the trie is empty then."""
         node: Node | None = self._root
         for token in tokens:
             node = node.children.get(token) if node else None
@@ -365,7 +361,6 @@ class SpeculationTrie:
         else:
             node.parent = None
             self._plant(node)
-        return node
 
     def _commit(self, tokens: Sequence[Token]) -> None:
         for token in tokens:

@@ -211,16 +211,6 @@ class PoisonDetector:
         first = [session for session, _ in zip(self._waiting, range(WOKEN_AT_ONCE), strict=False)]
         return list(dict.fromkeys([*ready, *first]))
 
-    @property
-    def waiting(self) -> int:
-        """Sessions that wait for a target that is not blocked."""
-        return len(self._waiting)
-
-    @property
-    def on_probation(self) -> int:
-        """Sessions under suspicion."""
-        return len(self._suspicions)
-
     # -- within --------------------------------------------------------------------------------------------------------
 
     def _blocked(self, session: SessionId) -> frozenset[PeerId]:

@@ -133,11 +133,6 @@ class CommittedText:
         """Whether anything was generated."""
         return len(self.tokens) > self.prompt_length
 
-    @property
-    def output(self) -> tuple[Token, ...]:
-        """Tokens after the prompt."""
-        return tuple(self.tokens[self.prompt_length :])
-
     def has(self, verification: Verification) -> bool:
         """Whether nothing that it says is new."""
         return len(self.tokens) - verification.position >= len(verification.tokens)
@@ -221,7 +216,7 @@ class SessionRecord:
     @property
     def output(self) -> tuple[Token, ...]:
         """Committed tokens after the prompt."""
-        return self._text.output
+        return tuple(self._tokens[self.prompt_length :])
 
     @property
     def position(self) -> int:

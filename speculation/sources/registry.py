@@ -111,11 +111,6 @@ def register(name: SourceName, maker: Maker) -> None:
     _makers[name] = maker
 
 
-def unregister(name: SourceName) -> None:
-    """Sessions opened from now on do without it."""
-    del _makers[name]
-
-
 def registered() -> tuple[SourceName, ...]:
     """Names, in the order they came."""
     return tuple(_makers)

@@ -22,6 +22,8 @@ TIMES = tuple(0.0005 * 1.4**i for i in range(18))
 """Seconds after a miss at which the path is looked at: half a millisecond to 150."""
 TICK = 1e-6
 """Seconds; a moment nearer than this is now, or a wait that ends on the dot would be followed by one of no length."""
+MAX_LOOKAHEAD = 48
+"""Most tokens that drafters run ahead."""
 FAIR_CHANCE = 0.002
 """Drafting stops where the odds of a token to be reached fall below this. Low: the step in flight comes in between."""
 BREAK_EVEN = 0.05
@@ -123,9 +125,8 @@ class LookaheadPolicy:
     after a while, and rests longer if nothing has changed.
     """
 
-    def __init__(self, longest: int, wider: LookaheadPolicy | None = None) -> None:
-        """The lookahead never exceeds ``longest``. ``wider``: what all sessions have seen; learns from this one too."""
-        self._longest = longest
+    def __init__(self, wider: LookaheadPolicy | None = None) -> None:
+        """``wider``: what all sessions have seen; learns from this one too."""
         self._wider = wider
         self._agreement: float = wider._agreement if wider else 0.8
         self._accepted: float = max(wider._accepted, CREDIT * BREAK_EVEN) if wider else 1.0
@@ -142,7 +143,7 @@ class LookaheadPolicy:
         """How many tokens to run ahead; 0 while resting."""
         if self._resting:
             return 0
-        return max(1, min(self._longest, math.ceil(math.log(FAIR_CHANCE) / math.log(self.agreement))))
+        return max(1, min(MAX_LOOKAHEAD, math.ceil(math.log(FAIR_CHANCE) / math.log(self.agreement))))
 
     def observe(self, matched: int, diverged: bool, accepted: int, break_even: float = BREAK_EVEN) -> None:
         """Learn from a verification: ``matched`` drafts were followed, then one was not if ``diverged``.

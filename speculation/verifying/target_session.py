@@ -32,7 +32,6 @@ from speculation.trie import InsertResult, Node, SpeculationTrie, TrieLimits, Ve
 from speculation.verifying.calibration import Calibration
 from speculation.verifying.payoff import BREAK_EVEN, DraftLatencyEstimator, LookaheadPolicy, Miss, ThroughputEstimator
 
-MAX_LOOKAHEAD = 48
 FORCED_CONFIDENCE = 0.9
 """That forced text is tokenised as proposed, for a start."""
 SURE = confidence(16)
@@ -44,7 +43,7 @@ class SharedEstimators:
     """What the sessions of one target worker have learned together: where a new one starts from."""
 
     calibration: Calibration = field(default_factory=Calibration)
-    lookahead_policy: LookaheadPolicy = field(default_factory=lambda: LookaheadPolicy(MAX_LOOKAHEAD))
+    lookahead_policy: LookaheadPolicy = field(default_factory=LookaheadPolicy)
     draft_latency: DraftLatencyEstimator = field(default_factory=DraftLatencyEstimator)
     throughput: ThroughputEstimator = field(default_factory=ThroughputEstimator)
     drafting_pays: bool = True
@@ -84,7 +83,7 @@ class TargetSession:
         shared_estimators = shared_estimators or SharedEstimators()
         self.opened = opened
         self.calibration = Calibration(shared_estimators.calibration)
-        self.lookahead_policy = LookaheadPolicy(MAX_LOOKAHEAD, shared_estimators.lookahead_policy)
+        self.lookahead_policy = LookaheadPolicy(shared_estimators.lookahead_policy)
         self.draft_latency = DraftLatencyEstimator(shared_estimators.draft_latency)
         self.throughput = ThroughputEstimator(shared_estimators.throughput)
         self._shared = shared_estimators

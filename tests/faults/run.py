@@ -53,7 +53,7 @@ def check(world: FaultWorld, weather: Weather) -> None:
         }
         assert not held, f"sessions left behind: {held}"
     known = world.poison_detector
-    assert not known.waiting and not known.on_probation, "a router remembers sessions that are over"
+    assert not known._waiting and not known._suspicions, "a router remembers sessions that are over"
 
 
 def _check_end(world: FaultWorld, number: SessionId, *, roomy: bool) -> None:

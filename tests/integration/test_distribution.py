@@ -58,7 +58,7 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.sources.lookup import Continuation
-from speculation.sources.registry import register, unregister
+from speculation.sources.registry import _makers, register
 from speculation.verifying import planner
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
@@ -423,7 +423,7 @@ def check(count: Count) -> None:
 def own_source() -> Iterator[None]:
     register(Certain.source, Certain.for_some)
     yield
-    unregister(Certain.source)
+    del _makers[Certain.source]
 
 
 @pytest.fixture(autouse=True)

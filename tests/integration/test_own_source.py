@@ -13,7 +13,7 @@ import pytest
 from router.service import Router, RouterSettings
 from speculation.messages import Open, Token
 from speculation.sources.lookup import Continuation
-from speculation.sources.registry import register, unregister
+from speculation.sources.registry import _makers, register
 from target_service.verify_loop import TargetLimits
 from tests.stack import Running, target_worker
 
@@ -52,8 +52,8 @@ def own_sources() -> Iterator[None]:
     register(Again.source, Again)
     register(Broken.source, Broken)
     yield
-    unregister(Again.source)
-    unregister(Broken.source)
+    del _makers[Again.source]
+    del _makers[Broken.source]
 
 
 @asynccontextmanager

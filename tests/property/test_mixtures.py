@@ -63,7 +63,7 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from speculation.sources.registry import register, unregister
+from speculation.sources.registry import _makers, register
 from speculation.sources.suffix import SuffixSettings
 from speculation.verifying import planner
 from speculation.verifying.budget import StepCost
@@ -520,7 +520,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(EagleDrafter, "_pays", lambda *_: True)
     register(OWN, Hearsay)
     yield
-    unregister(OWN)
+    del _makers[OWN]
 
 
 @pytest.mark.parametrize("number", range(len(MIXTURES)))

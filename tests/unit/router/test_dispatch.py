@@ -276,7 +276,7 @@ async def test_a_target_that_refused_to_take_over_keeps_no_account_of_the_sessio
     served.die("b")
     served.verify("a", 12, finish=FinishReason.LENGTH)
     await serving
-    assert served.dispatcher._poison_detector.on_probation == 0
+    assert served.dispatcher._poison_detector._suspicions == {}
 
 
 async def test_a_drafter_that_says_what_targets_say_throws_suspicion_on_nobody(served):
@@ -292,7 +292,7 @@ async def test_a_drafter_that_says_what_targets_say_throws_suspicion_on_nobody(s
     served.verify("b", *range(20, 20 + WELL_PAST))
     await served.read(2)
     served.die("b")  # the text has gone well past the place where the one before died
-    assert served.dispatcher._poison_detector.on_probation == 0
+    assert served.dispatcher._poison_detector._suspicions == {}
     served.up("c")
     served.verify("c", 50, finish=FinishReason.STOP)
     await serving
@@ -359,7 +359,7 @@ async def test_a_text_that_nobody_reads_waits_for_no_target(served):
     snapshot = served.dispatcher.snapshot()
     assert (snapshot.running, snapshot.placing) == (0, 0)
     served.die("a")
-    assert served.dispatcher._poison_detector.on_probation == 0
+    assert served.dispatcher._poison_detector._suspicions == {}
     assert not served.dispatcher._poison_detector._opened
     served.dispatcher.give_up("this router ends")
     assert served.dispatcher.snapshot().totals.failed == 0

@@ -16,7 +16,7 @@ from router.schema.requests import speculation_of
 from speculation.events import Own
 from speculation.messages import AllBut, Limits, Open, Sampling, SessionId, Source, Speculation, Token, Verification
 from speculation.sources import registry
-from speculation.sources.registry import MAX_SOURCES, SourceError, register, registered, unregister
+from speculation.sources.registry import MAX_SOURCES, SourceError, _makers, register, registered
 from speculation.verifying.target_session import TargetSession
 from target_service.service import load_sources
 from transport.codec import decode_from_worker, decode_to_worker, encode_from_worker, encode_to_worker
@@ -56,7 +56,7 @@ def as_before() -> Iterator[None]:
     before = registered()
     yield
     for name in set(registered()) - set(before):
-        unregister(name)
+        del _makers[name]
 
 
 @pytest.mark.parametrize("name", ["", "Upper", "a b", "9a", "x" * 33, "a\n", *Source, *Own])
@@ -85,7 +85,7 @@ def test_sessions_draft_with_what_is_registered_when_they_are_opened() -> None:
     register("says", lambda _: Says(Said((7, 8), (0.9, 0.8))))
     register("absent", lambda _: None)
     session = TargetSession(OPENED, vocabulary=10)
-    unregister("says")
+    del _makers["says"]
     assert drafts_of(session) == [(7, "says"), (8, "says")]
     assert drafts_of(TargetSession(OPENED, vocabulary=10)) == []
     assert session.faults == {}

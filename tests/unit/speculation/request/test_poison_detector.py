@@ -57,7 +57,7 @@ def test_who_has_committed_is_no_suspect_and_moves_freely():
     router.up = [T1]
     for session in range(5):
         router.open(session, T1)
-    assert not router.known.on_probation
+    assert not router.known._suspicions
 
 
 def test_who_goes_on_elsewhere_is_no_suspect_of_a_target_it_has_left():
@@ -67,9 +67,9 @@ def test_who_goes_on_elsewhere_is_no_suspect_of_a_target_it_has_left():
     router.known.opened(SessionId(1), T1, 2)  # it would have moved there, was refused, and stayed
     router.known.closed(SessionId(1), T1)
     router.die(T1)
-    assert router.known.on_probation  # it might have been that
+    assert router.known._suspicions  # it might have been that
     router.commit(1)
-    assert not router.known.on_probation
+    assert not router.known._suspicions
 
 
 def test_suspects_are_tried_one_at_a_time_with_nobody_else_there():
@@ -88,7 +88,7 @@ def test_suspects_are_tried_one_at_a_time_with_nobody_else_there():
     router.open(2, T1)
     router.commit(2)
     router.open(3, T1)
-    assert not router.known.on_probation
+    assert not router.known._suspicions
 
 
 def test_a_target_is_kept_free_until_a_suspect_can_be_tried_there():
@@ -149,7 +149,7 @@ def test_many_suspects_are_tried_an_eighth_at_a_time():
     router.up = [T1]
     answers = [router.ask(session) for session in range(32)]
     assert sum(answer == Placed(Role.TARGET, T1) for answer in answers) == 4
-    assert router.known.waiting == 28
+    assert len(router.known._waiting) == 28
 
 
 def test_who_was_alone_with_two_deaths_is_condemned_after_a_while():
@@ -170,7 +170,7 @@ def test_a_drain_is_no_death():
     for peer in (T0, T1, T0, T1):
         router.open(1, peer)
         router.die(peer, expected=True)
-    assert not router.known.on_probation
+    assert not router.known._suspicions
     router.open(1, T0)
 
 
@@ -218,10 +218,10 @@ def test_who_is_near_the_place_of_a_death_is_a_suspect_of_the_next():
     router.die(T1)
     router.open(1, T0)
     router.commit(1)
-    assert router.known.on_probation == 1
+    assert len(router.known._suspicions) == 1
     router.open(2, T1)
     router.commit(2, WELL_PAST)
-    assert router.known.on_probation == 0
+    assert router.known._suspicions == {}
 
 
 def test_who_shared_the_last_death_is_tried_again():
@@ -268,14 +268,14 @@ def test_who_left_a_target_that_said_nothing_since_is_a_suspect_of_its_death():
     router.known.closed(SessionId(1), T0)
     router.open(2, T0)
     router.die(T0)
-    assert router.known.on_probation == 2
+    assert len(router.known._suspicions) == 2
     router = Router()
     router.open(1, T0)
     router.open(2, T0)
     router.known.closed(SessionId(1), T0)
     router.commit(2)  # so it did not hang of 1
     router.die(T0)
-    assert router.known.on_probation == 0
+    assert router.known._suspicions == {}
 
 
 def test_nothing_is_remembered_of_sessions_that_are_over():
@@ -287,5 +287,5 @@ def test_nothing_is_remembered_of_sessions_that_are_over():
     router.ask(1)
     for session in (1, 2):
         router.known.ended(SessionId(session), finished=False)
-    assert (router.known.waiting, router.known.on_probation) == (0, 0)
+    assert (router.known._waiting, router.known._suspicions) == ({}, {})
     assert not any(getattr(router.known, name) for name in ("_opened", "_unproven", "_reserved", "_reached"))
