@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
-from operator import attrgetter
 
 from speculation import digest as digests
 from speculation.frozen import frozen
@@ -43,7 +42,7 @@ class Node:
 
     A source proposes A with confidence 0.6 and then B with 0.3 after the same text::
 
-        confidence  A 0.6   B 0.3    the source's word for this token alone
+        confidence  A 0.6   B 0.3    the source's word for this token alone, given its parent
         claim       A 0.6   B 0.75   the same if its earlier siblings are wrong: 0.3 / (1 - 0.6)
         odds        A 0.5   B 0.3    calibrated, P(kept | parent kept): A was right half the time, B in 0.6 of the rest
         weight      the product of the odds along the path: P(kept). Re-rooting starts it again from 1.
@@ -55,13 +54,9 @@ class Node:
     digest: int
     """Names that prefix."""
     confidence: float = 1.0
-    """The draft source's own word for this token alone, given its parent."""
     claim: float = 1.0
-    """What that comes to if the siblings that its source proposed before are wrong."""
     odds: float = 1.0
-    """What is made of that claim: the probability that this token is kept if its parent is."""
     weight: float = 1.0
-    """Probability that the path from the root to this token is kept."""
     source: SourceName = Source.DRAFT
     rank: int = 0
     """How many siblings were there first. Sources propose the likeliest first."""
@@ -160,8 +155,6 @@ class VerificationTree:
 
 Odds = Callable[[Node], float]
 """The probability that a new node is kept if its parent is and the siblings before it are not."""
-own_word: Odds = attrgetter("claim")
-"""The odds of one who takes the draft source at its word."""
 
 
 class SpeculationTrie:
@@ -173,7 +166,7 @@ class SpeculationTrie:
         *,
         vocabulary: int,
         limits: TrieLimits = TrieLimits(),
-        odds: Odds = own_word,
+        odds: Odds,
     ) -> None:
         """Start with ``tokens`` committed and nothing drafted. Draft tokens must be below ``vocabulary``."""
         self.limits = limits

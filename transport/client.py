@@ -108,9 +108,9 @@ class Liveness:
     what whoever sends it work wants to know.
     """
 
-    def __init__(self, seconds: float, patience: Patience) -> None:
-        """From now on. ``seconds``: of :data:`TICKS` ticks."""
-        self._seconds, self._patience = seconds, patience
+    def __init__(self, patience: Patience) -> None:
+        """From now on."""
+        self._patience = patience
         self._silent = 0.0  # ticks in which nothing was heard
         self._unanswered = 0.0  # ticks since the last ping, if it has not been answered
         self._pinged = self._written = self._answers = False
@@ -151,7 +151,7 @@ class Liveness:
     def tick(self, *, late: bool) -> str | None:
         """Another tick has passed, ``late`` by one more at least: why the worker is to be given up, if so."""
         weight, limit = DOUBTFUL_TICK if late else 1.0, TICKS * self._patience.factor
-        seconds = f"{self._seconds * self._patience.factor:.0f} s"
+        seconds = f"{WORKER_SILENCE_SECONDS * self._patience.factor:.0f} s"
         self._silent += weight
         if self._pinged and self._answers:
             self._unanswered += weight if self._written else DOUBTFUL_TICK
@@ -238,7 +238,7 @@ class WorkerConnection:
         outbox = Outbox()
         async with self._channel() as channel:
             stub = (rpc.TargetStub if self._role == "target" else rpc.DraftStub)(channel)
-            liveness = self._liveness = Liveness(WORKER_SILENCE_SECONDS, self._patience)
+            liveness = self._liveness = Liveness(self._patience)
             call = stub.Run(self._frames(outbox, liveness))
 
             def reset(reason: str) -> None:

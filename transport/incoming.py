@@ -179,12 +179,12 @@ class Incoming:
         role: str,
         listener: Listener,
         routes: Mapping[SessionId, Route],
-        later: Later | None = None,
+        later: Later = lambda call: call(),
         give_up: Callable[[str], object] = log.warning,
         unrouted: Callable[[], object] = lambda: None,
         asked: Asked = nothing_open,
     ) -> None:
-        """``worker`` is for logs. Without ``later`` nothing is put off. ``asked``: which log-probabilities it may tell.
+        """``worker`` is for logs. By default nothing is put off. ``asked``: which log-probabilities it may tell.
 
         ``give_up`` is called once, with the reason, if the stream is to be ended because of what came on it;
         ``unrouted`` for features that nobody waits for.
@@ -234,9 +234,7 @@ class Incoming:
                 self._unread.append(unread)
         if not self.up and self._unread:
             self._read()
-        if self._later is None:
-            self.finish()
-        elif idle and self._unread:
+        if idle and self._unread:
             self._later(self._read_some)
 
     def finish(self) -> None:
@@ -264,7 +262,6 @@ class Incoming:
         return _Unread(entry, held=head.session)
 
     def _read_some(self) -> None:
-        assert self._later is not None
         try:
             for _ in range(READ_AT_ONCE):
                 if self._unread:

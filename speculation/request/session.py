@@ -28,7 +28,6 @@ from speculation.request.placement import Opening, closed
 from speculation.request.placement import SessionLimits as SessionLimits
 from speculation.request.record import TRANSITIONS, IllegalTransition, Kind, SessionRecord, SessionState
 from speculation.request.record import Phase as Phase
-from speculation.request.record import Workers as Workers
 
 
 class Session(SessionRecord):

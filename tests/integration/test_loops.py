@@ -138,7 +138,7 @@ def test_lead_and_size_of_a_draft_tree_are_bounded(engines, nodes, depth, total)
         engines, limits=LookaheadLimits(draft=DraftLimits(lead=4, nodes=nodes, min_weight=0.0, bytes_a_token=1e6))
     )
     drafter.receive(LINK, opened())
-    seen = SpeculationTrie(opened().tokens, vocabulary=10**6)
+    seen = SpeculationTrie(opened().tokens, vocabulary=10**6, odds=lambda node: node.claim)
     while (sent := drafter.step()) is not None:
         for _, message in sent:
             assert isinstance(message, Proposal)

@@ -16,7 +16,7 @@ def added(trie: SpeculationTrie, proposal: Proposal) -> int:
 
 
 def trie(**limits: int) -> SpeculationTrie:
-    return SpeculationTrie(PROMPT, vocabulary=100, limits=TrieLimits(**limits))
+    return SpeculationTrie(PROMPT, vocabulary=100, limits=TrieLimits(**limits), odds=lambda node: node.claim)
 
 
 def propose(prefix, tokens, parents=None, confidence=()) -> Proposal:

@@ -314,7 +314,7 @@ class Target:
 
     def __post_init__(self) -> None:
         self.router = Router()
-        self.router.incoming = Incoming("w", "target", self.router, {}, None, asked=lambda _session, _epoch: self.asked)
+        self.router.incoming = Incoming("w", "target", self.router, {}, asked=lambda _session, _epoch: self.asked)
         self.router.take(Welcome("target", "m", 100, 100))
         self.parsed = self.read = 0
         parse, read = codec._parse, codec._read_logprobs

@@ -16,7 +16,7 @@ SLOWLY = round(TICKS / DOUBTFUL_TICK)
 
 
 def stream(patience: Patience | None = None) -> Liveness:
-    return Liveness(2.0, patience or Patience())
+    return Liveness(patience or Patience())
 
 
 def ping(watched: Liveness) -> None:
