@@ -112,9 +112,7 @@ class HeadEngine:
         first = sequence.pending  # the number of the row ``start``
         depths = list(sequence.depths)
         states: list[Tensor] = []
-        parents = (
-            chunk.resolved_parents() if chunk.parents is not None else range(first - 1, first - 1 + len(chunk.tokens))
-        )
+        parents = chunk.resolved_parents()
         for parent in islice(parents, start, None):
             depth = depths[parent] + 1 if parent >= 0 else 0
             state_D = known.states.get(sequence.length + depth)

@@ -37,6 +37,7 @@ from engine.step import Engine
 from speculation.demand import DraftDemand
 from speculation.drafting.draft_session import Candidate, DraftLimits, DraftSession, Sync
 from speculation.messages import (
+    ANCHOR,
     Close,
     Load,
     Open,
@@ -287,7 +288,17 @@ class Lookahead:
         return entries + [DraftBatchEntry.below(sequence, nodes) for sequence, nodes in chosen.items()]
 
     def _read_on(self, sequence: DraftSequence, frontier: Sequence[Node]) -> DraftBatchEntry:
-        return DraftBatchEntry.read_on(sequence, frontier, self._limits.prefill, self.counters)
+        """Feed the committed tokens that the cache lacks; once that is all, expand ``frontier``: their end, if any."""
+        if sequence.num_uncomputed_tokens == 0:
+            # The root's own logits are gone: feed its token again.
+            sequence.cached.truncate(sequence.cached.length - 1)
+        elif sequence.num_uncomputed_tokens > 1:
+            self.counters.reused += sequence.cached.reuse()
+        start, pending = sequence.cached.length, sequence.cached.pending
+        tokens = sequence.text.tokens[start : start + self._limits.prefill]
+        complete = start + len(tokens) == len(sequence.text.tokens)
+        parents = [ANCHOR, *range(pending, pending + len(tokens) - 1)]
+        return DraftBatchEntry(sequence, tokens, parents, frontier if complete else ())
 
     def _compute(self, entries: Sequence[DraftBatchEntry]) -> Outgoing:
         """Run the entries in one forward and commit what it found.

@@ -213,22 +213,6 @@ class DraftBatchEntry:
         parents = [ANCHOR if node.above is root else sequence.pending[node.above] for node in nodes]
         return cls(sequence, [sequence.text.own(node.token) for node in nodes], parents, nodes)
 
-    @classmethod
-    def read_on(
-        cls, sequence: DraftSequence, frontier: Sequence[Node], max_tokens: int, counters: DraftCounters
-    ) -> DraftBatchEntry:
-        """Feed the committed tokens that the cache lacks; once that is all, expand ``frontier``: their end, if any."""
-        if sequence.num_uncomputed_tokens == 0:
-            # The root's own logits are gone: feed its token again.
-            sequence.cached.truncate(sequence.cached.length - 1)
-        elif sequence.num_uncomputed_tokens > 1:
-            counters.reused += sequence.cached.reuse()
-        start, pending = sequence.cached.length, sequence.cached.pending
-        tokens = sequence.text.tokens[start : start + max_tokens]
-        complete = start + len(tokens) == len(sequence.text.tokens)
-        parents = [ANCHOR, *range(pending, pending + len(tokens) - 1)]
-        return cls(sequence, tokens, parents, frontier if complete else ())
-
     def withdraw(self) -> bool:
         """Compute no guesses and no further levels after all; whether there were any."""
         any_there = self.levels > 1 or bool(self.guesses.nodes)

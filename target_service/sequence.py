@@ -123,11 +123,9 @@ class TargetSequence:
         With a text that was begun elsewhere they were told there.
         """
         opened = self.session.opened
-        if (
-            opened.request_options.prompt_logprobs is None
-            or opened.generated
-            or len(self.session.tokens) > len(opened.tokens)
-        ):
+        if opened.request_options.prompt_logprobs is None or opened.generated:
+            return range(0)
+        if len(self.session.tokens) > len(opened.tokens):
             return range(0)
         return range(1 + len(self._prompt_logprobs), len(opened.tokens))
 
@@ -179,11 +177,8 @@ class BatchEntry:
     @classmethod
     def of(cls, sequence: TargetSequence, share: Share) -> BatchEntry:
         """What a session does with its share of a step."""
-        return cls(
-            sequence,
-            share.num_scheduled_tokens,
-            share.drafts if share.num_scheduled_tokens == sequence.num_uncomputed_tokens else None,
-        )
+        ends = share.num_scheduled_tokens == sequence.num_uncomputed_tokens
+        return cls(sequence, share.num_scheduled_tokens, share.drafts if ends else None)
 
     @property
     def tokens(self) -> int:
@@ -302,13 +297,13 @@ def reason_to_refuse(opened: Open, vocabulary: int, context: int, capacity: int)
 
     ``vocabulary``: token ids are below; ``context``, ``capacity``: longest sequences of the model and of the cache.
     """
-    sampling, request_options = opened.sampling, opened.request_options
+    sampling, told = opened.sampling, opened.request_options.prompt_logprobs
     for what, tokens in (
         ("token", opened.tokens),
         ("logit_bias token", [token for token, _ in sampling.bias]),
         ("allowed_token_ids token", sampling.allowed),
         ("bad_words token", chain.from_iterable(sampling.banned)),
-        ("prediction token", request_options.prediction),
+        ("prediction token", opened.request_options.prediction),
     ):
         worst = max(tokens, default=0)
         if worst >= vocabulary:
@@ -318,12 +313,7 @@ def reason_to_refuse(opened: Open, vocabulary: int, context: int, capacity: int)
     if opened.limits.end > capacity:
         return f"{opened.limits.end} tokens exceed the cache of {capacity}"
     prompt = len(opened.tokens) - len(opened.generated)
-    if (
-        request_options.prompt_logprobs is not None
-        and prompt * (1 + request_options.prompt_logprobs) > MAX_PROMPT_LOGPROBS
-    ):
-        return (
-            f"prompt_logprobs {request_options.prompt_logprobs} for {prompt} tokens exceed the {MAX_PROMPT_LOGPROBS} "
-            "log-probabilities told of one prompt"
-        )
+    if told is not None and prompt * (1 + told) > MAX_PROMPT_LOGPROBS:
+        most = f"the {MAX_PROMPT_LOGPROBS} log-probabilities told of one prompt"
+        return f"prompt_logprobs {told} for {prompt} tokens exceed {most}"
     return None
