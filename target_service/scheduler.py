@@ -270,10 +270,8 @@ class Scheduler(Generic[J]):
         """Start waiting sessions while there is room for all they have, and for everyone to grow."""
         while self.waiting and len(self.running) < self._max_running:
             ahead = [*self.running, self.waiting[0]]
-            if (
-                self.running
-                and sum(job.blocks_needed(job.num_uncomputed_tokens + HEADROOM) for job in ahead) > self._free()
-            ):
+            needed = sum(job.blocks_needed(job.num_uncomputed_tokens + HEADROOM) for job in ahead)
+            if self.running and needed > self._free():
                 return
             job = self.waiting.pop(0)
             insort(self.running, job, key=BY_RANK)

@@ -83,11 +83,8 @@ def name_of(role: str) -> str:
 
 def read(files: TlsFiles, role: str, now: datetime) -> Credentials:
     """Read and examine the files of a process with this role. Raises :class:`TlsError`."""
-    chain_pem, key_pem, authority_pem = (
-        _content("certificate", files.certificate),
-        _content("key", files.key),
-        _content("authority", files.authority),
-    )
+    chain_pem, key_pem = _content("certificate", files.certificate), _content("key", files.key)
+    authority_pem = _content("authority", files.authority)
     own, *between = certificates_in("certificate", files.certificate, chain_pem)
     authorities = certificates_in("authority", files.authority, authority_pem)
     where = f"certificate {files.certificate}"
