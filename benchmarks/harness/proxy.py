@@ -46,11 +46,14 @@ class Proxy:
         finally:
             self._open.set()
 
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        always, task = asyncio.Event(), asyncio.current_task()
-        always.set()
-        assert task is not None
+    def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._connected(reader, writer))
         self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        always = asyncio.Event()
+        always.set()
         writers, passing = [writer], list[asyncio.Task[None]]()
         try:
             with contextlib.suppress(OSError):  # who is there is gone: whoever has connected sees that
@@ -61,7 +64,6 @@ class Proxy:
                 await asyncio.wait(passing, return_when=asyncio.FIRST_COMPLETED)
                 await self._open.wait()
         finally:
-            self._tasks.discard(task)
             for each in passing:
                 each.cancel()
             for end in writers:
