@@ -167,7 +167,7 @@ async def test_a_worker_that_stops_is_noticed_and_one_that_returns_is_used_again
             await first.stop()
             assert isinstance(await heard.next(), str)
             again = Worker(Echo(), "target")
-            await again.start(address)
+            await again.start(await Door.open("target", address))
             try:
                 assert await heard.next() == WELCOME
                 connection.send(OPEN)
