@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from cluster.config.config import default_of
+from cluster.config.config import SpeculationConfig
 from cluster.config.flags import Parser, count, number, round_trip, values
 from cluster.config.pools import AT_DRAFTER, AT_TARGET
 from cluster.console import BAD_INPUT, CommandError, stages
@@ -113,7 +113,7 @@ def add(parser: Parser) -> None:
     for name, (usual, about) in SWEEP.items():
         sweep.add_argument(_flag(name), action="append", metavar="X,Y", help=f"{about} (default: {usual})")
     other = parser.add_argument_group("the run and its results")
-    maximum = default_of("speculation.max_draft")
+    maximum = SpeculationConfig().max_draft
     about = f"most draft tokens verified for a session in a step (default: {maximum})"
     other.add_argument("--max-draft", type=int, default=maximum, metavar="N", help=about)
     other.add_argument("--tokens", type=int, default=1000, metavar="N", help="tokens a session (default: 1000)")

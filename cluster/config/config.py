@@ -10,7 +10,7 @@ pool with any number of draft pools, for which those two sections hold the defau
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,10 +24,10 @@ from cluster.config.settings import (
     ConfigError,
     ConfigReader,
     Override,
+    SettingPath,
     SettingSpec,
     Values,
     document_in,
-    rule_in,
     seconds,
     setting,
     settings_of,
@@ -277,16 +277,11 @@ def max_replicas_of(pool: TargetConfig | DraftConfig | RouterConfig) -> int:
 SECTIONS: Mapping[str, type[Any]] = {
     entry.name: type(entry.default) for entry in fields(Config) if is_dataclass(entry.default)
 }
-
-
-def rule_of(key: str) -> SettingSpec:
-    """What is known of the setting with this dotted path."""
-    return rule_in(_SETTINGS[key])
-
-
-def default_of(key: str) -> object:
-    """Its default."""
-    return _SETTINGS[key].default
+SETTINGS: Mapping[str, SettingSpec] = settings_of(Config) | {
+    f"{section}.{name}": spec for section, kind in SECTIONS.items() for name, spec in settings_of(kind).items()
+}
+"""Every setting by its dotted path; those of ``target`` and ``draft`` also describe the pools of ``models``."""
+_READER = ConfigReader(SETTINGS, tuple(SECTIONS))
 
 
 def load(path: Path | None = None, overrides: Iterable[Override] = ()) -> Config:
@@ -302,10 +297,10 @@ def from_mapping(
 
     Raises :class:`ConfigError`.
     """
-    values, shape = _READER.read(where, document, base, overrides)
+    values, pools = _READER.read(where, document, base, overrides)
     sections = {name: kind(**_under(values, name)) for name, kind in SECTIONS.items()}
     sections["draft"] = sections["draft"].beside(sections["target"]).placed(where, "draft")
-    models = {name: _model(where, name, shape[name], sections, values) for name in shape}
+    models = {name: _model(where, name, pools[name], sections, values) for name in pools}
     if models and (given := sections["router"].model_name):
         raise ConfigError(
             f"{where}: router.model_name is {given!r}; leave it empty, the keys of {MODELS} are the names"
@@ -318,22 +313,19 @@ def from_mapping(
     return Config(**sections, models=models, **own)  # type: ignore[arg-type]
 
 
-_SETTINGS: dict[str, Field[Any]] = {entry.name: entry for entry in settings_of(Config)}
-for _name, _kind in SECTIONS.items():
-    _SETTINGS |= {f"{_name}.{entry.name}": entry for entry in settings_of(_kind)}
-_READER = ConfigReader(_SETTINGS, tuple(SECTIONS))
-
-
 def _under(values: Values, *path: str) -> dict[str, Any]:
     return {key[-1]: value for key, value in values.items() if key[:-1] == path}
 
 
-def _model(where: object, name: str, drafts: Iterable[str], sections: Mapping[str, Any], values: Values) -> ModelConfig:
+def _model(
+    where: object, name: str, paths: Iterable[SettingPath], sections: Mapping[str, Any], values: Values
+) -> ModelConfig:
     """A model of ``models``: what is said of its pools, over the sections that hold the defaults."""
+    _, *drafts = paths
     target = replace(sections["target"], **{"name": name} | _under(values, MODELS, name, "target"))
     if target.name != name:
         raise ConfigError(f"{where}: models.{name}.target.name is {target.name!r}; the key {name!r} is the name")
-    pools = {pool: replace(sections["draft"], **_under(values, MODELS, name, "drafts", pool)) for pool in drafts}
+    pools = {path[-1]: replace(sections["draft"], **_under(values, *path)) for path in drafts}
     shared = sum(draft.placement == SHARED for draft in pools.values())
     if shared > 1:
         raise ConfigError(f"{where}: models.{name} has {shared} draft pools with placement shared; a target has one")

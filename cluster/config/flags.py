@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from cluster.config import speculative_config
-from cluster.config.config import SECTIONS, Config, default_of, load, rule_of
+from cluster.config.config import SECTIONS, SETTINGS, Config, load
 from cluster.config.pools import SHARED
 from cluster.config.settings import ConfigError, Override
 from cluster.console import BAD_INPUT, CommandError, complain
@@ -50,8 +50,8 @@ class Parser(argparse.ArgumentParser):
 
 def add_setting(parser: argparse._ActionsContainer, flag: str, *keys: str, about: str = "") -> None:
     """A flag that sets one setting, or the same in several sections."""
-    rule, default = rule_of(keys[0]), default_of(keys[0])
-    text = about or rule.about
+    spec, default = SETTINGS[keys[0]], SETTINGS[keys[0]].default
+    text = about or spec.about
     if isinstance(default, bool):
         opposite = [Override(key, "false" if default else "true", flag) for key in keys]
         parser.add_argument(flag, dest=OVERRIDES, action="append_const", const=opposite, help=text)
@@ -59,7 +59,7 @@ def add_setting(parser: argparse._ActionsContainer, flag: str, *keys: str, about
     if default not in ("", 0) and "default" not in text:
         text += f" (default: {_short(default)})"
     kind = {int: "N", float: "X"}.get(type(default), "TEXT")
-    metavar = "{" + ",".join(rule.choices) + "}" if 0 < len(rule.choices) < 4 else "auto|N" if rule.auto else kind
+    metavar = "{" + ",".join(spec.choices) + "}" if 0 < len(spec.choices) < 4 else "auto|N" if spec.auto else kind
 
     def overrides(given: str) -> list[Override]:
         return [Override(key, given, flag) for key in keys]
@@ -94,7 +94,7 @@ def add_repeated(parser: argparse._ActionsContainer, flag: str, key: str) -> Non
             joined = Override(key, ", ".join([*before[-1:], str(value)]), flag)
             setattr(found, OVERRIDES, [*given, [joined]])
 
-    about = f"one of {rule_of(key).about}; may be repeated"
+    about = f"one of {SETTINGS[key].about}; may be repeated"
     parser.add_argument(flag, dest=OVERRIDES, action=Join, metavar="TEXT", help=about)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +35,7 @@ AUTO: Literal["auto"] = "auto"
 class SettingSpec:
     """What a setting means and which values it takes."""
 
+    default: Any
     about: str
     ge: float | None = None
     le: float | None = None
@@ -46,10 +47,15 @@ class SettingSpec:
     form: str = ""
     """The same in words."""
 
+    @property
+    def kind(self) -> type[object]:
+        """What its values are."""
+        return int if self.auto else type(self.default)
+
 
 def setting(default: Any, about: str, **limits: Any) -> Any:
     """A field of a section."""
-    return field(default=default, metadata={"rule": SettingSpec(about, **limits)})
+    return field(default=default, metadata={"setting": SettingSpec(default, about, **limits)})
 
 
 def seconds(default: float, about: str) -> Any:
@@ -57,54 +63,46 @@ def seconds(default: float, about: str) -> Any:
     return setting(default, about, ge=0, le=86400)
 
 
-def settings_of(kind: type[Any]) -> Iterator[Field[Any]]:
+def settings_of(kind: type[Any]) -> dict[str, SettingSpec]:
     """The fields of a dataclass that are settings."""
-    return (entry for entry in fields(kind) if "rule" in entry.metadata)
+    return {entry.name: entry.metadata["setting"] for entry in fields(kind) if "setting" in entry.metadata}
 
 
-def rule_in(entry: Field[Any]) -> SettingSpec:
-    """What is known of a setting."""
-    rule = entry.metadata["rule"]
-    assert isinstance(rule, SettingSpec)
-    return rule
-
-
-def checked(where: object, key: str, entry: Field[Any], value: object) -> object:
+def checked(where: object, key: str, spec: SettingSpec, value: object) -> object:
     """``value`` if the setting takes it; integers pass for floats. Raises :class:`ConfigError`."""
-    rule, kind = rule_in(entry), _type_of(entry)
-    if rule.auto and value == AUTO:
+    if spec.auto and value == AUTO:
         return value
-    if kind is float and type(value) is int:
+    if spec.kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind or not _allowed(rule, value):
-        raise ConfigError(f"{where}: {key} must be {_wanted(kind, rule)}, got {described(value)}")
+    if type(value) is not spec.kind or not _allowed(spec, value):
+        raise ConfigError(f"{where}: {key} must be {_wanted(spec)}, got {described(value)}")
     return value
 
 
-def _allowed(rule: SettingSpec, value: Any) -> bool:
+def _allowed(spec: SettingSpec, value: Any) -> bool:
     """Whether a value of the right type is; written so that nan is not."""
     if isinstance(value, str):
-        fits = not rule.pattern or re.fullmatch(rule.pattern, value) is not None
-        return fits and (not rule.choices or value in rule.choices)
-    return (rule.ge is None or value >= rule.ge) and (rule.le is None or value <= rule.le)
+        fits = not spec.pattern or re.fullmatch(spec.pattern, value) is not None
+        return fits and (not spec.choices or value in spec.choices)
+    return (spec.ge is None or value >= spec.ge) and (spec.le is None or value <= spec.le)
 
 
-def parsed(where: object, key: str, entry: Field[Any], text: str) -> object:
+_TRUTH = {"true": True, "yes": True, "false": False, "no": False}
+_READ: Mapping[type[object], Callable[[str], object]] = {
+    bool: lambda text: _TRUTH[text.lower()],
+    int: int,
+    float: float,
+    str: str,
+}
+
+
+def parsed(where: object, key: str, spec: SettingSpec, text: str) -> object:
     """The value that the text of a flag stands for. Raises :class:`ConfigError`."""
-    rule, kind = rule_in(entry), _type_of(entry)
-    value: object = text
-    if rule.auto and value == AUTO:
-        return value
     try:
-        if kind is bool:
-            value = {"true": True, "yes": True, "false": False, "no": False}[text.lower()]
-        elif kind is int:
-            value = int(text)
-        elif kind is float:
-            value = float(text)
+        value = text if spec.auto and text == AUTO else _READ[spec.kind](text)
     except (KeyError, ValueError):
-        raise ConfigError(f"{where}: {key} must be {_wanted(kind, rule)}, got {text!r}") from None
-    return checked(where, key, entry, value)
+        raise ConfigError(f"{where}: {key} must be {_wanted(spec)}, got {text!r}") from None
+    return checked(where, key, spec, value)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -119,19 +117,15 @@ def described(value: object) -> str:
     return "nothing" if value is None else f"{value!r}"
 
 
-def _type_of(entry: Field[Any]) -> type[object]:
-    return int if rule_in(entry).auto else type(entry.default)
-
-
-def _wanted(kind: type[object], rule: SettingSpec) -> str:
-    if rule.choices:
-        return f"one of {', '.join(rule.choices)}"
-    if rule.form:
-        return rule.form
-    name = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
-    if rule.auto:
+def _wanted(spec: SettingSpec) -> str:
+    if spec.choices:
+        return f"one of {', '.join(spec.choices)}"
+    if spec.form:
+        return spec.form
+    name = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[spec.kind]
+    if spec.auto:
         name = f"{AUTO} or {name}"
-    low, high = rule.ge, rule.le
+    low, high = spec.ge, spec.le
     if low is not None and high is not None:
         return f"{name} from {low} to {high}"
     return name if low is None else f"{name}, at least {low}"
@@ -156,8 +150,8 @@ _FOLDERS = (
 
 SettingPath = tuple[str, ...]
 Values = Mapping[SettingPath, object]
-Shape = Mapping[str, Sequence[str]]
-"""Names of the draft pools of each model."""
+PoolSections = Mapping[SettingPath, object]
+"""What is said of the pools of a model: of its target, then of each draft pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,31 +187,34 @@ def yaml_in(where: object, text: str) -> Any:
 class ConfigReader:
     """Knows what can be set, not what it means."""
 
-    def __init__(self, settings: Mapping[str, Field[Any]], sections: Sequence[str]) -> None:
+    def __init__(self, settings: Mapping[str, SettingSpec], sections: Sequence[str]) -> None:
         """``settings`` by dotted path; those of ``target`` and ``draft`` also describe the pools of ``models``."""
         self._settings, self._sections = settings, sections
 
     def read(
         self, where: object, document: Mapping[Any, object], base: Path, overrides: Iterable[Override]
-    ) -> tuple[Values, Shape]:
-        """Every setting that is given, flags winning. Raises :class:`cluster.config.settings.ConfigError`."""
-        shape = _shape(where, document.get(MODELS))
-        values = {path: _located(base, path, value) for path, value in self._flatten(where, document)}
+    ) -> tuple[Values, Mapping[str, PoolSections]]:
+        """Every setting that is given, flags winning, and the pools of each model.
+
+        Raises :class:`cluster.config.settings.ConfigError`.
+        """
+        models = _models(where, document.get(MODELS))
+        values = {path: _located(base, path, value) for path, value in self._flatten(where, document, models)}
         for override in overrides:
-            path = _split(override, shape)
+            path = _split(override, models)
             value = parsed(override.source, override.key, self._known(override.source, path), override.text)
             values[path] = _located(Path(), path, value)
-        return values, shape
+        return values, models
 
-    def _flatten(self, where: object, document: Mapping[Any, object]) -> Iterator[tuple[SettingPath, object]]:
-        """Every setting that is given, by its path and checked. The shape of ``models`` is known to be right."""
+    def _flatten(
+        self, where: object, document: Mapping[Any, object], models: Mapping[str, PoolSections]
+    ) -> Iterator[tuple[SettingPath, object]]:
+        """Every setting that is given, by its path and checked."""
         for name, value in document.items():
             if name == MODELS:
-                for model, pools in _mapping(where, MODELS, value).items():
-                    given = _mapping(where, MODELS, pools)
-                    yield from self._flat(where, (MODELS, model, "target"), given.get("target"))
-                    for pool, entry in _mapping(where, MODELS, given.get("drafts")).items():
-                        yield from self._flat(where, (MODELS, model, "drafts", pool), entry)
+                for pools in models.values():
+                    for above, section in pools.items():
+                        yield from self._flat(where, above, section)
             elif name in self._sections:
                 yield from self._flat(where, (name,), value)
             else:
@@ -229,7 +226,7 @@ class ConfigReader:
             path = (*above, str(name))
             yield path, checked(where, ".".join(path), self._known(where, path), value)
 
-    def _known(self, where: object, path: SettingPath) -> Field[Any]:
+    def _known(self, where: object, path: SettingPath) -> SettingSpec:
         """The setting there. Refuses an unknown one with the nearest: by its whole path, else by its last part."""
         key = _described_by(path)
         if key in self._settings:
@@ -252,9 +249,10 @@ def _mapping(where: object, key: str, value: object) -> Mapping[Any, object]:
     return value
 
 
-def _shape(where: object, document: object) -> dict[str, tuple[str, ...]]:
-    """By model, the names of its draft pools, all of them checked."""
-    shape: dict[str, tuple[str, ...]] = {}
+def _models(where: object, document: object) -> Mapping[str, PoolSections]:
+    """The pools of each model, all names checked."""
+    models: dict[str, dict[SettingPath, object]] = {}
+    seen: dict[str, str] = {}
     for model, pools in _mapping(where, MODELS, document).items():
         _named(where, MODELS, model, _MODEL_NAME, "letters, digits and . _ - : /")
         given = _mapping(where, f"{MODELS}.{model}", pools)
@@ -264,12 +262,11 @@ def _shape(where: object, document: object) -> dict[str, tuple[str, ...]]:
         drafts = _mapping(where, f"{MODELS}.{model}.drafts", given.get("drafts", {DEFAULT_POOL: None}))
         for pool in drafts:
             _named(where, f"{MODELS}.{model}.drafts", pool, _POOL_NAME, "lower-case letters, digits and -")
-        shape[model] = tuple(drafts)
-    seen: dict[str, str] = {}
-    for model in shape:
         if (twin := seen.setdefault(in_file_names(model), model)) != model:
             raise ConfigError(f"{where}: models {twin!r} and {model!r} differ only in / : -; rename one of them")
-    return shape
+        models[model] = {(MODELS, model, "target"): given.get("target")}
+        models[model] |= {(MODELS, model, "drafts", pool): section for pool, section in drafts.items()}
+    return models
 
 
 def in_file_names(model: str) -> str:
@@ -282,16 +279,14 @@ def _named(where: object, key: str, name: object, pattern: str, form: str) -> No
         raise ConfigError(f"{where}: {key} has a name {name!r}; a name there is made of {form}")
 
 
-def _split(override: Override, shape: Shape) -> SettingPath:
+def _split(override: Override, models: Mapping[str, PoolSections]) -> SettingPath:
     """The path that the key of a flag means. Names of models contain dots, so they have to be known."""
     if not override.key.startswith(f"{MODELS}."):
         return tuple(override.key.split("."))
-    for model, drafts in shape.items():
-        pools = [(MODELS, model, "target"), *((MODELS, model, "drafts", pool) for pool in drafts)]
-        for above in pools:
-            if override.key.startswith(prefix := ".".join((*above, ""))):
-                return (*above, override.key.removeprefix(prefix))
-    known = ", ".join(f"{MODELS}.{model}.target" for model in shape) or "none"
+    for above in (above for pools in models.values() for above in pools):
+        if override.key.startswith(prefix := ".".join((*above, ""))):
+            return (*above, override.key.removeprefix(prefix))
+    known = ", ".join(f"{MODELS}.{model}.target" for model in models) or "none"
     raise ConfigError(f"{override.source}: no pool of a model has a setting {override.key!r}; the targets are {known}")
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from cluster.certificates import new_authority, now
-from cluster.config.config import default_of
+from cluster.config.config import SETTINGS
 from cluster.config.environment import CHECKOUT
 from deploy.policy_rules import CLOSED
 from deploy.reference_rules import SECRETS
@@ -179,7 +179,7 @@ def test_limits_are_the_defaults():
     rows = re.findall(r"^\| .+? \| (\d+) \| `([\w.]+)` \|$", GUIDE, re.MULTILINE)
     assert len(rows) >= 4
     for number, key in rows:
-        assert int(number) == default_of(key), key
+        assert int(number) == SETTINGS[key].default, key
 
 
 def test_no_table_is_torn():
@@ -231,4 +231,4 @@ def test_what_is_said_to_be_seen_is_said_by_the_product():
 def test_settings_that_are_named_exist():
     names = set(re.findall(r"`((?:target|draft|router|ray|speculation)\.\w+)", GUIDE))
     for key in names - {"router.paceline"}:  # a name in a certificate
-        assert default_of(key) is not None, key
+        assert SETTINGS[key].default is not None, key

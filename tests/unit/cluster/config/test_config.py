@@ -3,7 +3,7 @@ from dataclasses import fields
 import pytest
 import yaml
 
-from cluster.config.config import SECTIONS, Config, Override, default_of, from_mapping, load, rule_of
+from cluster.config.config import SECTIONS, SETTINGS, Config, Override, from_mapping, load
 from cluster.config.flags import Parser, add_file, add_repeated, add_section, add_tracing, configuration
 from cluster.config.pools import OWN, DraftConfig, ModelConfig, TargetConfig, chosen_threads
 from cluster.config.serving import draft_settings, router_settings, shared_drafter, target_settings, trace_settings
@@ -165,8 +165,8 @@ def test_every_setting_says_what_it_is_and_has_a_default_of_its_own_kind():
     keys = [key for key in printed if key not in (*SECTIONS, "models")]
     keys += [f"{section}.{entry.name}" for section, kind in SECTIONS.items() for entry in fields(kind)]
     for key in keys:
-        assert rule_of(key).about
-        override = Override(key, str(default_of(key)), "--set")
+        assert SETTINGS[key].about
+        override = Override(key, str(SETTINGS[key].default), "--set")
         assert load(None, [override]) == Config()
 
 
