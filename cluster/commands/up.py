@@ -103,12 +103,9 @@ def run(args: argparse.Namespace) -> int:
         if args.demo:
             _demo(config)
         _say_how_to_use(config, args.detach)
-        if args.detach:
-            backend.leave()
-            return 0
         backend.watch()
     except KeyboardInterrupt:
-        return 0
+        pass
     except CommandError as error:
         complain(f"paceline: {error}")  # before stopping, which takes seconds
         return error.code
@@ -119,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         with stages() as report:
             report("leaving" if args.detach else "stopping")
             backend.stop()
-    return FAILED
+    return 0
 
 
 def _backend(config: Config, *, detach: bool) -> LocalProcesses | RayCluster:

@@ -80,10 +80,6 @@ class LocalProcesses:
                     complain(happened)
             time.sleep(POLL_SECONDS)
 
-    def leave(self) -> None:
-        """Impossible: the processes end with this one."""
-        raise AssertionError("local processes have nobody else to supervise them")
-
     def stop(self) -> None:
         """End all processes and remove what was written."""
         self._stopping = True

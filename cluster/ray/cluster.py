@@ -83,9 +83,12 @@ class RayCluster:
         self._serves = True
 
     def watch(self) -> None:
-        """Serve heals the application; this only notices when all of Ray is gone. Returns never."""
+        """Serve heals the application; this only notices when all of Ray is gone. Returns only to leave it there."""
         import ray
 
+        if self._detach:
+            self._deployed = self._serves = False
+            return
         told = ""
         while True:
             time.sleep(WATCH_SECONDS)
@@ -101,10 +104,6 @@ class RayCluster:
             if said != told:
                 complain(said or "all replicas are well again")
                 told = said
-
-    def leave(self) -> None:
-        """Let the cluster go on serving."""
-        self._deployed = self._serves = False
 
     def stop(self) -> None:
         """End the application and what of Ray was started here."""
@@ -213,10 +212,15 @@ def application_details() -> dict[str, Any]:
     ``serve.status()`` first makes models of all of it and checks them, for 45 ms of CPU each time: a start asks some
     fifty times while workers load on the same cores, and whoever watches asks for ever. This takes 1 ms.
     """
-    from ray.serve.context import _get_global_client
-
-    client: Any = _get_global_client(raise_if_no_controller_running=False)
+    client = serve_client(raise_if_no_controller_running=False)
     return client.get_serve_details()["applications"] if client else {}
+
+
+def serve_client(**options: bool) -> Any:
+    """What talks to Serve's controller."""
+    from ray.serve import context
+
+    return context._get_global_client(**options)
 
 
 def _application(details: dict[str, Any]) -> ApplicationStatus:
@@ -244,14 +248,12 @@ def _leaving(status: ApplicationStatus) -> bool:
 
 def _apply(ours: list[dict[str, Any]]) -> None:
     """Have Serve run these applications besides all that are not Paceline's, which it would otherwise end."""
-    from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
-    client: Any = _get_global_client()
     known = application_details().items()
     others = [entry["deployed_app_config"] for name, entry in known if name != APPLICATION]
     wanted = [*filter(None, others), *ours]
-    client.deploy_apps(ServeDeploySchema.model_validate({"applications": wanted}))
+    serve_client().deploy_apps(ServeDeploySchema.model_validate({"applications": wanted}))
 
 
 def check_http(config: Config) -> None:
@@ -259,10 +261,7 @@ def check_http(config: Config) -> None:
 
     What guards that address was judged by the configuration's. Raises :class:`cluster.console.CommandError`.
     """
-    from ray.serve.context import _get_global_client
-
-    client: Any = _get_global_client()
-    found, router, address = client.http_config, config.router, config.ray.address
+    found, router, address = serve_client().http_config, config.router, config.ray.address
     if (found.host, found.port) != (router.host, router.port):
         where = f"listens on {join_address(found.host, found.port)}" if found.host else "serves no HTTP"
         raise CommandError(

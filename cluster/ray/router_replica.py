@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 from ray import serve
@@ -14,6 +14,7 @@ from cluster.config.config import Config
 from cluster.config.security import check_http_exposure
 from cluster.config.serving import router_settings
 from cluster.discovery import Handles, LongPoll, ServeDirectory
+from cluster.ray.cluster import serve_client
 from cluster.ray.connection import check_token
 from cluster.ray.metrics import copy_metrics
 from cluster.ray.parts import known
@@ -81,9 +82,6 @@ def _check_doors(config: Config) -> None:
     ``paceline up`` asks both before it deploys. A RayService is deployed by nobody who asks, says where HTTP is served
     beside our configuration, and need not say in there that there is a cluster.
     """
-    from ray.serve.context import _get_global_client
-
-    client: Any = _get_global_client()
-    check_http_exposure(config, client.http_config.host or "localhost")
+    check_http_exposure(config, serve_client().http_config.host or "localhost")
     hosts = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     check_token(config, ray.get_runtime_context().gcs_address, hosts)
