@@ -18,7 +18,7 @@ from cluster.config.security import SecurityError, check_worker_exposure
 from cluster.config.settings import ConfigError, described
 from cluster.placement import ROUTER as ROUTER_DEPLOYMENT
 from cluster.placement import ClusterNode, Need, lacking, needs, with_routers
-from deploy.manifests import GPU, Manifests, Object, group_name, groups, mount_of, ray_container, requested, where
+from deploy.manifests import Manifests, Object, Pod, groups, mount_of, requested, where
 from deploy.model_rules import LIST, fetched_by
 from deploy.policy_rules import lets_out_to
 from deploy.ray_rules import DRAIN, HARD_STOP, number
@@ -67,11 +67,11 @@ def application_faults(application: Object, service: Object, manifests: Manifest
         return
     head, *_ = groups(service)
     for what in [*_of_files(config, ROUTER, head, manifests)][:1]:
-        yield f"{group_name(head)}: {what}; from there the doctor meets workers as a router does"
+        yield f"{head.group_name}: {what}; from there the doctor meets workers as a router does"
     for need in wanted:
         for group in _fitting(need, service):
             for what in _of_equipment(config, role_of(need.deployment) or ROUTER, group, manifests):
-                yield f"{group_name(group)}: {what}"
+                yield f"{group.group_name}: {what}"
     if service["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions"):
         yield from _of_survival(counts, service, wanted)
     yield from _of_models(config, wanted, service, manifests)
@@ -101,11 +101,11 @@ def _of_config(config: Config) -> Iterator[str]:
 def _of_proxies(config: Config, service: Object) -> Iterator[str]:
     """Every node has an HAProxy; one that was replaced must keep its streams for as long as a router does."""
     for group in groups(service):
-        stop = number(ray_container(group), HARD_STOP)
+        stop = number(group.main, HARD_STOP)
         if not stop >= config.router.drain_timeout:
             below = f"below router.drain_timeout ({config.router.drain_timeout:g})"
             what = f"{HARD_STOP} is {stop:g}; {below} HAProxy cuts streams whenever routers come or go"
-            yield f"{group_name(group)}: {what}"
+            yield f"{group.group_name}: {what}"
 
 
 def _of_tracing(config: Config, manifests: Manifests) -> Iterator[str]:
@@ -127,28 +127,28 @@ def _of_picker(manifests: Manifests) -> Iterator[str]:
                     yield f"{where(entry, name)}: {path} wants a key; have it read {PICKER_PATH}"
 
 
-def _of_equipment(config: Config, role: str, group: Object, manifests: Manifests) -> Iterator[str]:
+def _of_equipment(config: Config, role: str, group: Pod, manifests: Manifests) -> Iterator[str]:
     """What the pods of a group need that may run this role: files, the certificate of the role, and time to end."""
-    container, keys = ray_container(group), config.security.api_keys
+    keys = config.security.api_keys
     drain = config.router.drain_timeout if role == ROUTER else config.drain_timeout
-    if drain + START_SECONDS > (said := number(container, DRAIN)):
+    if drain + START_SECONDS > (said := number(group.main, DRAIN)):
         name = "router.drain_timeout" if role == ROUTER else "drain_timeout"
         more = f"without {START_SECONDS:g} more the replica ends before another has started"
         yield f"{name} is {drain:g}, but Ray drains for {said:g}; {more}"
-    if role == ROUTER and keys and mount_of(container, keys) is None:
+    if role == ROUTER and keys and mount_of(group.main, keys) is None:
         yield f"security.api_keys is {keys}, but nothing is mounted there"
     yield from _of_files(config, role, group, manifests)
 
 
-def _of_files(config: Config, role: str, group: Object, manifests: Manifests) -> Iterator[str]:
+def _of_files(config: Config, role: str, group: Pod, manifests: Manifests) -> Iterator[str]:
     """What the pods of a group need to be known to the others by this role."""
-    security, container = config.security, ray_container(group)
+    security, container = config.security, group.main
     files = {"certificate": security.certificate, "key": security.key, "authority": security.authority}
     for name, path in files.items():
         if path and mount_of(container, path) is None:
             yield f"security.{name} is {path}, but nothing is mounted there"
     mount = mount_of(container, security.certificate) if security.certificate else None
-    volumes = {volume["name"]: volume for volume in group["template"]["spec"].get("volumes", [])}
+    volumes = {volume["name"]: volume for volume in group.spec.get("volumes", [])}
     secret = volumes.get(mount["name"], {}).get("secret", {}).get("secretName") if mount else None
     for certificate in manifests.of("Certificate"):
         names = certificate["spec"].get("dnsNames", [])
@@ -173,7 +173,7 @@ def _of_models(config: Config, wanted: Iterable[Need], service: Object, manifest
             continue
         readers = {pool.deployment, ROUTER_DEPLOYMENT} if pool.role is Role.TARGET else {pool.deployment}
         placed = [group for need in wanted if need.deployment in readers for group in _fitting(need, service)]
-        blind = [group_name(group) for group in placed if mount_of(ray_container(group), model) is None]
+        blind = [group.group_name for group in placed if mount_of(group.main, model) is None]
         if blind:
             yield f"{said}, but {' and '.join(blind)} mount nothing there"
         elif fetched and model not in fetched:
@@ -190,9 +190,9 @@ def _of_survival(
         if (count := counts.get(need.deployment, (need.replicas, 0))[0]) < 2:
             yield f"{need.deployment}: there may be {count} alone; with 2 the loss of one machine is survived"
         for group in _fitting(need, service) if need.gpus else ():
-            gpus = requested(ray_container(group), GPU)
-            if 2 * need.gpus * need.ranks <= gpus:
-                yield f"{group_name(group)}: its {gpus:g} GPUs hold two of {need.deployment}; one machine may take both"
+            if 2 * need.gpus * need.ranks <= group.gpus:
+                held = f"its {group.gpus:g} GPUs hold two of {need.deployment}"
+                yield f"{group.group_name}: {held}; one machine may take both"
 
 
 def _nodes(service: Object) -> list[ClusterNode]:
@@ -201,19 +201,18 @@ def _nodes(service: Object) -> list[ClusterNode]:
     found = []
     for group in groups(service)[1:]:
         # KubeRay tells Ray whole CPUs, rounded up.
-        cpus, gpus = math.ceil(requested(ray_container(group), "cpu")), requested(ray_container(group), GPU)
-        count = group.get("maxReplicas" if scaled else "replicas", 1)
-        found += [ClusterNode(cpus, gpus, group.get("labels", {}))] * count
+        cpus = math.ceil(requested(group.main, "cpu"))
+        count = group.ray.get("maxReplicas" if scaled else "replicas", 1)
+        found += [ClusterNode(cpus, group.gpus, group.ray.get("labels", {}))] * count
     return found
 
 
-def _fitting(need: Need, service: Object) -> list[Object]:
+def _fitting(need: Need, service: Object) -> list[Pod]:
     """The worker groups where Ray may put it: those with its labels, and GPUs if it needs some."""
     return [
         group
         for group in groups(service)[1:]
-        if need.labels.items() <= group.get("labels", {}).items()
-        and requested(ray_container(group), GPU) >= need.gpus * need.ranks
+        if need.labels.items() <= group.ray.get("labels", {}).items() and group.gpus >= need.gpus * need.ranks
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,30 @@ class RenderError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """A pod template, and how many pods there may be of it."""
+    """A pod template, and how many pods there are of it at least."""
 
     where: str
     labels: Mapping[str, str]
     spec: Object
     at_least: int
-    at_most: int
+    ray: Object = field(default_factory=dict)
+    """The group of a RayService that it is of, as the manifest has it."""
+
+    @property
+    def group_name(self) -> str:
+        """For messages. The head has no ``groupName``."""
+        return str(self.ray.get("groupName", "head"))
+
+    @property
+    def main(self) -> Object:
+        """Its first container: KubeRay takes it for Ray's own."""
+        found: Object = self.spec["containers"][0]
+        return found
+
+    @property
+    def gpus(self) -> float:
+        """That this reserves."""
+        return requested(self.main, GPU)
 
     def containers(self) -> Iterator[Object]:
         """All, those that run first included."""
@@ -63,11 +80,11 @@ class Manifests:
 
     def pods(self) -> list[Pod]:
         """Every pod template: of Ray's head and worker groups, and of what Kubernetes runs itself."""
-        found = [group_pod(entry, group) for entry in self.of("RayService") for group in groups(entry)]
+        found = [pod for entry in self.of("RayService") for pod in groups(entry)]
         for entry in self.of("Deployment", "StatefulSet", "Job"):
             template, count = entry["spec"]["template"], entry["spec"].get("replicas", 1)
             labels = template.get("metadata", {}).get("labels", {})
-            found.append(Pod(where(entry), labels, template["spec"], count, count))
+            found.append(Pod(where(entry), labels, template["spec"], count))
         return found
 
     def selected(self, selector: Object) -> list[Pod]:
@@ -117,20 +134,17 @@ def where(entry: Object, part: str = "") -> str:
     return " ".join(filter(None, (f"{entry['kind']} {entry['metadata']['name']}", part)))
 
 
-def groups(rayservice: Object) -> list[Object]:
-    """The head group, then the worker groups. The head has no ``groupName``."""
+def groups(rayservice: Object) -> list[Pod]:
+    """Of the head group, then of the worker groups."""
     cluster = rayservice["spec"]["rayClusterConfig"]
-    return [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", [])]
-
-
-def group_name(group: Object) -> str:
-    """For messages."""
-    return str(group.get("groupName", "head"))
-
-
-def ray_container(group: Object) -> Object:
-    """Ray's own: KubeRay takes the first."""
-    found: Object = group["template"]["spec"]["containers"][0]
+    found = []
+    for group in (cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", [])):
+        scaled = cluster.get("enableInTreeAutoscaling") and "groupName" in group
+        fewest = group.get("minReplicas", 0) if scaled else group.get("replicas", 1)
+        template = group["template"]
+        labels = template.get("metadata", {}).get("labels", {})
+        place = where(rayservice, group.get("groupName", "head"))
+        found.append(Pod(place, labels, template["spec"], fewest, group))
     return found
 
 
@@ -142,16 +156,6 @@ def requested(container: Object, resource: str) -> float:
 def environment_of(container: Object) -> dict[str, str]:
     """Variables and their values; empty where something else gives these."""
     return {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}
-
-
-def group_pod(rayservice: Object, group: Object) -> Pod:
-    """The pods of a Ray group, between its bounds if there is an autoscaler."""
-    template = group["template"]
-    usual = group.get("replicas", 1)
-    scaled = rayservice["spec"]["rayClusterConfig"].get("enableInTreeAutoscaling") and "groupName" in group
-    low, high = (group.get("minReplicas", 0), group.get("maxReplicas", usual)) if scaled else (usual, usual)
-    labels = template.get("metadata", {}).get("labels", {})
-    return Pod(where(rayservice, group_name(group)), labels, template["spec"], low, high)
 
 
 def host_in(address: str) -> str:

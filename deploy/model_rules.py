@@ -6,18 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from cluster.fetch import COMPLETE, READABLE, FetchError, models_in, quantity
-from deploy.manifests import (
-    GPU,
-    Manifests,
-    Object,
-    Violation,
-    environment_of,
-    group_name,
-    groups,
-    ray_container,
-    requested,
-    where,
-)
+from deploy.manifests import Manifests, Object, Violation, environment_of, groups, where
 
 LIST, STORAGE = "MODELS", "STORAGE"
 """Variables of the Job: FOLDER=HUB-ID, separated by spaces; and how large the volume was asked to be."""
@@ -74,11 +63,10 @@ def least_bytes(model: str) -> int:
 def _of_waiting(service: Object) -> Iterator[Violation]:
     """Routers read tokenizers, workers weights; each waits for no more and no less."""
     for group in groups(service)[1:]:
-        spec = group["template"]["spec"]
-        claims = {volume.get("persistentVolumeClaim", {}).get("claimName") for volume in spec.get("volumes", [])}
+        claims = {one.get("persistentVolumeClaim", {}).get("claimName") for one in group.spec.get("volumes", [])}
         if CLAIM not in claims:
             continue
-        mark = COMPLETE if requested(ray_container(group), GPU) else READABLE
-        waits = " ".join(" ".join(entry.get("args", [])) for entry in spec.get("initContainers", []))
+        mark = COMPLETE if group.gpus else READABLE
+        waits = " ".join(" ".join(entry.get("args", [])) for entry in group.spec.get("initContainers", []))
         if f"/{mark}" not in waits:
-            yield where(service, group_name(group)), f"must wait until each model has {mark}, in an init container"
+            yield group.where, f"must wait until each model has {mark}, in an init container"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from deploy.manifests import GPU, Manifests, Object, Pod, Violation, mount_of, requested, where
+from deploy.manifests import GPU, Manifests, Object, Pod, Violation, mount_of, where
 
 DIGEST = "@sha256:[0-9a-f]{64}$"
 PROBE = "engine.host.live_gpus"
@@ -50,9 +50,8 @@ def _of_pod(pod: Pod) -> Iterator[str]:
     for key in ("hostNetwork", "hostPID", "hostIPC"):
         if pod.spec.get(key):
             yield f"{key} must not be set"
-    main = pod.spec["containers"][0]
-    on_gpu = requested(main, GPU) > 0
-    if on_gpu and not _PROBED.search(" ".join(main.get("livenessProbe", {}).get("exec", {}).get("command", []))):
+    on_gpu = pod.gpus > 0
+    if on_gpu and not _PROBED.search(" ".join(pod.main.get("livenessProbe", {}).get("exec", {}).get("command", []))):
         yield f"its livenessProbe must run {PROBE}, or a GPU that is gone leaves a pod that serves nothing"
     affinity = pod.spec.get("affinity", {}).get("nodeAffinity", {})
     if on_gpu and not (pod.spec.get("nodeSelector") or affinity.get("requiredDuringSchedulingIgnoredDuringExecution")):

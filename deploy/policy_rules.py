@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from urllib.parse import urlsplit
 
-from deploy.manifests import GPU, Manifests, Object, Pod, Violation, group_pod, groups, requested, selects, where
+from deploy.manifests import Manifests, Object, Pod, Violation, groups, selects, where
 
 HTTP, METRICS, DASHBOARD, HTTPS, REDIS = 8000, 8080, 8265, 443, 6379
 KUBERNETES = (HTTPS, 6443, 8443, 16443)
@@ -137,7 +137,7 @@ def _names(manifests: Manifests) -> Iterator[Violation]:
 def _ways(manifests: Manifests) -> Iterator[Violation]:
     """Who has to reach whom."""
     for service in manifests.of("RayService"):
-        head, *workers = (group_pod(service, group) for group in groups(service))
+        head, *workers = groups(service)
         yield from _needed_from_outside(manifests, head, DASHBOARD, "KubeRay's operator")
         if service["spec"]["rayClusterConfig"].get("enableInTreeAutoscaling"):
             yield from _needed_outside(manifests, head, KUBERNETES, "Kubernetes' API, which Ray's autoscaler asks")
@@ -145,7 +145,7 @@ def _ways(manifests: Manifests) -> Iterator[Violation]:
             if manifests.of("PodMonitor"):
                 yield from _needed_from_outside(manifests, pod, METRICS, "Prometheus")
             led_to = any(pod in manifests.pods_of(service) for service in manifests.of("Service"))
-            if led_to and not requested(pod.spec["containers"][0], GPU) and manifests.of("HTTPRoute", "Ingress"):
+            if led_to and not pod.gpus and manifests.of("HTTPRoute", "Ingress"):
                 yield from _needed_from_outside(manifests, pod, HTTP, "clients")
             yield from _needed_among(manifests, pod, (head, *workers), ANY_WORKER)
         yield from _needed_among(manifests, head, manifests.redis_of(service), REDIS)

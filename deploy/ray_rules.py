@@ -6,17 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from deploy.manifests import (
-    Manifests,
-    Object,
-    Violation,
-    environment_of,
-    group_name,
-    groups,
-    mount_of,
-    ray_container,
-    where,
-)
+from deploy.manifests import Manifests, Object, Pod, Violation, environment_of, groups, mount_of, where
 from router.http.asgi import HEAD_SECONDS, STALL_SECONDS
 
 MAX_NAME_CHARACTERS = 47
@@ -57,8 +47,8 @@ def ray_findings(manifests: Manifests) -> Iterator[Violation]:
             yield where(service), what
         yield from _of_redis(service, manifests)
         for group in groups(service):
-            for what in [*_of_group(group, service), *_of_shutdown(group), *_of_proxies(ray_container(group))]:
-                yield where(service, group_name(group)), what
+            for what in [*_of_group(group, service), *_of_shutdown(group), *_of_proxies(group.main)]:
+                yield group.where, what
 
 
 def number(container: Object, variable: str) -> float:
@@ -100,8 +90,9 @@ def _of_service(service: Object) -> Iterator[str]:
             yield "an incremental upgrade needs clusterUpgradeOptions"
         elif options.get("stepSizePercent", 0) > options.get("maxSurgePercent", 100):
             yield "clusterUpgradeOptions.stepSizePercent is above maxSurgePercent"
-    yield from _of_head(ray_container(cluster["headGroupSpec"]))
-    names = [group_name(group) for group in groups(service)]
+    head, *_ = found = groups(service)
+    yield from _of_head(head.main)
+    names = [group.group_name for group in found]
     if len(names) != len(set(names)):
         yield f"worker groups share a name: {', '.join(sorted(names))}"
 
@@ -120,7 +111,7 @@ def _of_state(service: Object) -> Iterator[str]:
     options = cluster.get("gcsFaultToleranceOptions")
     if not options:
         return
-    address, head = options.get("redisAddress", ""), ray_container(cluster["headGroupSpec"])
+    address, head = options.get("redisAddress", ""), groups(service)[0].main
     if not address.startswith(TLS):
         yield f"gcsFaultToleranceOptions.redisAddress is {address}; with {TLS} nobody reads or changes it on the way"
     authority = environment_of(head).get(AUTHORITY, "")
@@ -133,7 +124,7 @@ def _of_state(service: Object) -> Iterator[str]:
 def _of_redis(service: Object, manifests: Manifests) -> Iterator[Violation]:
     """Of the Redis that keeps the head's state, where it is one of ours."""
     for pod in manifests.redis_of(service):
-        said = " ".join(str(part) for part in pod.spec["containers"][0].get("args", []))
+        said = " ".join(str(part) for part in pod.main.get("args", []))
         if "--tls-port" not in said or "--port 0" not in said:
             yield pod.where, "must listen with --tls-port alone, and --port 0"
 
@@ -148,12 +139,13 @@ def _of_autoscaler(service: Object) -> Iterator[str]:
     if options.get("version") != "v2":
         yield "autoscalerOptions.version must be v2; v1 does not know Ray's labels"
     for group in groups(service):
-        policy = group["template"]["spec"].get("restartPolicy", "Never")
+        policy = group.spec.get("restartPolicy", "Never")
         if policy != "Never":
-            yield f"{group_name(group)}: restartPolicy is {policy}; with autoscaler v2 it must be Never or unset"
+            yield f"{group.group_name}: restartPolicy is {policy}; with autoscaler v2 it must be Never or unset"
 
 
-def _of_group(group: Object, service: Object) -> Iterator[str]:
+def _of_group(pod: Pod, service: Object) -> Iterator[str]:
+    group = pod.ray
     start: Mapping[str, str] = group.get("rayStartParams", {})
     if "labels" in start:
         yield "labels belong into the group's labels, not into rayStartParams"
@@ -187,14 +179,12 @@ def _of_proxies(container: Object) -> Iterator[str]:
         yield f"{CLIENT_TIMEOUT} is {seconds:g}; above 0 and at most {MAX_CLIENT_SECONDS:g}, {why}"
 
 
-def _of_shutdown(group: Object) -> Iterator[str]:
+def _of_shutdown(group: Pod) -> Iterator[str]:
     """Pods get SIGTERM, drain, and must not be killed before that ends."""
-    spec = group["template"]["spec"]
-    container = ray_container(group)
-    drain = number(container, DRAIN)
-    grace = spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
+    drain = number(group.main, DRAIN)
+    grace = group.spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
     if not drain < grace <= drain + MAX_SLACK_SECONDS:
         wanted = f"above {DRAIN} ({drain:g}), and by at most {MAX_SLACK_SECONDS}"
         yield f"terminationGracePeriodSeconds is {grace}; it must be {wanted}"
-    if "preStop" in container.get("lifecycle", {}):
+    if "preStop" in group.main.get("lifecycle", {}):
         yield "a preStop hook would stop Ray before it has drained; leave it out"

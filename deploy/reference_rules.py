@@ -5,19 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from deploy.manifests import (
-    GPU,
-    Manifests,
-    Object,
-    Pod,
-    Violation,
-    group_pod,
-    groups,
-    host_in,
-    requested,
-    selects,
-    where,
-)
+from deploy.manifests import Manifests, Object, Pod, Violation, groups, host_in, selects, where
 from deploy.policy_rules import HTTP
 
 
@@ -252,7 +240,7 @@ def _apart(manifests: Manifests) -> Iterator[Violation]:
         for pod in manifests.selected(budget["spec"].get("selector", {}))
     }
     for service in manifests.of("RayService"):
-        head, *workers = (group_pod(service, group) for group in groups(service))
+        head, *workers = groups(service)
         for pod in workers:
             survives = service["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions")
             if survives and pod.labels.get(COMPONENT) in SURVIVING:
@@ -284,8 +272,7 @@ def _entrance(manifests: Manifests) -> Iterator[Violation]:
     for service in manifests.of("Service"):
         leads = any(port.get("targetPort") in ("serve", HTTP) for port in service["spec"]["ports"])
         for pod in manifests.pods_of(service) if leads else []:
-            main = pod.spec["containers"][0]
-            if requested(main, GPU):
+            if pod.gpus:
                 yield where(service), f"leads clients into {pod.where}, which computes"
-            elif main.get("readinessProbe", {}).get("httpGet", {}).get("path") != READY:
+            elif pod.main.get("readinessProbe", {}).get("httpGet", {}).get("path") != READY:
                 yield pod.where, f"must be ready by {READY}: {service['metadata']['name']} leads clients in"

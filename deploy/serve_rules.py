@@ -10,7 +10,7 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.config.settings import ConfigError, yaml_in
 from cluster.ray.parts import IMPORT_PATH
 from deploy.application_rules import application_faults
-from deploy.manifests import Manifests, Object, Violation, group_name, groups, ray_container, where
+from deploy.manifests import Manifests, Object, Violation, groups, where
 
 
 def serve_findings(manifests: Manifests) -> Iterator[Violation]:
@@ -52,9 +52,9 @@ def _of_serve(document: Object, service: Object) -> Iterator[str]:
         yield "http_options.request_timeout_s cuts streams that run; leave it out"
     port = http.get("port", 8000)
     for group in groups(service):
-        ports = {entry.get("name"): entry["containerPort"] for entry in ray_container(group).get("ports", [])}
+        ports = {entry.get("name"): entry["containerPort"] for entry in group.main.get("ports", [])}
         if ports.get("serve") != port:
-            yield f"http_options.port is {port}, but {group_name(group)} calls {ports.get('serve')} its port serve"
+            yield f"http_options.port is {port}, but {group.group_name} calls {ports.get('serve')} its port serve"
     paths = [application["import_path"] for application in document["applications"]]
     if paths != [IMPORT_PATH]:
         yield f"applications must be one with import_path {IMPORT_PATH}, got {', '.join(paths) or 'none'}"
