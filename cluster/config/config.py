@@ -24,9 +24,9 @@ from cluster.config.settings import (
     ConfigError,
     ConfigReader,
     Override,
+    Sections,
     SettingPath,
     SettingSpec,
-    Values,
     document_in,
     seconds,
     setting,
@@ -297,35 +297,30 @@ def from_mapping(
 
     Raises :class:`ConfigError`.
     """
-    values, pools = _READER.read(where, document, base, overrides)
-    sections = {name: kind(**_under(values, name)) for name, kind in SECTIONS.items()}
+    given, pools = _READER.read(where, document, base, overrides)
+    sections = {name: kind(**given[name,]) for name, kind in SECTIONS.items()}
     sections["draft"] = sections["draft"].beside(sections["target"]).placed(where, "draft")
-    models = {name: _model(where, name, pools[name], sections, values) for name in pools}
-    if models and (given := sections["router"].model_name):
+    models = {name: _model(where, name, pools[name], sections, given) for name in pools}
+    if models and (named := sections["router"].model_name):
         raise ConfigError(
-            f"{where}: router.model_name is {given!r}; leave it empty, the keys of {MODELS} are the names"
+            f"{where}: router.model_name is {named!r}; leave it empty, the keys of {MODELS} are the names"
         )
     shortest, longest = sections["speculation"].lookup_min, sections["speculation"].lookup_max
     if shortest > longest:
         bound = f"it must be at most speculation.lookup_max ({longest})"
         raise ConfigError(f"{where or 'settings'}: speculation.lookup_min is {shortest}; {bound}")
-    own = {path[0]: value for path, value in values.items() if len(path) == 1}
-    return Config(**sections, models=models, **own)  # type: ignore[arg-type]
-
-
-def _under(values: Values, *path: str) -> dict[str, Any]:
-    return {key[-1]: value for key, value in values.items() if key[:-1] == path}
+    return Config(**sections, models=models, **given[()])
 
 
 def _model(
-    where: object, name: str, paths: Iterable[SettingPath], sections: Mapping[str, Any], values: Values
+    where: object, name: str, paths: Iterable[SettingPath], sections: Mapping[str, Any], given: Sections
 ) -> ModelConfig:
     """A model of ``models``: what is said of its pools, over the sections that hold the defaults."""
-    _, *drafts = paths
-    target = replace(sections["target"], **{"name": name} | _under(values, MODELS, name, "target"))
+    own, *drafts = paths
+    target = replace(sections["target"], **{"name": name} | given[own])
     if target.name != name:
         raise ConfigError(f"{where}: models.{name}.target.name is {target.name!r}; the key {name!r} is the name")
-    pools = {path[-1]: replace(sections["draft"], **_under(values, *path)) for path in drafts}
+    pools = {path[-1]: replace(sections["draft"], **given[path]) for path in drafts}
     shared = sum(draft.placement == SHARED for draft in pools.values())
     if shared > 1:
         raise ConfigError(f"{where}: models.{name} has {shared} draft pools with placement shared; a target has one")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -149,7 +150,8 @@ _FOLDERS = (
 """Settings that may be folders."""
 
 SettingPath = tuple[str, ...]
-Values = Mapping[SettingPath, object]
+Sections = Mapping[SettingPath, dict[str, Any]]
+"""Values by name, by where they stand together."""
 PoolSections = Mapping[SettingPath, object]
 """What is said of the pools of a model: of its target, then of each draft pool."""
 
@@ -193,8 +195,8 @@ class ConfigReader:
 
     def read(
         self, where: object, document: Mapping[Any, object], base: Path, overrides: Iterable[Override]
-    ) -> tuple[Values, Mapping[str, PoolSections]]:
-        """Every setting that is given, flags winning, and the pools of each model.
+    ) -> tuple[Sections, Mapping[str, PoolSections]]:
+        """Every setting that is given, flags winning; of sections that say nothing, nothing. And each model's pools.
 
         Raises :class:`cluster.config.settings.ConfigError`.
         """
@@ -204,7 +206,10 @@ class ConfigReader:
             path = _split(override, models)
             value = parsed(override.source, override.key, self._known(override.source, path), override.text)
             values[path] = _located(Path(), path, value)
-        return values, models
+        sections: defaultdict[SettingPath, dict[str, Any]] = defaultdict(dict)
+        for (*above, name), value in values.items():
+            sections[tuple(above)][name] = value
+        return sections, models
 
     def _flatten(
         self, where: object, document: Mapping[Any, object], models: Mapping[str, PoolSections]
