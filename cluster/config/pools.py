@@ -36,6 +36,10 @@ def node_labels() -> Any:
     return setting("", about, pattern=rf"({pair}(, *{pair})*)?", form=form)
 
 
+def _threads(about: str) -> Any:
+    return setting(AUTO, about, ge=1, le=1024, auto=True)
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """What all workers have in common."""
@@ -65,20 +69,12 @@ class WorkerConfig:
         ge=1,
         le=604800,
     )
-    threads: int | Literal["auto"] = setting(
-        AUTO,
-        "CPU threads of a step (default: auto: `paceline up` divides the cores of one machine, else 1)",
-        ge=1,
-        le=1024,
-        auto=True,
+    threads: int | Literal["auto"] = _threads(
+        "CPU threads of a step (default: auto: `paceline up` divides the cores of one machine, else 1)"
     )
-    max_threads: int | Literal["auto"] = setting(
-        AUTO,
+    max_threads: int | Literal["auto"] = _threads(
         "CPU threads of a step of many tokens, where that is measured to be faster (default: auto: all cores that "
-        "`paceline up` has for one target, else as many as of others)",
-        ge=1,
-        le=1024,
-        auto=True,
+        "`paceline up` has for one target, else as many as of others)"
     )
     cache_tokens: int = setting(0, "room of the cache in tokens (0: what the free memory allows)", ge=0)
     step_timeout: float = seconds(
