@@ -66,6 +66,9 @@ class ClusterNode:
     cpus: float
     gpus: float
     labels: Mapping[str, str]
+    name: str = ""
+    """Ray's, as its address is; empty for one that is only planned."""
+    address: str = ""
 
     def has_labels(self, need: Need) -> bool:
         """Those that a replica asks for."""
@@ -76,15 +79,24 @@ class ClusterNode:
         slack = 1e-6  # sums of tenths
         return self.cpus + slack >= need.cpus * need.ranks and self.gpus + slack >= need.gpus * need.ranks
 
+    def may_hold(self, need: Need) -> bool:
+        """Whether Ray may put a replica on it, when it is empty."""
+        return self.has_labels(need) and self.has_room(need)
+
     def without(self, need: Need) -> ClusterNode:
         """What a replica leaves of it."""
         return replace(self, cpus=self.cpus - need.cpus * need.ranks, gpus=self.gpus - need.gpus * need.ranks)
 
 
-def described_node(node: Mapping[str, Any]) -> ClusterNode:
-    """One of ``ray.nodes()``."""
-    resources = node["Resources"]
-    return ClusterNode(resources.get("CPU", 0.0), resources.get("GPU", 0.0), node.get("Labels") or {})
+def living(nodes: Iterable[Mapping[str, Any]]) -> list[ClusterNode]:
+    """Those of ``ray.nodes()`` that live."""
+    found = []
+    for node in nodes:
+        if node["Alive"]:
+            cpus, gpus = (node["Resources"].get(kind, 0.0) for kind in ("CPU", "GPU"))
+            name, address = node.get("NodeID", ""), node["NodeManagerAddress"]
+            found.append(ClusterNode(cpus, gpus, node.get("Labels") or {}, name, address))
+    return found
 
 
 def needs(config: Config) -> list[Need]:
@@ -113,18 +125,13 @@ def with_routers(config: Config, nodes: Iterable[ClusterNode]) -> Config:
     """
     if config.router.replicas != AUTO or config.router.max_replicas:
         return config
-    fitting = sum(may_hold(node, router_need(config)) for node in nodes)
+    fitting = sum(node.may_hold(router_need(config)) for node in nodes)
     return replace(config, router=replace(config.router, replicas=min(max(fitting, 1), ROUTERS)))
 
 
 def labels_in(text: str) -> dict[str, str]:
     """What a setting ``labels`` says; its form has been checked."""
     return dict(pair.strip().split("=", 1) for pair in text.split(",") if pair)
-
-
-def may_hold(node: ClusterNode, need: Need) -> bool:
-    """Whether Ray may put a replica on this node, when it is empty."""
-    return node.has_labels(need) and node.has_room(need)
 
 
 def lacking(wanted: Iterable[Need], nodes: Iterable[ClusterNode]) -> str | None:

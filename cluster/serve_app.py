@@ -11,7 +11,7 @@ import ray
 from ray import serve
 
 from cluster.config.config import Config, from_mapping, max_replicas_of
-from cluster.placement import ROUTER, described_node, with_routers
+from cluster.placement import ROUTER, living, with_routers
 from cluster.ray.parts import options
 from cluster.ray.router_replica import RouterReplica
 from cluster.ray.worker_replicas import ServedWorker
@@ -33,7 +33,7 @@ def application(args: dict[str, Any]) -> serve.Application:
     Raises :class:`cluster.config.settings.ConfigError`.
     """
     nodes = ray.nodes() if ray.is_initialized() else []  # type: ignore[no-untyped-call]
-    return build(with_routers(from_mapping(args, "args"), [described_node(node) for node in nodes if node["Alive"]]))
+    return build(with_routers(from_mapping(args, "args"), living(nodes)))
 
 
 def build(config: Config) -> serve.Application:

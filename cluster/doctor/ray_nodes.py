@@ -16,17 +16,7 @@ from cluster.console import CommandError
 from cluster.discovery import ENDPOINT
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.versions import TELLING, installed_version
-from cluster.placement import (
-    APPLICATION,
-    GPU_CLASS,
-    ClusterNode,
-    described_node,
-    lacking,
-    may_hold,
-    need,
-    needs,
-    router_need,
-)
+from cluster.placement import APPLICATION, GPU_CLASS, ClusterNode, lacking, living, need, needs, router_need
 from cluster.ray.cluster import application_details, applications, reason_in
 from cluster.ray.connection import check_token, join
 from cluster.ray.parts import all_settings
@@ -133,7 +123,7 @@ def check(config: Config, addresses: dict[Role, list[str]], *, models: bool = Fa
 
     try:
         if models:
-            rooms = {node["NodeID"]: described_node(node) for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+            rooms = {node.name: node for node in living(ray.nodes())}  # type: ignore[no-untyped-call]
 
             def on_node(name: str, config: Config) -> Iterable[Finding]:
                 found: list[Finding] = ray.get(_ask(name, models_there, config), timeout=ANSWER_SECONDS)
@@ -154,7 +144,7 @@ def check_models(
     config: Config, rooms: Mapping[str, ClusterNode], ask: Callable[[str, Config], Iterable[Finding]]
 ) -> Iterator[Finding]:
     """What a node that may hold a router says of the models; ``ask`` has that node, by its name, look at them."""
-    place = next((name for name, room in rooms.items() if may_hold(room, router_need(config))), None)
+    place = next((name for name, room in rooms.items() if room.may_hold(router_need(config))), None)
     if place is None:
         text = "are not here, and no node for routers runs that could look at them"
         yield problem("models", text, "wait for one, or run the doctor where the models are")
@@ -181,8 +171,8 @@ def _ask(node: str, function: Callable[..., Any], *arguments: object) -> Any:
 def models_on(config: Config, node: ClusterNode) -> list[str]:
     """Folders of the models that may be read there: by the workers that may come there, or by a router."""
     pools = config.pools()
-    read = {pool.settings.model for pool in pools if may_hold(node, need(pool, config))}
-    if may_hold(node, router_need(config)):
+    read = {pool.settings.model for pool in pools if node.may_hold(need(pool, config))}
+    if node.may_hold(router_need(config)):
         read |= {pool.settings.model for pool in pools if pool.role is Role.TARGET}
     return sorted(folder for folder in read if os.path.isdir(folder) or os.path.isabs(folder))
 
@@ -191,20 +181,18 @@ def _nodes(config: Config) -> Iterator[Seen]:
     """All living nodes; each is asked by a task that runs there."""
     import ray
 
-    alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    rooms = [described_node(node) for node in alive]
-    asked = [_ask(node["NodeID"], inspect, models_on(config, room)) for node, room in zip(alive, rooms, strict=True)]
+    rooms = living(ray.nodes())  # type: ignore[no-untyped-call]
+    asked = [_ask(room.name, inspect, models_on(config, room)) for room in rooms]
     ray.wait(asked, num_returns=len(asked), timeout=ANSWER_SECONDS)
-    for node, room, answer in zip(alive, rooms, asked, strict=True):
-        host = node["NodeManagerAddress"]
+    for room, answer in zip(rooms, asked, strict=True):
         try:
             says, lacks = ray.get(answer, timeout=0)
         except ray.exceptions.GetTimeoutError:
-            yield Seen(host, room, silence=f"did not answer within {ANSWER_SECONDS:.0f} s")
+            yield Seen(room.address, room, silence=f"did not answer within {ANSWER_SECONDS:.0f} s")
         except ray.exceptions.RayError as error:
-            yield Seen(host, room, silence=f"cannot run Paceline ({str(error).strip().splitlines()[-1]})")
+            yield Seen(room.address, room, silence=f"cannot run Paceline ({str(error).strip().splitlines()[-1]})")
         else:
-            yield Seen(host, room, says, lacks=lacks)
+            yield Seen(room.address, room, says, lacks=lacks)
 
 
 def check_application(config: Config, addresses: dict[Role, list[str]]) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ from typing import Any
 from cluster.config.config import Config
 from cluster.config.security import check_worker_exposure
 from cluster.console import FAILED, CommandError, Stages, complain, first_line
-from cluster.placement import APPLICATION, Need, described_node, lacking, needs, with_routers
+from cluster.placement import APPLICATION, Need, lacking, living, needs, with_routers
 from cluster.ray.connection import check_token, end_own_processes, is_broken, join, prepare_environment
 from cluster.ray.parts import declaration, proxy_environment
 from transport.address import join as join_address
@@ -130,17 +130,16 @@ class RayCluster:
     def _check_room(self) -> None:
         import ray
 
-        nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        nodes = living(ray.nodes())  # type: ignore[no-untyped-call]
         if not self._local:
-            hosts = [node["NodeManagerAddress"] for node in nodes]
+            hosts = [node.address for node in nodes]
             for host in hosts:
                 check_worker_exposure(host, self._config)
             check_token(self._config, ray.get_runtime_context().gcs_address, hosts)
-        described = [described_node(node) for node in nodes]
-        self._config = with_routers(self._config, described)
+        self._config = with_routers(self._config, nodes)
         self._needs = {need.deployment: need for need in needs(self._config)}
         # A larger cluster may be on its way where an autoscaler runs; here only what is there counts.
-        if reason := lacking(self._needs.values(), described):
+        if reason := lacking(self._needs.values(), nodes):
             raise CommandError(reason, FAILED)
 
     def _deploy(self) -> None:
