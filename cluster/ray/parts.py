@@ -16,16 +16,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from cluster.autoscaling import serve_policy
-from cluster.config.config import (
-    AdmissionConfig,
-    AutoscalingConfig,
-    Config,
-    RayConfig,
-    RouterConfig,
-    SpeculationConfig,
-    from_mapping,
-    max_replicas_of,
-)
+from cluster.config.config import Config, from_mapping, max_replicas_of
 from cluster.config.environment import CHECKOUT, VISIBLE_GPUS, variable
 from cluster.config.environment import REPLICA_SETTINGS as SETTINGS
 from cluster.config.pools import DraftConfig, Pool, TargetConfig, chosen_threads
@@ -48,9 +39,9 @@ ROUTER_CHOICE = "cluster.ray.proxy.RouterChoice"
 
 def outline(config: Config) -> Config:
     """Which deployments there are, and nothing else."""
-    chosen = config.speculation
-    speculation = SpeculationConfig(enabled=chosen.enabled, drafters=chosen.drafters)
-    pools, ray = _with_pools(config, _default), RayConfig(address=config.ray.address)
+    chosen, default = config.speculation, Config()
+    speculation = replace(default.speculation, enabled=chosen.enabled, drafters=chosen.drafters)
+    pools, ray = _with_pools(config, _default), replace(default.ray, address=config.ray.address)
     return Config(target=pools.target, draft=pools.draft, models=pools.models, speculation=speculation, ray=ray)
 
 
@@ -71,10 +62,11 @@ def part(config: Config, own: Pool | None) -> Config:
             return replace(_default(pool), model=pool.settings.model, name=pool.settings.name, standby=standby)
         return _default(pool)
 
-    shared = replace(_with_pools(config, seen), autoscaling=AutoscalingConfig(), start_timeout=Config().start_timeout)
+    made, none = _with_pools(config, seen), Config()
+    made = replace(made, autoscaling=none.autoscaling, start_timeout=none.start_timeout)
     if own is None:
-        return replace(shared, router=_one(config.router), validate=Config().validate)
-    return replace(shared, router=RouterConfig(), admission=AdmissionConfig())
+        return replace(made, router=_one(config.router, max_replicas_of(config.router)), validate=none.validate)
+    return replace(made, router=none.router, admission=none.admission)
 
 
 def known(config: Config) -> Config:
@@ -154,11 +146,11 @@ def _default(pool: Pool) -> Any:
     return TargetConfig(name=pool.model)
 
 
-def _one(settings: Any) -> Any:
+def _one(settings: Any, replicas: int) -> Any:
     """One replica where there are some or may be: their number stands beside, since it changes often."""
     default = type(settings)()
     bounds = {"min_replicas": default.min_replicas, "max_replicas": default.max_replicas}
-    return replace(settings, replicas=min(max_replicas_of(settings), 1), **bounds)
+    return replace(settings, replicas=min(replicas, 1), **bounds)
 
 
 def _with_pools(config: Config, changed: Callable[[Pool], Any]) -> Config:
@@ -168,7 +160,7 @@ def _with_pools(config: Config, changed: Callable[[Pool], Any]) -> Config:
         settings = changed(pool)
         if isinstance(settings, TargetConfig) and settings.standby:  # routers: it is of all of them that some stand by
             return replace(settings, replicas=pool.settings.replicas)
-        return _one(replace(settings, replicas=min(max_replicas_of(pool.settings), 1), max_replicas=0))
+        return _one(settings, max_replicas_of(pool.settings))
 
     made = config.with_pools(change)
     return replace(made, target=TargetConfig(), draft=DraftConfig()) if config.models else made
