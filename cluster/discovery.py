@@ -63,9 +63,8 @@ class ServeDirectory:
     """
 
     def __init__(self, handles: Handles, subscribe: Callable[[Handles, Hear], LongPoll]) -> None:
-        """Nothing is asked yet. ``subscribe`` raises ImportError or AttributeError where this Ray has no such thing."""
-        self._handles = handles
-        self._subscribe: Callable[[Handles, Hear], LongPoll] | None = subscribe
+        """Nothing is asked yet."""
+        self._handles, self._subscribe = handles, subscribe
         self._known: list[list[str]] = [[] for _ in handles]
         self._announced: dict[tuple[Role, str], float] = {}
         """Workers that said that they load, and until when that holds."""
@@ -89,15 +88,10 @@ class ServeDirectory:
             self._subscription.close()
 
     def _resubscribe(self) -> None:
-        if self._subscribe is None:
-            return
         try:
             self._subscription = self._subscribe(self._handles, self._hear)
             if self._changed is None:  # closed meanwhile
                 self._subscription.close()
-        except (ImportError, AttributeError) as error:
-            log.warning("Serve's long poll is not where it was (%s); asking every %.0f s", error, POLL_SECONDS)
-            self._subscribe = None
         except Exception as error:  # the controller is away: the next round tries again
             log.warning("cannot subscribe to Serve's controller: %s", error)
 
@@ -152,8 +146,7 @@ class ServeDirectory:
 class LongPoll:
     """A subscription to the Serve controller, which pushes every change of a deployment's replicas.
 
-    Ray's own LLM router does the same, but the interface is private: constructing this raises ``ImportError`` or
-    ``AttributeError`` where it is missing.
+    Ray's own LLM router does the same, but the interface is private.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, handles: Handles, hear: Hear) -> None:
