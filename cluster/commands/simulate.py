@@ -78,14 +78,14 @@ SWEEP = {
 """What is swept: the values where the flags do not say otherwise, and what they are."""
 MAX_COUNT = 4096
 """Sessions, workers, or tokens of a draft."""
-BOUNDS = {
-    "max_draft": (0, 64),
-    "tokens": (1, 10**6),
-    "request_tokens": (2, 10**6),
-    "jitter": (0, 1),
-    "seed": (0, 2**63),
+RUN = {
+    "max_draft": (SpeculationConfig().max_draft, 0, 64, "most draft tokens verified for a session in a step"),
+    "tokens": (1000, 1, 10**6, "tokens a session"),
+    "request_tokens": (128, 2, 10**6, "tokens of a request, after which the next begins"),
+    "jitter": (0.0, 0, 1, "relative spread of steps"),
+    "seed": (0, 0, 2**63, "same seed, same figures"),
 }
-"""Of what every run of a sweep has in common."""
+"""The same of what every run of a sweep has in common."""
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 PIPE_WIDTH = 200
 """Columns of a table that goes to a file."""
@@ -113,14 +113,10 @@ def add(parser: Parser) -> None:
     for name, (usual, about) in SWEEP.items():
         sweep.add_argument(_flag(name), action="append", metavar="X,Y", help=f"{about} (default: {usual})")
     other = parser.add_argument_group("the run and its results")
-    maximum = SpeculationConfig().max_draft
-    about = f"most draft tokens verified for a session in a step (default: {maximum})"
-    other.add_argument("--max-draft", type=int, default=maximum, metavar="N", help=about)
-    other.add_argument("--tokens", type=int, default=1000, metavar="N", help="tokens a session (default: 1000)")
-    about = "tokens of a request, after which the next begins (default: 128)"
-    other.add_argument("--request-tokens", type=int, default=128, metavar="N", help=about)
-    other.add_argument("--jitter", type=float, default=0.0, metavar="X", help="relative spread of steps (default: 0)")
-    other.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same figures (default: 0)")
+    for name, (default, _, _, about) in RUN.items():
+        kind, metavar = type(default), "N" if isinstance(default, int) else "X"
+        text = f"{about} (default: {default:g})"
+        other.add_argument(_flag(name), type=kind, default=default, metavar=metavar, help=text)
     other.add_argument("--csv", type=Path, metavar="FILE", help="write the table there too")
     other.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what was swept")
 
@@ -198,8 +194,7 @@ def _simulator(args: argparse.Namespace) -> Simulator:
     from simulation.simulate import Bounds, SimulationSettings
     from speculation.messages import Source
 
-    for name, (minimum, maximum) in BOUNDS.items():
-        _within(name, getattr(args, name), minimum, maximum)
+    _given(args, RUN)
     costs, outcomes = _recorded(args) if args.record else _made_up(args)
     common = SimulationSettings(
         request_tokens=args.request_tokens,
