@@ -28,13 +28,17 @@ class Watched(RankProcesses):
         self.reason = ""
         self.told = threading.Event()
 
+    @property
+    def pids(self) -> dict[int, int]:
+        return {number: rank.process.pid for number, rank in self._ranks.items()}
+
     def end_worker(self, loss: Loss, reason: str) -> None:
         self.reason = reason
         self.told.set()
 
 
 @contextmanager
-def on_ranks(settings: EngineSettings, ranks: RankProcesses | None = None, count: int = 2) -> Iterator[Engine]:
+def on_ranks(settings: EngineSettings, ranks: Watched | None = None, count: int = 2) -> Iterator[Engine]:
     """An engine on several ranks, which are gone afterwards."""
     ranks = ranks or Watched()
     engine = build(replace(settings, tensor_parallel_size=count), ranks=ranks)

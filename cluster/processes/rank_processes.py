@@ -50,11 +50,6 @@ class RankProcesses:
         self._ranks: dict[int, _Rank] = {}
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    @property
-    def pids(self) -> dict[int, int]:
-        """By rank."""
-        return {number: rank.process.pid for number, rank in self._ranks.items()}
-
     def start(self, tasks: Sequence[RankTask]) -> None:
         """Start them all; the kernel ends them with the thread that calls this. Raises OSError."""
         for task in tasks:

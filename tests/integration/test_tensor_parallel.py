@@ -11,7 +11,6 @@ from random import Random
 import pytest
 import torch
 
-from cluster.processes.rank_processes import RankProcesses
 from draft_service.lookahead import Lookahead
 from engine import leader
 from engine.build import build, welcome
@@ -123,7 +122,7 @@ def test_a_drafter_on_two_ranks_drafts_what_it_drafts_on_one():
 )
 def test_what_cannot_be_split_is_refused_before_a_rank_is_started(tmp_path, family, changes, ranks, words):
     folder = save_model(family, tmp_path, **changes)
-    processes = RankProcesses()
+    processes = Watched()
     with pytest.raises(ModelError) as caught:
         build(EngineSettings(folder, device="cpu", tensor_parallel_size=ranks), ranks=processes)
     assert words in str(caught.value)
