@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from cluster.config import speculative_config
 from cluster.config.config import SECTIONS, SETTINGS, Config, load
@@ -26,11 +26,9 @@ LONGEST_TRIP_MS = 60_000.0
 class Parser(argparse.ArgumentParser):
     """Errors in one line, with the nearest valid name."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         """As argparse, but long flags are never abbreviated and help keeps its line breaks."""
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        options.setdefault("allow_abbrev", False)
-        super().__init__(**options)  # type: ignore[arg-type]
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         """One line, then out."""

@@ -123,9 +123,8 @@ def is_broken() -> bool:
 
 def _refuses(address: str) -> bool:
     """Whether nobody listens there: Ray's control process stops to at once when told to end, and ends seconds later."""
-    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=REFUSAL_SECONDS):
+        with socket.create_connection(parse(address), timeout=REFUSAL_SECONDS):
             return False
     except ConnectionRefusedError:
         return True
