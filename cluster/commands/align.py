@@ -16,6 +16,9 @@ from threading import Event
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.table import Table
+
 from alignment.options import DistillationOptions, EagleOptions, MedusaOptions
 from cluster.config.flags import Parser, number, values
 from cluster.console import BAD_INPUT, FAILED, CommandError, complain, say
@@ -165,8 +168,6 @@ def _align_draft(args: argparse.Namespace, asked: dict[str, Any]) -> int:
 
 
 def _tell_draft(outcome: DistillationOutcome, out: Path) -> int:
-    from rich.console import Console
-
     from alignment.report import plot, table, verdict
 
     Console(highlight=False).print(table(outcome))
@@ -235,9 +236,6 @@ def _align_heads(args: argparse.Namespace, options: Any, training: Any, served_w
 
 
 def _tell_heads(figures: Mapping[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     before, after = figures["before"], figures["after"]
     table = Table(title="how often guesses are what the target says, on text held out")
     for column in ("guess", "before", "after"):
