@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alignment.options import DistillationOptions, EagleOptions, MedusaOptions
-from cluster.config.flags import Parser, number, values
+from cluster.config.flags import Parser, flag_of, number, values
 from cluster.console import BAD_INPUT, FAILED, CommandError, complain, say
 from cluster.local.threads import usable_cores
 
@@ -84,7 +84,7 @@ def _add_common(flag: Callable[..., object], kind: Alignment) -> None:
         default, about = entry.default, entry.metadata["about"]
         text = about if "(default:" in about else f"{about} (default: {default})"
         metavar = "N" if isinstance(default, int) else "X"
-        flag(f"--{entry.name.replace('_', '-')}", type=type(default), default=default, metavar=metavar, help=text)
+        flag(flag_of(entry.name), type=type(default), default=default, metavar=metavar, help=text)
     flag("--device", default="auto", metavar="TEXT", help="auto, cpu or cuda (default: auto)")
     flag("--dtype", choices=DTYPES, default="auto", help="working precision; weights are fp32 (default: auto)")
     flag("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
@@ -99,8 +99,8 @@ def run(args: argparse.Namespace) -> int:
     for entry in kind.numbers:
         minimum, maximum = entry.metadata["minimum"], entry.metadata["maximum"]
         if not minimum <= asked[entry.name] <= maximum:
-            flag = f"--{entry.name.replace('_', '-')}"
-            raise CommandError(f"{flag} must be from {minimum} to {maximum}, got {asked[entry.name]}", BAD_INPUT)
+            bounds = f"from {minimum} to {maximum}"
+            raise CommandError(f"{flag_of(entry.name)} must be {bounds}, got {asked[entry.name]}", BAD_INPUT)
     cores = usable_cores()
     if not 1 <= args.threads <= cores:
         raise CommandError(f"--threads must be 1 to {cores}, the cores usable here, got {args.threads}", BAD_INPUT)

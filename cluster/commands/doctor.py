@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cluster.config import environment
 from cluster.config.config import Config, from_mapping
-from cluster.config.flags import Parser, add_file, add_setting, configuration, overrides_in
+from cluster.config.flags import Parser, add_file, add_setting, configuration, flag_of, overrides_in
 from cluster.config.security import identity, own_api_key
 from cluster.config.settings import ConfigError
 from cluster.console import BAD_INPUT, FAILED, CommandError, say, stages
@@ -63,8 +63,7 @@ def run(args: argparse.Namespace) -> int:
     for name, maximum in (("target_step_ms", 60_000.0), ("draft_step_ms", 60_000.0), ("acceptance", 1.0)):
         value = getattr(args, name)
         if value is not None and not 0 < value <= maximum:
-            flag = f"--{name.replace('_', '-')}"
-            raise CommandError(f"{flag} {value:g}: must be above 0 and at most {maximum:g}", BAD_INPUT)
+            raise CommandError(f"{flag_of(name)} {value:g}: must be above 0 and at most {maximum:g}", BAD_INPUT)
     listed = addresses_in(args)
     found = list(_findings(args, listed))
     if args.json:

@@ -13,7 +13,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from cluster.config.config import SpeculationConfig
-from cluster.config.flags import Parser, count, number, round_trip, values
+from cluster.config.flags import Parser, count, flag_of, number, round_trip, values
 from cluster.config.pools import AT_DRAFTER, AT_TARGET
 from cluster.console import BAD_INPUT, CommandError, stages
 
@@ -97,11 +97,13 @@ def add(parser: Parser) -> None:
     recorded.add_argument("--record", type=Path, action="append", metavar="FILE", help="records of a worker; repeat")
     made_up = parser.add_argument_group("a made-up set-up")
     for name, (default, _, _, about) in MADE_UP.items():
-        made_up.add_argument(_flag(name), type=float, metavar="X", help=f"{about} (default: {default:g})")
+        made_up.add_argument(flag_of(name), type=float, metavar="X", help=f"{about} (default: {default:g})")
     about = "an EAGLE-3 head drafts, in the target's process or on draft workers, in place of a draft model"
     made_up.add_argument("--head", choices=(AT_TARGET, AT_DRAFTER), help=about)
     for name, (default, _, _, about) in HEAD.items():
-        made_up.add_argument(_flag(name), type=float, metavar="X", help=f"with --head: {about} (default: {default:g})")
+        made_up.add_argument(
+            flag_of(name), type=float, metavar="X", help=f"with --head: {about} (default: {default:g})"
+        )
     about = "chance that a further choice is right where those before it are not (default: 0.6 of --acceptance)"
     made_up.add_argument("--coverage", type=float, metavar="X", help=about)
     about = "numbers of rows that the target's steps are padded to, and what they take, instead of --target-step-ms"
@@ -111,12 +113,12 @@ def add(parser: Parser) -> None:
     made_up.add_argument("--shared-device", action="store_true", default=None, help=about)
     sweep = parser.add_argument_group("what is swept")
     for name, (usual, about) in SWEEP.items():
-        sweep.add_argument(_flag(name), action="append", metavar="X,Y", help=f"{about} (default: {usual})")
+        sweep.add_argument(flag_of(name), action="append", metavar="X,Y", help=f"{about} (default: {usual})")
     other = parser.add_argument_group("the run and its results")
     for name, (default, _, _, about) in RUN.items():
         kind, metavar = type(default), "N" if isinstance(default, int) else "X"
         text = f"{about} (default: {default:g})"
-        other.add_argument(_flag(name), type=kind, default=default, metavar=metavar, help=text)
+        other.add_argument(flag_of(name), type=kind, default=default, metavar=metavar, help=text)
     other.add_argument("--csv", type=Path, metavar="FILE", help="write the table there too")
     other.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what was swept")
 
@@ -147,10 +149,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 # -- flags -------------------------------------------------------------------------------------------------------------
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _sweep(args: argparse.Namespace) -> Sweep:
@@ -208,7 +206,7 @@ def _simulator(args: argparse.Namespace) -> Simulator:
 
 def _within(name: str, value: float, minimum: float, maximum: float) -> None:
     if not minimum <= value <= maximum:
-        raise CommandError(f"{_flag(name)} {value:g}: must be from {minimum:g} to {maximum:g}", BAD_INPUT)
+        raise CommandError(f"{flag_of(name)} {value:g}: must be from {minimum:g} to {maximum:g}", BAD_INPUT)
 
 
 def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
@@ -221,7 +219,7 @@ def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
         _within("coverage", args.coverage, 0, 1)
     for name in HEAD:
         if getattr(args, name) is not None and not args.head:
-            raise CommandError(f"{_flag(name)} needs --head: it is for an EAGLE-3 head", BAD_INPUT)
+            raise CommandError(f"{flag_of(name)} needs --head: it is for an EAGLE-3 head", BAD_INPUT)
     relay, launch = given["relay_ms"] / 1000, given["launch_ms"] / 1000
     steps, step = _steps(args), given["target_step_ms"] / 1000
     sizes = steps or {1: step, FAR: step * (1 + given["verify_slope"] * (FAR - 1))}
@@ -271,7 +269,7 @@ def _steps(args: argparse.Namespace) -> dict[int, float]:
         return {}
     for name in ("target_step_ms", "verify_slope"):
         if getattr(args, name) is not None:
-            raise CommandError(f"{_flag(name)} and --rows say what a step takes; give one of them", BAD_INPUT)
+            raise CommandError(f"{flag_of(name)} and --rows say what a step takes; give one of them", BAD_INPUT)
     return dict(values(args, "rows", "", pair))
 
 
@@ -283,7 +281,7 @@ def _recorded(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
 
     for name in [*MADE_UP, *HEAD, "head", "coverage", "rows", "shared_device"]:
         if getattr(args, name) is not None:
-            raise CommandError(f"{_flag(name)} belongs to a made-up set-up; --record says it already", BAD_INPUT)
+            raise CommandError(f"{flag_of(name)} belongs to a made-up set-up; --record says it already", BAD_INPUT)
     try:
         return read([line for file in args.record for line in _lines(file)])
     except (UselessRecord, KeyError, TypeError, ValueError) as error:

@@ -46,6 +46,11 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unknown argument {flag!r}{hint}")
 
 
+def flag_of(name: str) -> str:
+    """What a field is called on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
 def add_setting(parser: argparse._ActionsContainer, flag: str, *keys: str, about: str = "") -> None:
     """A flag that sets one setting, or the same in several sections."""
     spec, default = SETTINGS[keys[0]], SETTINGS[keys[0]].default
@@ -69,7 +74,7 @@ def add_section(parser: argparse._ActionsContainer, section: str, *, without: Se
     """A flag ``--field-name`` for every setting of a section."""
     for entry in fields(SECTIONS[section]):
         if entry.name not in without:
-            add_setting(parser, f"--{entry.name.replace('_', '-')}", f"{section}.{entry.name}")
+            add_setting(parser, flag_of(entry.name), f"{section}.{entry.name}")
 
 
 def add_shared_draft(parser: argparse._ActionsContainer, flag: str) -> None:
@@ -166,7 +171,7 @@ def values(args: argparse.Namespace, name: str, usual: str, parse: Callable[[str
         try:
             found[parse(text.strip())] = None
         except ValueError as error:
-            raise CommandError(f"--{name.replace('_', '-')} {text!r}: must be {error}", BAD_INPUT) from None
+            raise CommandError(f"{flag_of(name)} {text!r}: must be {error}", BAD_INPUT) from None
     return tuple(found)
 
 
