@@ -49,7 +49,7 @@ def application_faults(application: Object, service: Object, manifests: Manifest
         return
     yield from _of_config(config)
     yield from _of_proxies(config, service)
-    yield from _of_tracing(config, manifests)
+    yield from _of_tracing(config, service, manifests)
     if config.security.api_keys:
         yield from _of_picker(manifests)
     yield from _of_scaling(config, application)
@@ -108,11 +108,10 @@ def _of_proxies(config: Config, service: Object) -> Iterator[str]:
             yield f"{group.group_name}: {what}"
 
 
-def _of_tracing(config: Config, manifests: Manifests) -> Iterator[str]:
+def _of_tracing(config: Config, service: Object, manifests: Manifests) -> Iterator[str]:
     """Everything is denied but what policies let out."""
     endpoint = config.tracing.otlp_endpoint
-    pods = [pod for pod in manifests.pods() if pod.where.startswith("RayService")][1:]
-    for pod in pods if endpoint else []:
+    for pod in groups(service)[1:] if endpoint else ():
         if not lets_out_to(manifests, pod, endpoint):
             yield f"tracing.otlp_endpoint is {endpoint}, but no NetworkPolicy lets {pod.where} out there"
 

@@ -33,7 +33,6 @@ LOGS = "see its message in `serve status`, and Ray's logs"
 class Seen:
     """A node, and what it says of itself."""
 
-    address: str
     room: ClusterNode
     says: Mapping[str, str] = field(default_factory=dict)
     """Versions by package; empty if it did not answer."""
@@ -59,7 +58,7 @@ def check_nodes(nodes: Sequence[Seen], here: Mapping[str, str]) -> Iterator[Find
     """Whether the nodes run what this machine does, and have the models."""
     faults = []
     for node in nodes:
-        subject, mount = f"node {node.address}", "put the model there, or mount the same volume on all nodes"
+        subject, mount = f"node {node.room.address}", "put the model there, or mount the same volume on all nodes"
         faults += [problem(subject, f"has no {folder}", mount) for folder in node.lacks]
         if node.silence:
             fix = "install the same Paceline on every node, for instance from its image"
@@ -133,7 +132,7 @@ def check(config: Config, addresses: dict[Role, list[str]], *, models: bool = Fa
         nodes = list(_nodes(config))
         yield from check_room(config, nodes)
         yield from check_nodes(nodes, versions())
-        hosts = [node.address for node in nodes]
+        hosts = [node.room.address for node in nodes]
         yield from check_doors(config, ray.get_runtime_context().gcs_address, hosts)
         yield from check_application(config, addresses)
     finally:
@@ -188,11 +187,11 @@ def _nodes(config: Config) -> Iterator[Seen]:
         try:
             says, lacks = ray.get(answer, timeout=0)
         except ray.exceptions.GetTimeoutError:
-            yield Seen(room.address, room, silence=f"did not answer within {ANSWER_SECONDS:.0f} s")
+            yield Seen(room, silence=f"did not answer within {ANSWER_SECONDS:.0f} s")
         except ray.exceptions.RayError as error:
-            yield Seen(room.address, room, silence=f"cannot run Paceline ({str(error).strip().splitlines()[-1]})")
+            yield Seen(room, silence=f"cannot run Paceline ({str(error).strip().splitlines()[-1]})")
         else:
-            yield Seen(room.address, room, says, lacks=lacks)
+            yield Seen(room, says, lacks=lacks)
 
 
 def check_application(config: Config, addresses: dict[Role, list[str]]) -> Iterator[Finding]:

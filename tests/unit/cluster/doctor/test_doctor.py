@@ -417,7 +417,7 @@ def test_certificate_files_that_are_missing_or_none(tmp_path, authorities):
 
 
 def node(address, gpus, gpu_class, **more):
-    return ray_nodes.Seen(address, ClusterNode(8.0, gpus, {GPU_CLASS: gpu_class}), **more)
+    return ray_nodes.Seen(ClusterNode(8.0, gpus, {GPU_CLASS: gpu_class}, address=address), **more)
 
 
 PLACED = Config(
