@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import IO, Any, cast
 
 from rich.console import Console
@@ -142,11 +142,8 @@ def stages() -> Iterator[Stages]:
     """Show stages while the block runs."""
     console = stderr_console()
     if not console.is_terminal:
-        shown = Stages(None)
-        try:
+        with closing(Stages(None)) as shown:
             yield shown
-        finally:
-            shown.close()
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Bars(*columns, console=console, transient=True) as bars:
