@@ -1,6 +1,7 @@
 """Decides the course of an alignment: what is gathered, written, trained on and measured, and when it is enough.
 
-The draft keeps its architecture and its tokenizer; its weights are those that were best on what is held out.
+The draft keeps its architecture and its tokenizer; its weights are those that were best on what is held out. What it
+brought is shown as a table of before and after, a sentence, and a plot of the way.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from rich.table import Table
 from torch import nn
 from transformers import PreTrainedModel
 
 from alignment.data import Data
-from alignment.encoding import Batches, BatchesInTurn, EncodedText, Encoder, Gathered, gather, joined, tokenizer_of
+from alignment.encoding import Batches, BatchesInTurn, EncodedText, Encoder, gather, joined, tokenizer_of
 from alignment.losses import OBJECTIVES, distillation_loss, measure
 from alignment.options import DistillationOptions, Interrupted
 from alignment.pair import ModelPair
@@ -87,18 +90,18 @@ class Distillation:
         """
         options, pair = self._options, self._pair
         self._report(f"reading {data}")
-        pieces = gather(data, self._encoder, options.data_tokens, HELD_OUT_ROWS, options.seed)
-        held_out, separator = self._held_out(pieces), self._encoder.separator
+        train, apart = gather(data, self._encoder, options.data_tokens, HELD_OUT_ROWS, options.seed)
+        held_out, separator = self._held_out(apart), self._encoder.separator
         rounds = math.ceil(options.samples / (BATCH * options.new_tokens))
-        written = self._written(pieces.train, rounds, BATCH, "target writes")
+        written = self._written(train, rounds, BATCH, "target writes")
         samples = Batches(joined([row.tokens for row in written], separator), options.seed)
-        texts = Batches(joined([piece.ids for piece in pieces.train], separator), options.seed + 1)
+        texts = Batches(joined([piece.ids for piece in train], separator), options.seed + 1)
         share = Fraction(options.data_share).limit_denominator(MAX_TURNS)
         batches = BatchesInTurn((samples, share.denominator - share.numerator), (texts, share.numerator))
         trainer = self._trainer()
         if not trainer.notes:
             self._report("measuring the draft as it is")
-        self._report(f"training on {sum(len(piece.ids) for piece in pieces.train)} tokens of data and the samples")
+        self._report(f"training on {sum(len(piece.ids) for piece in train)} tokens of data and the samples")
         loss = distillation_loss(
             pair.target.module, divergence=OBJECTIVES[options.objective], vocabulary=pair.vocabulary
         )
@@ -127,17 +130,15 @@ class Distillation:
         )
         return Trainer(module, plan, self._place.work / "checkpoint.pt")
 
-    def _held_out(self, pieces: Gathered) -> dict[str, list[WrittenRow]]:
+    def _held_out(self, pieces: Sequence[EncodedText]) -> dict[str, list[WrittenRow]]:
         """What is measured, by kind of text."""
         options = self._options
-        written = self._written(
-            pieces.held_out, len(options.temperatures), HELD_OUT_ROWS, "target writes what is held out"
-        )
+        written = self._written(pieces, len(options.temperatures), HELD_OUT_ROWS, "target writes what is held out")
         found = {
             f"written at {temperature:g}": [row for row in written if row.temperature == temperature]
             for temperature in options.temperatures
         }
-        texts = [WrittenRow(piece.ids[: options.sequence], 0, 1.0) for piece in pieces.held_out if len(piece.ids) > 1]
+        texts = [WrittenRow(piece.ids[: options.sequence], 0, 1.0) for piece in pieces if len(piece.ids) > 1]
         return found | {DATA: texts}
 
     def _written(self, pieces: Sequence[EncodedText], rounds: int, batch: int, title: str) -> list[WrittenRow]:
@@ -179,3 +180,50 @@ class Distillation:
         restore(module, self._best)
         module.save_pretrained(folder)
         tokenizer_of(name).save_pretrained(folder)
+
+
+# -- what it brought, for people ---------------------------------------------------------------------------------------
+
+READINGS = {"greedy": "greedy agreement", "overlap": "1 - TV", "coupled": "same noise"}
+"""The last two at temperature 1."""
+
+
+def table(outcome: DistillationOutcome) -> Table:
+    """A line for every kind of text."""
+    shown = Table(title="acceptance before and after: text held out, and what the target writes at temperatures")
+    shown.add_column("text")
+    for reading in READINGS.values():
+        shown.add_column(reading, justify="right")
+    for kind, before in outcome.before.items():
+        after = outcome.after[kind]
+        shown.add_row(kind, *(f"{before[name]:.3f} → {after[name]:.3f}" for name in READINGS))
+    return shown
+
+
+def verdict(outcome: DistillationOutcome, out: Path) -> str:
+    """In one sentence."""
+    gained = score(outcome.after) - score(outcome.before)
+    if not outcome.best_step:
+        return f"nothing was gained: no step made the draft better on held-out text; {out} holds the draft as it was"
+    kept = f"the weights of step {outcome.best_step} of {outcome.steps}"
+    return f"acceptance of the target's own text rose by {gained:.3f}; {out} holds {kept}: paceline up --draft {out}"
+
+
+def plot(outcome: DistillationOutcome, folder: Path) -> Path | None:
+    """Draw acceptance against steps into ``folder``; None without matplotlib, which is optional."""
+    if not find_spec("matplotlib"):
+        return None
+    from matplotlib.figure import Figure
+
+    figure = Figure((6, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    steps, scores = zip(*outcome.history, strict=True)
+    axes.plot(steps, scores, marker="o", color="tab:blue", label="held out, the target's own text")
+    axes.axhline(scores[0], color="tab:grey", linestyle="--", label="before")
+    axes.axvline(outcome.best_step, color="tab:green", linestyle=":", label="kept")
+    axes.set_xlabel("step")
+    axes.set_ylabel("acceptance")
+    axes.legend(fontsize=8)
+    path = folder / "alignment.png"
+    figure.savefig(path, dpi=120)
+    return path

@@ -91,15 +91,9 @@ def tokenizer_of(model: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """What is taken from the data."""
-
-    train: tuple[EncodedText, ...]
-    held_out: tuple[EncodedText, ...]
-
-
-def gather(data: Data, encoder: Encoder, tokens: int, held_out: int, seed: int) -> Gathered:
+def gather(
+    data: Data, encoder: Encoder, tokens: int, held_out: int, seed: int
+) -> tuple[list[EncodedText], list[EncodedText]]:
     """About ``tokens`` tokens to train on and ``held_out`` passages that are not, or all there are.
 
     Raises :class:`alignment.options.DataError` where there is too little of one of them.
@@ -117,7 +111,7 @@ def gather(data: Data, encoder: Encoder, tokens: int, held_out: int, seed: int) 
             f"{data}: too little text: {len(train)} passages to train on and {len(apart)} to hold out; "
             "give some 100 KB or more"
         )
-    return Gathered(tuple(train), tuple(apart))
+    return train, apart
 
 
 class Batches:

@@ -107,11 +107,6 @@ class Trainer(Generic[Kind]):
         self._optimizers = optimizers or self._usual_optimizers()
         self._resume()
 
-    def weights(self) -> dict[str, Tensor]:
-        """The fp32 weights by name, tied ones once. They change with the next step."""
-        names = (name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
-        return {name: master.detach() for name, master in zip(names, self._masters, strict=True)}
-
     def run(self, batches: BatchSource, loss_of: Loss, title: str) -> Any:
         """:meth:`train` a language model, and return a copy of it with the fp32 weights, on the CPU."""
         self.train(batches, self.learn_by(loss_of), title)
@@ -168,7 +163,9 @@ class Trainer(Generic[Kind]):
 
         def keep(figures: Mapping[str, Any]) -> None:
             notes.update(after=figures, best=progress.step)
-            weights = {name: tensor.cpu().contiguous() for name, tensor in self.weights().items()}
+            names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+            masters = zip(names, self._masters, strict=True)
+            weights = {name: master.detach().cpu().contiguous() for name, master in masters}
             write_whole(measured.best, lambda file: file.write(tensors_bytes(weights)))
 
         def enough() -> bool:

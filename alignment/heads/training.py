@@ -108,11 +108,11 @@ class HeadTraining(ABC, Generic[Options]):
         """
         options = self._options
         self._report(f"reading {data}")
-        pieces = gather(data, self._encoder, options.data_tokens, HELD_OUT, options.seed)
-        held_out = [piece.ids for piece in pieces.held_out]
+        train, apart = gather(data, self._encoder, options.data_tokens, HELD_OUT, options.seed)
+        held_out = [piece.ids for piece in apart]
         if not any(len(row) > options.reach for row in held_out):
             raise DataError(f"{data}: nothing held out is longer than the {options.reach} tokens guessed; give more")
-        ids = joined([piece.ids for piece in pieces.train], self._encoder.separator)
+        ids = joined([piece.ids for piece in train], self._encoder.separator)
         self._report(f"training on {len(ids)} tokens")
         return self.fit(Batches(ids, options.seed), held_out)
 

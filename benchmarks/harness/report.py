@@ -171,9 +171,6 @@ def draw(file: Path, panels: Sequence[PlotPanel], width: float, height: float, *
 
     matplotlib is an optional dependency (``plots``) and is imported only when something is drawn.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
     figure = Figure((width * max(len(panels), 1), height), layout="constrained")

@@ -168,7 +168,7 @@ def _align_draft(args: argparse.Namespace, asked: dict[str, Any]) -> int:
 
 
 def _tell_draft(outcome: DistillationOutcome, out: Path) -> int:
-    from alignment.report import plot, table, verdict
+    from alignment.distillation import plot, table, verdict
 
     Console(highlight=False).print(table(outcome))
     drawn = plot(outcome, out)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from alignment import distillation, report, workplace
+from alignment import distillation, workplace
 from alignment.distillation import DistillationOutcome, score
 from alignment.encoding import Batches
 from alignment.options import DiskError, SettingsError
@@ -44,7 +44,7 @@ QUICK = {
     "--device": "cpu",
 }
 Run = Callable[..., int]
-DRAW = report.plot
+DRAW = distillation.plot
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "plot", lambda *_: None)  # takes longer than the rest
+    monkeypatch.setattr(distillation, "plot", lambda *_: None)  # takes longer than the rest
     monkeypatch.setattr(distillation, "HELD_OUT_ROWS", 3)
     monkeypatch.setattr(distillation, "EVALUATIONS", 3)
 
