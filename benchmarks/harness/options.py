@@ -78,8 +78,31 @@ class Options:
 
     @classmethod
     def add(cls, parser: Parser) -> None:
-        """Its flags."""
-        add_flags(parser, cls)
+        """Its flags; a repeated one takes several names at a time, too, separated by commas."""
+        groups: dict[str, argparse._ActionsContainer] = {"": parser}
+        for one in flags(cls):
+            how, default = one.metadata, one.default
+            title = how.get("group", "")
+            if title not in groups:
+                groups[title] = parser.add_argument_group(title)
+            assert default is not MISSING
+            about, kind = how["about"], how.get("kind", type(default))
+            if kind is bool:
+                groups[title].add_argument(_name(one), dest=one.name, action="store_true", help=about)
+                continue
+            if kind in (int, float, str) and default is not None and "default" not in about:
+                quick = f"; quick: {_word(how['quick'])}" if "quick" in how else ""
+                about = f"{about} (default: {_word(default)}{quick})"
+            groups[title].add_argument(
+                _name(one),
+                dest=one.name,
+                default=[] if kind is tuple else None if "quick" in how else default,
+                action="append" if kind is tuple else "store",
+                type={type(None): Path, tuple: str}.get(kind, kind),
+                choices=how.get("choices"),
+                metavar=None if "choices" in how else how.get("metavar", METAVARS[kind]),
+                help=about,
+            )
 
     @classmethod
     def read(cls, args: argparse.Namespace) -> Self:
@@ -125,34 +148,6 @@ def flags(options: type[Options]) -> list[Field[Any]]:
     """Fields that are flags, in the order of a help text."""
     own = [one for one in fields(options) if one.metadata]
     return sorted(own, key=lambda one: one.name in PLACES)
-
-
-def add_flags(parser: argparse.ArgumentParser, options: type[Options]) -> None:
-    """Its flags; a repeated one takes several names at a time, too, separated by commas."""
-    groups: dict[str, argparse._ActionsContainer] = {"": parser}
-    for one in flags(options):
-        how, default = one.metadata, one.default
-        title = how.get("group", "")
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        assert default is not MISSING
-        about, kind = how["about"], how.get("kind", type(default))
-        if kind is bool:
-            groups[title].add_argument(_name(one), dest=one.name, action="store_true", help=about)
-            continue
-        if kind in (int, float, str) and default is not None and "default" not in about:
-            quick = f"; quick: {_word(how['quick'])}" if "quick" in how else ""
-            about = f"{about} (default: {_word(default)}{quick})"
-        groups[title].add_argument(
-            _name(one),
-            dest=one.name,
-            default=[] if kind is tuple else None if "quick" in how else default,
-            action="append" if kind is tuple else "store",
-            type={type(None): Path, tuple: str}.get(kind, kind),
-            choices=how.get("choices"),
-            metavar=None if "choices" in how else how.get("metavar", METAVARS[kind]),
-            help=about,
-        )
 
 
 def between(name: str, value: float, least: float | None, most: float | None, why: str = "") -> None:

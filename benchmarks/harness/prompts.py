@@ -103,21 +103,15 @@ def _structured(where: str, line: str, kind: str) -> Prompt:
         raise PromptError(f"{where}: kind is {_short(kind)}; it must be a name of 1 to {LONGEST_KIND} characters")
     if ("prompt" in given) == ("messages" in given):
         raise PromptError(f"{where}: must have either prompt or messages, has {', '.join(given) or 'neither'}")
-    return Prompt(kind, where, **(_text(where, given) if "prompt" in given else _messages(where, given)))
-
-
-def _text(where: str, given: dict[str, Any]) -> dict[str, Any]:
-    text = given["prompt"]
-    if not isinstance(text, str) or not text:
-        raise PromptError(f"{where}: prompt is {_short(text)}; it must be a string that is not empty")
-    return {"text": text}
-
-
-def _messages(where: str, given: dict[str, Any]) -> dict[str, Any]:
+    if "prompt" in given:
+        text = given["prompt"]
+        if not isinstance(text, str) or not text:
+            raise PromptError(f"{where}: prompt is {_short(text)}; it must be a string that is not empty")
+        return Prompt(kind, where, text)
     messages = given["messages"]
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise PromptError(f"{where}: messages must be a list of objects with role and content, such as a chat has")
-    return {"messages": tuple(messages)}
+    return Prompt(kind, where, messages=tuple(messages))
 
 
 def _is_message(given: object) -> bool:

@@ -222,13 +222,10 @@ def goals_table(goals: Sequence[Goal[Measured]], measured: Measured) -> Table:
 
 def describe_machine() -> dict[str, Any]:
     """Processor, memory and versions."""
-    models = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        if line.startswith("model name")
-    ]
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return {
-        "processor": models[0] if models else platform.machine(),
+        "processor": next(models, platform.machine()),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "python": platform.python_version(),
