@@ -18,17 +18,17 @@ from random import Random
 from typing import Any
 
 from benchmarks.chaos import faults, settings
-from benchmarks.chaos.settings import BEGIN_SECONDS, FINISH_SECONDS, HEAL_SECONDS, MAX_SESSIONS, Body, ChaosOptions
+from benchmarks.chaos.settings import ChaosOptions
 from benchmarks.chaos.stage import Stage, until_nothing
 from benchmarks.chaos.workload import (
     FaultResult,
     Reply,
     Workload,
-    client,
+    ask_again,
+    cluster_view,
     difference,
     meanwhile,
     sampling,
-    stream,
     tally,
 )
 from benchmarks.harness.processes import READY, WorkerPlan, all_running, child
@@ -71,14 +71,6 @@ async def kill_router(stage: Stage, options: ChaosOptions) -> FaultResult:
     return outcome
 
 
-async def ask_again(url: str, requests: Sequence[Body], broken: Sequence[Reply]) -> list[Reply]:
-    """The same requests, as a client would send them whose stream broke."""
-    again = [Reply(reply.number, due=time.perf_counter()) for reply in broken]
-    async with client(max(len(again), 1)) as http:
-        await asyncio.gather(*(stream(http, url, requests[reply.number], reply) for reply in again))
-    return again
-
-
 def objections(replies: Sequence[Reply], killed: float, right: Mapping[int, str]) -> list[str]:
     """What is wrong with how streams broke when a router was killed, at the time ``killed``."""
     broken = [reply for reply in replies if reply.failed]
@@ -117,7 +109,7 @@ async def long_streams(stage: Stage, options: ChaosOptions) -> FaultResult:
         await load.begun(settings.BEGIN_SECONDS)
         load.resize(0)
         began = time.perf_counter()
-        async with _held_back(stage, load.replies), meanwhile(sampling(sample)):
+        async with meanwhile(_hold_back(stage, load.replies)), meanwhile(sampling(sample)):
             await stage.update({"router": {"replicas": 2}})
             replaced = time.perf_counter()  # that takes until the last stream has ended
             replacing = asyncio.create_task(stage.update({"router": {"max_sessions": settings.MAX_SESSIONS + 1}}))
@@ -145,23 +137,17 @@ def too_short(replies: Sequence[Reply], since: float, seconds: float) -> list[st
     return [f"request {number} went on for {took:.0f} s only" for number, took in lasted.items() if took <= seconds]
 
 
-@asynccontextmanager
-async def _held_back(stage: Stage, replies: Sequence[Reply]) -> AsyncIterator[None]:
-    """Meanwhile stop all targets for a moment wherever a stream is ahead of its time."""
+async def _hold_back(stage: Stage, replies: Sequence[Reply]) -> None:
+    """Stop all targets for a moment wherever a stream is ahead of its time, for ever."""
     workers = await stage.workers(Role.TARGET)
     processes = [process for worker in workers for process in (worker.replica, *worker.ranks)]
-
-    async def hold() -> None:
-        began = time.perf_counter()
-        while True:
-            due = settings.LONG_TOKENS * (time.perf_counter() - began) / HELD_BACK_SECONDS
-            if max(len(reply.times) for reply in replies) > due:
-                with faults.stopped(*processes):
-                    await asyncio.sleep(RESTS_SECONDS)
-            await asyncio.sleep(WORKS_SECONDS)
-
-    async with meanwhile(hold()):
-        yield
+    began = time.perf_counter()
+    while True:
+        due = settings.LONG_TOKENS * (time.perf_counter() - began) / HELD_BACK_SECONDS
+        if max(len(reply.times) for reply in replies) > due:
+            with faults.stopped(*processes):
+                await asyncio.sleep(RESTS_SECONDS)
+        await asyncio.sleep(WORKS_SECONDS)
 
 
 HELD_SECONDS = 12.0
@@ -178,7 +164,7 @@ async def two_targets(dtype: str) -> AsyncIterator[tuple[str, Proxy]]:
     with closing(HeldPort()) as port:
         async with all_running(plans) as (one, other, draft), Proxy(one.first) as proxy:
             known = ("--target", proxy.address, "--target", other.first, "--draft", draft.first)
-            served = ("--port", str(port.number), "--max-sessions", str(MAX_SESSIONS))
+            served = ("--port", str(port.number), "--max-sessions", str(settings.MAX_SESSIONS))
             async with child("router", "cluster.cli", "router", *known, *served, ready=READY):
                 yield f"http://{port.address}", proxy
 
@@ -187,13 +173,13 @@ async def one_way_stall(stage: Stage, options: ChaosOptions) -> FaultResult:
     """Hold back what goes to one of two targets under the steady load, for a while."""
     requests = stage.fresh(options, options.tokens)
     async with two_targets(options.dtype) as (url, proxy), Workload(url, requests, options.streams) as load:
-        await load.begun(BEGIN_SECONDS)
+        await load.begun(settings.BEGIN_SECONDS)
         began, held_at = time.perf_counter(), time.time()
         async with proxy.held():
             await asyncio.sleep(HELD_SECONDS)
         events = await _until_back(url, f"target@{proxy.address}")
         healed = time.perf_counter() - began
-        await load.finish(FINISH_SECONDS)
+        await load.finish(settings.FINISH_SECONDS)
     complaints, notes = noticed(events, f"target@{proxy.address}", held_at)
     counted = await stage.tally(requests, load.replies)
     return FaultResult(options.streams, counted, healed, complaints, notes)
@@ -211,14 +197,10 @@ def noticed(events: Iterable[Mapping[str, Any]], worker: str, held_at: float) ->
 
 async def _until_back(url: str, worker: str) -> list[Mapping[str, Any]]:
     """Wait until a router has a worker; its events. Raises StageError, httpx.HTTPError."""
-    async with client(1) as http:
 
-        async def view() -> dict[str, Any]:
-            return dict((await http.get(f"{url}/cluster")).raise_for_status().json())
+    async def gone() -> str:
+        workers = (await cluster_view(url))["workers"]
+        return "" if any(part["id"] == worker and part["state"] == "up" for part in workers) else worker
 
-        async def gone() -> str:
-            back = any(part["id"] == worker and part["state"] == "up" for part in (await view())["workers"])
-            return "" if back else worker
-
-        await until_nothing(gone, HEAL_SECONDS, "not reached again")
-        return list((await view())["events"])
+    await until_nothing(gone, settings.HEAL_SECONDS, "not reached again")
+    return list((await cluster_view(url))["events"])

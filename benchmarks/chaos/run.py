@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from random import Random
 
@@ -20,18 +20,11 @@ from benchmarks.chaos import faults, scenarios, settings
 from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.processes import Process
 from benchmarks.chaos.scenarios import Scenario
-from benchmarks.chaos.settings import (
-    FINISH_SECONDS,
-    HEAL_SECONDS,
-    ChaosOptions,
-    FaultOptions,
-    SoakOptions,
-    configuration,
-)
+from benchmarks.chaos.settings import ChaosOptions, FaultOptions, SoakOptions, configuration
 from benchmarks.chaos.stage import Stage, StageError, running
 from benchmarks.chaos.workload import FaultResult, Requirement, Workload
 from benchmarks.harness.options import known
-from benchmarks.harness.report import Result, Table, table_of
+from benchmarks.harness.report import Result, Table, describe_machine, table_of
 from cluster.console import FAILED, say
 from cluster.processes.child import HeldPort
 from speculation.events import Role
@@ -130,10 +123,10 @@ async def soak(stage: Stage, options: SoakOptions, say: Callable[[str], None]) -
         warm = await footprint(stage)
         done = await _inject_all(stage, options, say, complaints)
         try:
-            await stage.whole(HEAL_SECONDS)
+            await stage.whole(settings.HEAL_SECONDS)
         except StageError as error:
             complaints.append(str(error))
-        await load.finish(FINISH_SECONDS)
+        await load.finish(settings.FINISH_SECONDS)
     complaints += [words for words in (stage.ended, await stage.left()) if words]
     end = await footprint(stage)
     complaints += against_growth(Footprint(warm.memory, quiet.descriptors), end)
@@ -245,12 +238,20 @@ def _published(options: FaultOptions, outcomes: Sequence[FaultResult]) -> int:
 
 def result(options: FaultOptions, outcomes: Sequence[FaultResult]) -> Result:
     """What is known by now."""
-    found = Result(
+    machine = describe_machine()
+    about = (
+        f"{machine['processor']}, {machine['cores']} cores for everything: a pretend Ray cluster of a head, two "
+        f"small-GPU and two large-GPU nodes, {settings.TARGETS} targets of {settings.RANKS} ranks, {settings.DRAFTS} "
+        f"drafters, {settings.ROUTERS} router, the bundled models in {options.dtype}. Requests of {options.tokens} new "
+        f"tokens at temperature {settings.TEMPERATURE}, one after another; every text is compared with that of plain "
+        "decoding, undisturbed."
+    )
+    return Result(
         options.BENCH,
         "Faults",
         options,
         [table(outcomes)],
-        remarks(outcomes),
+        [about, *remarks(outcomes), *NOTES],
         {
             "seed": options.seed,
             "streams": options.streams,
@@ -259,16 +260,8 @@ def result(options: FaultOptions, outcomes: Sequence[FaultResult]) -> Result:
             "holds": all(outcome.holds for outcome in outcomes),
             "rows": [{**asdict(one), "problems": one.problems, "holds": one.holds} for one in outcomes],
         },
+        machine=machine,
     )
-    machine = found.machine
-    about = (
-        f"{machine['processor']}, {machine['cores']} cores for everything: a pretend Ray cluster of a head, two "
-        f"small-GPU and two large-GPU nodes, {settings.TARGETS} targets of {settings.RANKS} ranks, {settings.DRAFTS} "
-        f"drafters, {settings.ROUTERS} router, the bundled models in {options.dtype}. Requests of {options.tokens} new "
-        f"tokens at temperature {settings.TEMPERATURE}, one after another; every text is compared with that of plain "
-        "decoding, undisturbed."
-    )
-    return replace(found, notes=[about, *found.notes, *NOTES])
 
 
 def table(outcomes: Sequence[FaultResult]) -> Table:

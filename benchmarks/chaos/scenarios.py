@@ -72,7 +72,7 @@ def scenarios(options: ChaosOptions) -> list[Scenario]:
     ]
     standby = {"standby": {"target": {"replicas": settings.TARGETS - 1, "standby": 1}}}
     rows = [
-        Scenario(name, fault, wanted, _disturbing(name, inject), standby.get(name))
+        Scenario(name, fault, wanted, partial(disturbed, name=name, inject=inject), standby.get(name))
         for name, fault, wanted, inject in disturbing
     ]
     found, again = "found by pings; silence under 5 s", "only its streams break; asked again, the same text"
@@ -102,17 +102,13 @@ async def run(scenario: Scenario, stage: Stage, options: ChaosOptions) -> FaultR
     return outcome
 
 
-def _disturbing(name: str, inject: Fault) -> Drive:
-    return lambda stage, options: disturbed(stage, options, inject, Random(f"{options.seed} {name}"))
-
-
-async def disturbed(stage: Stage, options: ChaosOptions, inject: Fault, rng: Random) -> FaultResult:
-    """Inject a fault under the steady load.
+async def disturbed(stage: Stage, options: ChaosOptions, name: str, inject: Fault) -> FaultResult:
+    """Inject the fault of this name under the steady load.
 
     Every request is a new one, computed undisturbed only afterwards: a target that takes over a session must not find
     its text in the cache because it has computed the same before.
     """
-    requests = stage.fresh(options, options.tokens)
+    requests, rng = stage.fresh(options, options.tokens), Random(f"{options.seed} {name}")
     replies, began, outcome = await faults.under_load(stage, options, requests, inject, rng)
     outcome.tally = await stage.tally(requests, replies)
     outcome.notes = [f"the longest silence began {outcome.tally.silence.began - began:.1f} s after the fault"]

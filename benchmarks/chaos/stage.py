@@ -22,7 +22,7 @@ import yaml
 from benchmarks.chaos.nodes import ENVIRONMENT
 from benchmarks.chaos.processes import Processes, WorkerReplica
 from benchmarks.chaos.settings import FRESH, HEAL_SECONDS, Body, FaultOptions, haproxy_environment
-from benchmarks.chaos.workload import Reply, ReplyTally, client, plain_text, tally
+from benchmarks.chaos.workload import Reply, ReplyTally, client, cluster_view, plain_text, tally
 from benchmarks.harness.options import BenchError
 from benchmarks.harness.processes import ReadyProcess, child
 from cluster.config.environment import CHECKOUT, current
@@ -85,10 +85,7 @@ class Stage:
 
     async def view(self) -> dict[str, Any]:
         """What a router tells of the cluster. Raises httpx.HTTPError."""
-        async with client(1) as http:
-            answer = (await http.get(f"{self.url}/cluster")).raise_for_status()
-        view: dict[str, Any] = answer.json()
-        return view
+        return await cluster_view(self.url)
 
     def said(self) -> str:
         """All that ``paceline up`` has printed."""

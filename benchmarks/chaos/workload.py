@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -179,6 +178,20 @@ async def stream(http: httpx.AsyncClient, url: str, request: Body, reply: Reply)
     await ask(http, f"{url}/v1/completions", asked, None, reply)
 
 
+async def ask_again(url: str, requests: Sequence[Body], broken: Sequence[Reply]) -> list[Reply]:
+    """The same requests, as a client would send them whose stream broke."""
+    again = [Reply(reply.number, due=time.perf_counter()) for reply in broken]
+    async with client(max(len(again), 1)) as http:
+        await asyncio.gather(*(stream(http, url, requests[reply.number], reply) for reply in again))
+    return again
+
+
+async def cluster_view(url: str) -> dict[str, Any]:
+    """What a router tells of the cluster. Raises httpx.HTTPError."""
+    async with client(1) as http:
+        return dict((await http.get(f"{url}/cluster")).raise_for_status().json())
+
+
 class Workload:
     """Some streams at once, each of one request after another."""
 
@@ -196,9 +209,7 @@ class Workload:
         self.resize(self._wanted)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         """Cut what still runs."""
         for task in self._slots.values():
             task.cancel()
