@@ -71,11 +71,11 @@ async def compared(
     places: bool = False,
     **where: object,
 ) -> list[dict[str, Any]]:
-    """What contenders come to in turn, behind ``where``. ``skip``: further rounds that do not count, of other prompts.
+    """What contenders come to in turn, behind ``where``; see :func:`take_turns`, :func:`rows`.
 
-    ``places``: with the share of steps that kept a draft at the first place, the second, and so on. See :func:`rows`.
+    ``places``: with the share of steps that kept a draft at the first place, the second, and so on.
     """
-    runs = {name: own[skip:] for name, own in (await take_turns(runners, batches, warm_up)).items()}
+    runs = await take_turns(runners, batches, warm_up, skip)
     found = [{**where, **row} for row in rows(runs, exact=exact)]
     for row in found if places else ():
         kept = [commit.accepted for run in runs[row["contender"]] for commit in run.counted]

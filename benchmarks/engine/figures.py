@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -38,7 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.bench import EngineOptions
 from benchmarks.engine.steps import PREFIX, TREE, chain, many
 from benchmarks.harness.measure import Batch, Run
-from benchmarks.harness.report import Goal, Result, Table, against, goals_table
+from benchmarks.harness.report import Goal, Result, Table, against, describe_machine, goals_table
 from cluster.config.config import Config
 from engine.head_files import placed
 from models.pair import parameter_count
@@ -180,7 +181,7 @@ class Measured:
     """In turn, by contender."""
     prefixes: Sequence[tuple[float, float]]
     """Seconds to the first token of a prompt with a new prefix, then of another with the same one."""
-    memory: Memory | None
+    memory: Memory
 
     @property
     def bandwidths(self) -> list[float]:
@@ -214,7 +215,7 @@ def _batch(owner: str) -> Callable[[Measured], float]:
     return lambda measured: ratio(rates(measured.runs[owner + TOGETHER]), rates(measured.runs[owner + ALONE]))
 
 
-def _over_theirs(measured: Measured, name: str, *, whole: bool = True) -> float:
+def _over_theirs(name: str, measured: Measured, *, whole: bool = True) -> float:
     return ratio(rates(measured.runs[name], whole=whole), rates(measured.runs[PREFIX + name], whole=whole))
 
 
@@ -223,21 +224,15 @@ GOALS: tuple[Goal[Measured], ...] = (
     Goal("step_over_floor", "decode step over its floor", 1.4, True, _over_floor(""), _over_floor(PREFIX)),
     Goal("verify8_over_step1", "verify 8 over step of 1", 1.5, True, _eight_over_one(""), _eight_over_one(PREFIX)),
     Goal("batch16_over_batch1", "tokens/s, 16 over 1", 5.0, False, _batch(""), _batch(PREFIX)),
-    Goal(
-        *("over_transformers_batch16", "tokens/s over transformers, 16", 2.0, False),
-        lambda measured: _over_theirs(measured, TOGETHER),
-    ),
-    Goal(
-        *("over_transformers_batch16_mixed", "the same, of mixed lengths", 2.0, False),
-        lambda measured: _over_theirs(measured, MIXED),
-    ),
+    Goal("over_transformers_batch16", "tokens/s over transformers, 16", 2.0, False, partial(_over_theirs, TOGETHER)),
+    Goal("over_transformers_batch16_mixed", "the same, of mixed lengths", 2.0, False, partial(_over_theirs, MIXED)),
     Goal(
         *("prefix_hit_ttft_ratio", "first token, repeated prefix over cold", 0.1, True),
         lambda measured: median(repeated / cold for cold, repeated in measured.prefixes),
     ),
     Goal(
         *("memory_overhead_mb", "worker's memory beyond need, MB", 600.0, True),
-        lambda measured: None if measured.memory is None else measured.memory.overhead / MEGABYTE,
+        lambda measured: measured.memory.overhead / MEGABYTE,
     ),
 )
 
@@ -272,23 +267,19 @@ def pace(measured: Measured) -> Table:
 
 def result(options: EngineOptions, dtype: str, measured: Measured, **about: Any) -> Result:
     """All that is shown. ``summary`` and ``wanted`` have exactly the keys of the goals."""
-    model = {
-        "parameters": parameters(options),
-        "hidden": options.hidden,
-        "layers": options.layers,
-        "weights": "random",
-    }
-    found = Result(
+    machine = about.setdefault("machine", describe_machine())
+    sizes = {"parameters": parameters(options), "hidden": options.hidden, "layers": options.layers}
+    return Result(
         "engine",
         "The engine",
         options,
         (steps(measured), pace(measured), goals_table(GOALS, measured)),
-        [],
+        notes(options, dtype, measured, machine["processor"]),
         {
             **against(GOALS, measured),
             "transformers": {goal.key: goal.transformers(measured) for goal in GOALS if goal.transformers},
             "dtype": dtype,
-            "model": model,
+            "model": {**sizes, "weights": "random"},
             "floor": {
                 "weight_bytes": measured.weight_bytes,
                 "bytes_per_second": measured.bandwidths,
@@ -300,18 +291,18 @@ def result(options: EngineOptions, dtype: str, measured: Measured, **about: Any)
                 for name, runs in measured.runs.items()
             },
             "first_token_seconds": [dict(zip(("cold", "repeated"), pair, strict=True)) for pair in measured.prefixes],
-            "memory_bytes": None if measured.memory is None else asdict(measured.memory),
+            "memory_bytes": asdict(measured.memory),
         },
         **about,
     )
-    return replace(found, notes=notes(options, dtype, measured, found.machine["processor"]))
 
 
 def notes(options: EngineOptions, dtype: str, measured: Measured, processor: str) -> list[str]:
     """What a reader of the figures must know, a sentence or two each."""
     bandwidths, (prompts, answers) = measured.bandwidths, zip(*lengths(CONCURRENT), strict=True)
-    together, alone = (_over_theirs(measured, name, whole=False) for name in (TOGETHER, ALONE))
-    answer = [
+    together, alone = (_over_theirs(name, measured, whole=False) for name in (TOGETHER, ALONE))
+    held = {name: value / MEGABYTE for name, value in asdict(measured.memory).items()}
+    return [
         f"{processor}, {options.threads} cores; {dtype}. A Llama of {parameters(options) / 1e6:.0f}M parameters "
         f"(hidden size {options.hidden}, {options.layers} layers, tied embeddings) with random weights: its speed is "
         "real, its text is not.",
@@ -323,12 +314,7 @@ def notes(options: EngineOptions, dtype: str, measured: Measured, processor: str
         f"Of mixed lengths: prompts of {min(prompts)} to {max(prompts)} tokens, answers of {min(answers)} to "
         f"{max(answers)}, log-normal in ShareGPT's proportions, the same for both. transformers pads prompts on the "
         "left and goes on until the longest answer is done; only what was asked for counts.",
+        "Memory of a worker process after a batch: {resident:.0f} MB resident, less {weights:.0f} of weights, "
+        "{cache:.0f} of cache and {activations:.1f} of activations (computed); {private:.0f} MB are not "
+        "shared with other processes.".format(**held),
     ]
-    if measured.memory is not None:
-        held = {name: value / MEGABYTE for name, value in asdict(measured.memory).items()}
-        answer.append(
-            "Memory of a worker process after a batch: {resident:.0f} MB resident, less {weights:.0f} of weights, "
-            "{cache:.0f} of cache and {activations:.1f} of activations (computed); {private:.0f} MB are not "
-            "shared with other processes.".format(**held)
-        )
-    return answer

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,16 +96,8 @@ async def measure(folder: Path, options: EngineOptions, report: Callable[[str], 
         prefixes = await repeat_prefixes(loop, options.turns, generator)
     report("serving from a worker process")
     memory = await serve(folder, options, dtype, generator)
-    measured = Measured(
-        weight_bytes=parameters(options) * dtype.itemsize,
-        read_bytes=READ_BYTES,
-        reads=read_seconds,
-        steps=step_seconds,
-        runs=runs,
-        prefixes=prefixes,
-        memory=memory,
-    )
-    return measured, dtype
+    weight_bytes = parameters(options) * dtype.itemsize
+    return Measured(weight_bytes, READ_BYTES, read_seconds, step_seconds, runs, prefixes, memory), dtype
 
 
 def time_steps(
@@ -137,7 +128,9 @@ async def decode_batches(
     }
     mixed = {MIXED: loop.run, PREFIX + MIXED: stock.run}
     batches = [mixed_batch(CONCURRENT, generator) for _ in range(options.mixed_turns)]
-    alike = await _take_turns(runners, options.turns, NEW, generator)
+    # The prompts of a first turn, which does not count, do not come again.
+    prompts = (random_prompts(CONCURRENT + 1, PROMPT, generator) for _ in range(1 + options.turns))
+    alike = await take_turns(runners, [Batch(tuple(some), NEW) for some in prompts], 0, skip=1)
     return alike | await take_turns(mixed, batches, 0)
 
 
@@ -154,7 +147,7 @@ async def repeat_prefixes(loop: Loop, count: int, generator: torch.Generator) ->
     return pairs[1:]
 
 
-async def serve(folder: Path, options: EngineOptions, dtype: torch.dtype, generator: torch.Generator) -> Memory | None:
+async def serve(folder: Path, options: EngineOptions, dtype: torch.dtype, generator: torch.Generator) -> Memory:
     """Memory of a worker process that served one batch."""
     flags = ["--dtype", str(dtype).removeprefix("torch."), "--threads", f"{options.threads}"]
     flags += ["--cache-tokens", f"{WORKER_CACHE_TOKENS}"]
@@ -162,18 +155,7 @@ async def serve(folder: Path, options: EngineOptions, dtype: torch.dtype, genera
     plan = WorkerPlan(Role.TARGET, folder / "model", core, flags=flags)
     async with running(plan) as worker, connected(worker) as dispatcher:
         await served(dispatcher, PLAIN)(Batch(tuple(random_prompts(CONCURRENT, PROMPT, generator)), NEW))
-        if sys.platform != "linux":
-            return None
         return memory_of(worker.process.pid, options, dtype.itemsize, WORKER_CACHE_TOKENS, CONCURRENT)
-
-
-async def _take_turns(
-    runners: Mapping[str, Runner], turns: int, tokens: int, generator: torch.Generator
-) -> dict[str, list[Run]]:
-    """Runs of every contender, without those of a first turn, whose prompts do not come again."""
-    batches = [Batch(tuple(random_prompts(CONCURRENT + 1, PROMPT, generator)), tokens) for _ in range(1 + turns)]
-    runs = await take_turns(runners, batches, 0)
-    return {name: of_one[1:] for name, of_one in runs.items()}
 
 
 def _alone(runner: Runner) -> Runner:

@@ -193,10 +193,13 @@ async def run_once(runner: Runner, batch: Batch) -> Run:
         return await runner(batch)
 
 
-async def take_turns(runners: Mapping[Name, Runner], batches: Sequence[Batch], warm_up: int) -> dict[Name, list[Run]]:
-    """Let every contender decode every batch, in turn; the first ``warm_up`` rounds do not count.
+async def take_turns(
+    runners: Mapping[Name, Runner], batches: Sequence[Batch], warm_up: int, skip: int = 0
+) -> dict[Name, list[Run]]:
+    """Let every contender decode every batch, in turn.
 
-    Returns the runs by contender, in the order of ``batches``. Raises TimeoutError if one hangs.
+    Rounds that do not count: ``warm_up``, whose batches come again, and those of the first ``skip`` batches. Returns
+    the runs by contender, in the order of ``batches``. Raises TimeoutError if one hangs.
     """
     names = list(runners)
     runs: dict[Name, list[Run]] = {name: [] for name in names}
@@ -204,7 +207,7 @@ async def take_turns(runners: Mapping[Name, Runner], batches: Sequence[Batch], w
     for number, batch in enumerate(rounds):
         for name in order(names, number):
             run = await run_once(runners[name], batch)
-            if number >= warm_up:
+            if number >= warm_up + skip:
                 runs[name].append(run)
     return runs
 
