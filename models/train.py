@@ -34,30 +34,10 @@ from alignment.pair import load_stock, settings_of
 from alignment.training import Trainer, TrainingPlan
 from alignment.workplace import Workplace
 from alignment.writing import BATCH, TEMPERATURES, Writer
+from models import corpus, pair
 from models.card import write_card
-from models.corpus import (
-    Split,
-    encode_files,
-    held_out_prompts,
-    read_prompts,
-    read_sources,
-    split_sources,
-    train_tokenizer,
-    write_prompts,
-)
 from models.evaluate import measure_continuations, measure_pair
-from models.pair import (
-    DRAFT_SHAPE,
-    TARGET_SHAPE,
-    VOCABULARY,
-    ModelShape,
-    build,
-    load,
-    load_tokenizer,
-    parameter_count,
-    publish,
-    save_tokenizer,
-)
+from models.pair import ModelShape, load
 
 HERE = Path(__file__).resolve().parent
 PROMPTS = 40
@@ -79,47 +59,43 @@ class Pipeline:
         self._work.mkdir(parents=True, exist_ok=True)
         self._device = torch.device(arguments.device)
 
-    def run(self, phase: str) -> None:
-        """Run one phase by name."""
-        PHASES[phase](self)
-
     @cached_property
-    def _sources(self) -> Split:
-        split = split_sources(read_sources(self._arguments.corpus))
+    def _sources(self) -> corpus.Split:
+        split = corpus.split_sources(corpus.read_sources(self._arguments.corpus))
         if not split.train or not split.held_out:
             raise SystemExit("the corpus is too small to be split into two parts")
         return split
 
     def _tokenizer(self) -> PreTrainedTokenizerFast:
-        return load_tokenizer(self._work / "tokenizer")
+        return pair.load_tokenizer(self._work / "tokenizer")
 
     def _tokenizer_phase(self) -> None:
         split = self._sources
-        tokenizer = train_tokenizer(split.train, VOCABULARY, self._arguments.context)
-        save_tokenizer(tokenizer, self._work / "tokenizer")
-        prompts = held_out_prompts(tokenizer, split.held_out, PROMPTS, self._arguments.seed)
-        write_prompts(self._out / "prompts.jsonl", prompts)
+        tokenizer = corpus.train_tokenizer(split.train, pair.VOCABULARY, self._arguments.context)
+        pair.save_tokenizer(tokenizer, self._work / "tokenizer")
+        prompts = corpus.held_out_prompts(tokenizer, split.held_out, PROMPTS, self._arguments.seed)
+        corpus.write_prompts(self._out / "prompts.jsonl", prompts)
 
     def _target_phase(self) -> None:
-        text = encode_files(self._tokenizer(), self._sources.train)
-        self._trained("target", TARGET_SHAPE, self._plan("target"), text, next_token_loss)
+        text = corpus.encode_files(self._tokenizer(), self._sources.train)
+        self._trained("target", pair.TARGET_SHAPE, self._plan("target"), text, next_token_loss)
 
     def _draft_phase(self) -> None:
         plan = self._plan("draft")
         teacher = load(self._out / "target", plan.dtype, plan.device)
-        text = encode_files(self._tokenizer(), self._sources.train)
+        text = corpus.encode_files(self._tokenizer(), self._sources.train)
         text = np.concatenate([text, *[self._written(teacher, text)] * WRITTEN_WEIGHT])
-        self._trained("draft", DRAFT_SHAPE, plan, text, distillation_loss(teacher, self._arguments.data_weight))
+        self._trained("draft", pair.DRAFT_SHAPE, plan, text, distillation_loss(teacher, self._arguments.data_weight))
 
     def _trained(self, name: str, shape: ModelShape, plan: TrainingPlan, text: TokenIds, loss: Loss) -> None:
         tokenizer, seed = self._tokenizer(), self._arguments.seed
         assert isinstance(tokenizer.eos_token_id, int)
-        model = build(shape, self._arguments.context, tokenizer.eos_token_id, seed)
+        model = pair.build(shape, self._arguments.context, tokenizer.eos_token_id, seed)
         trainer = Trainer(model, plan, self._work / f"{name}.pt")
         trained = trainer.run(Batches(text, seed), loss, name)
-        publish(trained, tokenizer, self._out / name)
+        pair.publish(trained, tokenizer, self._out / name)
         facts = {
-            "parameters": parameter_count(trained),
+            "parameters": pair.parameter_count(trained),
             "steps": trainer.progress.step,
             "tokens": trainer.progress.tokens,
             "minutes": round(trainer.progress.seconds / 60, 1),
@@ -133,7 +109,8 @@ class Pipeline:
     def _heads_phase(self, name: str) -> None:
         arguments, tokenizer = self._arguments, self._tokenizer()
         target = load_stock(os.path.relpath(self._out / "target"), arguments.dtype, arguments.device, arguments.threads)
-        text, held_out = (encode_files(tokenizer, files) for files in (self._sources.train, self._sources.held_out))
+        split = self._sources
+        text, held_out = (corpus.encode_files(tokenizer, files) for files in (split.train, split.held_out))
         written = self._written(load(self._out / "target", target.dtype, target.device), text)
         limits = {unit: getattr(arguments, f"{name}_{unit}") for unit in ("steps", "minutes")}
         medusa = MedusaOptions(shared_output=True, seed=arguments.seed, **limits)
@@ -151,10 +128,10 @@ class Pipeline:
     def _evaluate_phase(self) -> None:
         tokenizer = self._tokenizer()
         split = self._sources
-        held_out = encode_files(tokenizer, split.held_out)
+        held_out = corpus.encode_files(tokenizer, split.held_out)
         target, draft = (load(self._out / name, torch.float32, self._device) for name in ("target", "draft"))
         seed = self._arguments.seed
-        prompts = [tokenizer(prompt)["input_ids"] for prompt in read_prompts(self._out / "prompts.jsonl")]
+        prompts = [tokenizer(prompt)["input_ids"] for prompt in corpus.read_prompts(self._out / "prompts.jsonl")]
         facts = {
             "corpus": {
                 "train_files": len(split.train),
@@ -234,7 +211,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(arguments.threads)
     pipeline = Pipeline(arguments)
     for phase in PHASES if arguments.phase == "all" else (arguments.phase,):
-        pipeline.run(phase)
+        PHASES[phase](pipeline)
 
 
 def write_text(work: Path, model: LlamaForCausalLM, ids: TokenIds, tokens: int, seed: int) -> TokenIds:

@@ -17,20 +17,10 @@ from contextlib import asynccontextmanager, closing
 from random import Random
 from typing import Any
 
-from benchmarks.chaos import faults, settings
+from benchmarks.chaos import faults, settings, workload
 from benchmarks.chaos.settings import ChaosOptions
 from benchmarks.chaos.stage import Stage, until_nothing
-from benchmarks.chaos.workload import (
-    FaultResult,
-    Reply,
-    Workload,
-    ask_again,
-    cluster_view,
-    difference,
-    meanwhile,
-    sampling,
-    tally,
-)
+from benchmarks.chaos.workload import FaultResult, Reply, Workload, meanwhile
 from benchmarks.harness.processes import READY, WorkerPlan, all_running, child
 from benchmarks.harness.proxy import Proxy
 from cluster.config.environment import BUNDLED
@@ -62,9 +52,9 @@ async def kill_router(stage: Stage, options: ChaosOptions) -> FaultResult:
     rng = Random(f"{options.seed} kill-router")
     replies, killed, outcome = await faults.under_load(stage, options, requests, faults.kill_router, rng)
     broken = [reply for reply in replies if reply.failed]
-    again = await ask_again(stage.url, requests, broken)
+    again = await workload.ask_again(stage.url, requests, broken)
     right = await stage.right_texts(requests, replies)
-    outcome.tally = tally([*(reply for reply in replies if not reply.failed), *again], right)
+    outcome.tally = workload.tally([*(reply for reply in replies if not reply.failed), *again], right)
     outcome.complaints += objections(replies, killed, right)
     completed = sum(not reply.failed for reply in again)
     outcome.notes = [f"{len(broken)} streams broke with their router; asked again, {completed} completed"]
@@ -85,7 +75,7 @@ def objections(replies: Sequence[Reply], killed: float, right: Mapping[int, str]
         if not 0 <= after <= BREAK_SECONDS:
             found.append(f"request {reply.number} broke {after:.1f} s after the router was killed: {reply.reason}")
         if reply.differs(right[reply.number]):
-            found.append(f"request {reply.number}, broken: {difference(reply.text, right[reply.number])}")
+            found.append(f"request {reply.number}, broken: {workload.difference(reply.text, right[reply.number])}")
     return found
 
 
@@ -109,7 +99,7 @@ async def long_streams(stage: Stage, options: ChaosOptions) -> FaultResult:
         await load.begun(settings.BEGIN_SECONDS)
         load.resize(0)
         began = time.perf_counter()
-        async with meanwhile(_hold_back(stage, load.replies)), meanwhile(sampling(sample)):
+        async with meanwhile(_hold_back(stage, load.replies)), meanwhile(workload.sampling(sample)):
             await stage.update({"router": {"replicas": 2}})
             replaced = time.perf_counter()  # that takes until the last stream has ended
             replacing = asyncio.create_task(stage.update({"router": {"max_sessions": settings.MAX_SESSIONS + 1}}))
@@ -199,8 +189,8 @@ async def _until_back(url: str, worker: str) -> list[Mapping[str, Any]]:
     """Wait until a router has a worker; its events. Raises StageError, httpx.HTTPError."""
 
     async def gone() -> str:
-        workers = (await cluster_view(url))["workers"]
+        workers = (await workload.cluster_view(url))["workers"]
         return "" if any(part["id"] == worker and part["state"] == "up" for part in workers) else worker
 
     await until_nothing(gone, settings.HEAL_SECONDS, "not reached again")
-    return list((await cluster_view(url))["events"])
+    return list((await workload.cluster_view(url))["events"])

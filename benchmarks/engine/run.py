@@ -20,21 +20,8 @@ from transformers import DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.bench import EngineOptions
-from benchmarks.engine.figures import (
-    ALONE,
-    CONCURRENT,
-    MIXED,
-    SEED,
-    TOGETHER,
-    Measured,
-    Memory,
-    memory_of,
-    mixed_batch,
-    parameters,
-    random_prompts,
-    result,
-    write_model,
-)
+from benchmarks.engine import figures
+from benchmarks.engine.figures import ALONE, CONCURRENT, MIXED, TOGETHER, Measured, Memory, random_prompts
 from benchmarks.engine.steps import PREFIX, TRIES, TimedSteps, Work, chain, in_turn, pinned, reads
 from benchmarks.harness.measure import PLAIN, Batch, Decoded, Run, Runner, TimedCommit, served, take_turns
 from benchmarks.harness.processes import WorkerPlan, connected, running
@@ -70,15 +57,15 @@ def main(options: EngineOptions) -> int:
     logging.getLogger("router.sessions.pool").setLevel(logging.ERROR)  # that its worker leaves is part of the plan
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, stages() as report:
         report("writing a model of random weights")
-        write_model(options, Path(folder) / "model")
+        figures.write_model(options, Path(folder) / "model")
         measured, dtype = asyncio.run(measure(Path(folder), options, report))
-    result(options, str(dtype).removeprefix("torch."), measured).publish()
+    figures.result(options, str(dtype).removeprefix("torch."), measured).publish()
     return 0
 
 
 async def measure(folder: Path, options: EngineOptions, report: Callable[[str], None]) -> tuple[Measured, torch.dtype]:
     """Everything, on the model in ``folder``; and the number format, which is the one that workers choose here."""
-    model, generator = folder / "model", torch.Generator().manual_seed(SEED)
+    model, generator = folder / "model", torch.Generator().manual_seed(figures.SEED)
     with pinned(options.threads):
         report("loading the model, for ours and for transformers")
         settings = EngineSettings(
@@ -96,7 +83,7 @@ async def measure(folder: Path, options: EngineOptions, report: Callable[[str], 
         prefixes = await repeat_prefixes(loop, options.turns, generator)
     report("serving from a worker process")
     memory = await serve(folder, options, dtype, generator)
-    weight_bytes = parameters(options) * dtype.itemsize
+    weight_bytes = figures.parameters(options) * dtype.itemsize
     return Measured(weight_bytes, READ_BYTES, read_seconds, step_seconds, runs, prefixes, memory), dtype
 
 
@@ -127,7 +114,7 @@ async def decode_batches(
         PREFIX + TOGETHER: _together(stock.run),
     }
     mixed = {MIXED: loop.run, PREFIX + MIXED: stock.run}
-    batches = [mixed_batch(CONCURRENT, generator) for _ in range(options.mixed_turns)]
+    batches = [figures.mixed_batch(CONCURRENT, generator) for _ in range(options.mixed_turns)]
     # The prompts of a first turn, which does not count, do not come again.
     prompts = (random_prompts(CONCURRENT + 1, PROMPT, generator) for _ in range(1 + options.turns))
     alike = await take_turns(runners, [Batch(tuple(some), NEW) for some in prompts], 0, skip=1)
@@ -155,7 +142,7 @@ async def serve(folder: Path, options: EngineOptions, dtype: torch.dtype, genera
     plan = WorkerPlan(Role.TARGET, folder / "model", core, flags=flags)
     async with running(plan) as worker, connected(worker) as dispatcher:
         await served(dispatcher, PLAIN)(Batch(tuple(random_prompts(CONCURRENT, PROMPT, generator)), NEW))
-        return memory_of(worker.process.pid, options, dtype.itemsize, WORKER_CACHE_TOKENS, CONCURRENT)
+        return figures.memory_of(worker.process.pid, options, dtype.itemsize, WORKER_CACHE_TOKENS, CONCURRENT)
 
 
 def _alone(runner: Runner) -> Runner:

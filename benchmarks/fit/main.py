@@ -11,20 +11,9 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.fit import report, teacher
+from benchmarks.fit import predict, report, teacher
 from benchmarks.fit.command import FitOptions
-from benchmarks.fit.predict import (
-    DEPTHS,
-    FINE,
-    ROUGH,
-    Forecast,
-    Known,
-    Predictor,
-    TargetLoad,
-    forecast,
-    loads,
-    recommended,
-)
+from benchmarks.fit.predict import Forecast, Known, Predictor, forecast
 from benchmarks.fit.serving import TargetText, Watched, spread, watch
 from benchmarks.fit.validate import validate
 from cluster.console import say, stages
@@ -91,17 +80,17 @@ def learned(
 
 
 def _predict(options: FitOptions, known: Known, progress: Callable[[str], None]) -> report.FitResult:
-    rough, fine = Predictor(known, options.seed, ROUGH), Predictor(known, options.seed, FINE)
+    rough, fine = Predictor(known, options.seed, predict.ROUGH), Predictor(known, options.seed, predict.FINE)
     forecasts: list[Forecast] = []
     for way in options.ways:
         progress(f"simulating {way}")
         forecasts.append(forecast(rough, way, options.round_trips))
-    chosen = recommended(forecasts)
+    chosen = predict.recommended(forecasts)
     if chosen is None:
         return report.FitResult(options, known, tuple(forecasts), None)
     progress(f"simulating {chosen.way} at every depth and load")
-    chosen = forecast(fine, chosen.way, options.round_trips, DEPTHS)
-    found = loads(rough, chosen, options.round_trips[0], options.sessions)
-    near = TargetLoad(rtt=options.round_trips[0])
+    chosen = forecast(fine, chosen.way, options.round_trips, predict.DEPTHS)
+    found = predict.loads(rough, chosen, options.round_trips[0], options.sessions)
+    near = predict.TargetLoad(rtt=options.round_trips[0])
     forgetful = fine.forgetful(chosen.way, near, chosen.depth) if chosen.way.remembers else None
     return report.FitResult(options, known, tuple(forecasts), chosen, tuple(found), forgetful=forgetful)

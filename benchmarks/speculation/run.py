@@ -38,18 +38,7 @@ from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, train
 from benchmarks.harness.processes import WorkerPlan, connected, drafting_late, running, until_lost
 from benchmarks.harness.report import PlotLine, PlotPanel, Result, Table, against, cell, draw, goals_table, table_of
 from benchmarks.speculation import figures, settings
-from benchmarks.speculation.figures import (
-    ASSISTED,
-    GOALS,
-    OURS,
-    MeasuredRuns,
-    PairResult,
-    Row,
-    find,
-    ratio,
-    read_log,
-    rows,
-)
+from benchmarks.speculation.figures import OURS, MeasuredRuns, PairResult, Row, find, ratio
 from benchmarks.speculation.settings import EXTRAS, ROUND_TRIPS, ComparisonSetting, PairPlan, SpeculationOptions
 from cluster.console import stages
 from router.dispatch import Dispatcher
@@ -58,6 +47,7 @@ from speculation.messages import Schedule, Speculation
 
 PLAIN_AND_OURS = {figures.PLAIN: PLAIN, OURS: DRAFTED}
 BASELINES = {figures.SEQUENTIAL: Schedule.SEQUENTIAL, figures.PARALLEL: Schedule.PARALLEL}
+TRANSFORMERS_PLAIN = f"transformers {figures.PLAIN}"
 WARM_UP = 2
 SWEEP_PROMPTS = 2
 """Prompts on which draft lengths are tried; others than those measured."""
@@ -133,13 +123,13 @@ async def compare_transformers(bench: PairBench, dispatcher: Dispatcher) -> None
     """The other library, in turn with ours."""
     async with baseline.transformers(bench.pair, bench.options.dtype) as other:
         modes = {str(mode): baseline.runner(other, mode) for mode in baseline.ASSISTED}
-        chosen = await bench.choose(settings.TRANSFORMERS, ASSISTED, modes)
+        chosen = await bench.choose(settings.TRANSFORMERS, figures.ASSISTED, modes)
         runners = {
             OURS: served(dispatcher, DRAFTED),
-            "transformers plain": baseline.runner(other, baseline.PLAIN),
-            ASSISTED: modes[chosen],
+            TRANSFORMERS_PLAIN: baseline.runner(other, baseline.PLAIN),
+            figures.ASSISTED: modes[chosen],
         }
-        await bench.compare(settings.TRANSFORMERS, runners, {ASSISTED: chosen})
+        await bench.compare(settings.TRANSFORMERS, runners, {figures.ASSISTED: chosen})
 
 
 def _served(dispatcher: Dispatcher, known: Mapping[str, Speculation]) -> dict[str, Runner]:
@@ -179,8 +169,8 @@ async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, repor
                 connected(target, draft) as dispatcher,
             ):
                 await compare_ours(bench, dispatcher, settings.SHARED, lookup=False)
-        log = read_log(records)  # complete only now: workers write when they are idle
-    return PairResult(pair, rows(bench.measured, log), rows(bench.tried, log))
+        log = figures.read_log(records)  # complete only now: workers write when they are idle
+    return PairResult(pair, figures.rows(bench.measured, log), figures.rows(bench.tried, log))
 
 
 def main(options: SpeculationOptions) -> int:
@@ -217,10 +207,10 @@ def result(options: SpeculationOptions, outcomes: Sequence[PairResult], **about:
         "speculation",
         "Speculative decoding",
         options,
-        (settings_table(rows), step_times(rows), goals_table(GOALS, rows)),
+        (settings_table(rows), step_times(rows), goals_table(figures.GOALS, rows)),
         [f"{pair.name}: {pair.about}" for pair in pairs],
         {
-            **against(GOALS, rows),
+            **against(figures.GOALS, rows),
             "options": given,
             "pairs": [{"name": pair.name, "parameters": pair.parameters, "about": pair.about} for pair in pairs],
             "rows": [asdict(row) for row in rows],
@@ -243,9 +233,7 @@ def settings_table(rows: Sequence[Row]) -> Table:
     """Every contender in every setting."""
 
     def over(row: Row) -> tuple[float, float, float] | None:
-        named = (
-            find(rows, row.pair, row.setting.name, name) for name in (figures.PLAIN, f"transformers {figures.PLAIN}")
-        )
+        named = (find(rows, row.pair, row.setting.name, name) for name in (figures.PLAIN, TRANSFORMERS_PLAIN))
         plain = next(filter(None, named), None)
         return ratio(row, plain) if plain else None
 
