@@ -50,11 +50,6 @@ class Growth:
             raise ValueError("intermediate_size must not be smaller than before")
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """What :func:`stretch` is asked for."""
-        return {"hidden_size": self.hidden_size, "layers": self.layers, "intermediate_size": self.intermediate_size}
-
-    @property
     def head_dim(self) -> int:
         """Size of a head, before and after."""
         return int(self.old.head_dim or self.old.hidden_size // self.old.num_attention_heads)

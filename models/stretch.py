@@ -60,8 +60,7 @@ def calibrate_noise(
     measurements, each the cost of writing that text once. If even the silent stretch accepts less often than
     `wanted`, that is the answer.
     """
-    growth = grow_to(model, **sizes)
-    grown = stretch(model, **growth.sizes, seed=seed)
+    growth, grown = grow_to(model, **sizes), stretch(model, **sizes, seed=seed)
 
     def agreement(noise: float) -> float:
         set_noise(grown, growth, noise, seed)
@@ -120,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(arguments.threads)
     model = load(arguments.source, torch.bfloat16)
     tokenizer = load_tokenizer(arguments.source)
-    sizes = grow_to(model, arguments.hidden, arguments.layers, arguments.intermediate).sizes
+    sizes = {"hidden_size": arguments.hidden, "layers": arguments.layers, "intermediate_size": arguments.intermediate}
     noise = arguments.noise
     if arguments.agreement is not None:
         prompts_BT = calibration_prompts(tokenizer, arguments.prompts)

@@ -40,27 +40,19 @@ CORES = 2
 class Mode:
     """How transformers decodes."""
 
-    kind: str
-    """``plain``, or ``assisted`` by the draft model."""
     length: int = 0
-    """Draft tokens a step; where the heuristic schedule begins."""
+    """Draft tokens a step, by the draft model; where the heuristic schedule begins. 0: plainly."""
     schedule: str = "constant"
     confidence: float = 0.0
     """Drafting ends early where the draft model is less sure than this."""
 
     def __str__(self) -> str:
         """For tables."""
-        return self.kind if not self.length else f"{self.kind} {self.length} {self.schedule} {self.confidence:g}"
+        return f"assisted {self.length} {self.schedule} {self.confidence:g}" if self.length else "plain"
 
 
-PLAIN = Mode("plain")
-ASSISTED = (
-    Mode("assisted", 3),
-    Mode("assisted", 5),
-    Mode("assisted", 8),
-    Mode("assisted", 5, "heuristic"),
-    Mode("assisted", 20, confidence=0.4),
-)
+PLAIN = Mode()
+ASSISTED = (Mode(3), Mode(5), Mode(8), Mode(5, "heuristic"), Mode(20, confidence=0.4))
 """Settings of assisted generation that are tried; the last is the library's default."""
 
 
