@@ -52,13 +52,6 @@ class Accuracy:
     """How many guesses in a row are right, from the first on, in the mean."""
 
 
-def run_of(hits_HN: Tensor) -> Accuracy:
-    """``hits_HN``: of each place, which guesses were right, nearest first."""
-    hits_HN = hits_HN.double()
-    run = float(hits_HN.cumprod(0).sum(0).mean())
-    return Accuracy(tuple(round(share, 4) for share in hits_HN.mean(-1).tolist()), round(run, 4))
-
-
 class HeadTraining(ABC, Generic[Options]):
     """The making of one set of heads, in its folder."""
 
@@ -99,7 +92,9 @@ class HeadTraining(ABC, Generic[Options]):
     def measure(self, rows: Sequence[Sequence[int]]) -> Accuracy:
         """How right the heads are on these texts, wherever all of them have something to say."""
         texts = (torch.tensor([row], device=self._target.device) for row in rows)
-        return run_of(torch.cat([self._hits(tokens_1T) for tokens_1T in texts], -1))
+        hits_HN = torch.cat([self._hits(tokens_1T) for tokens_1T in texts], -1).double()
+        run = float(hits_HN.cumprod(0).sum(0).mean())
+        return Accuracy(tuple(round(share, 4) for share in hits_HN.mean(-1).tolist()), round(run, 4))
 
     def run(self, data: Data) -> dict[str, Any]:
         """Do all that is not done yet with text; the folder then holds the heads. Returns the figures.

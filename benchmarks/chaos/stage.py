@@ -179,7 +179,9 @@ class Stage:
         """What is left of sessions on the workers although nothing is asked for; empty if nothing is."""
 
         async def busy() -> str:
-            return ", ".join([part["id"] for part in (await self.view())["workers"] if _is_busy(part)])
+            up = [part for part in (await self.view())["workers"] if part["state"] == WorkerState.UP]
+            caches = {part["id"] for part in up if part["cache"]["free"] != part["cache"]["capacity"]}
+            return ", ".join([part["id"] for part in up if part["sessions"] or part["waiting"] or part["id"] in caches])
 
         try:
             await until_nothing(busy, IDLE_SECONDS, "sessions or cache are still held")
@@ -279,11 +281,3 @@ async def until_nothing(wrong: Callable[[], Awaitable[str]], seconds: float, why
         if time.monotonic() > deadline:
             raise StageError(f"{why} after {seconds:.0f} s: {said}")
         await asyncio.sleep(POLL_SECONDS)
-
-
-def _is_busy(worker: Mapping[str, Any]) -> bool:
-    """Whether anything is left of any session, as a router knows a worker that is up."""
-    cache = worker["cache"]
-    return worker["state"] == "up" and bool(
-        worker["sessions"] or worker["waiting"] or cache["free"] != cache["capacity"]
-    )

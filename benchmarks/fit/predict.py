@@ -54,11 +54,6 @@ class Agreement:
         return sum(run.right > 0 for run in self.runs) / len(self.runs)
 
     @property
-    def rights(self) -> list[int]:
-        """Tokens that agree, by place."""
-        return [run.right for run in self.runs]
-
-    @property
     def depths(self) -> tuple[Depth, ...]:
         """Of drafts that were right so far and went on: how many were right at the next depth too."""
         found = []

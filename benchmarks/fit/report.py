@@ -223,7 +223,7 @@ def textbook(found: Agreement, cost: float, depth: int) -> dict[str, float]:
     """The closed forms for a way, and what of them can be counted."""
     return {
         "committed": costs.expected_tokens(found.first, depth),
-        "committed_along": costs.committed_along(found.rights, depth),
+        "committed_along": costs.committed_along([run.right for run in found.runs], depth),
         "speedup": costs.expected_speedup(found.first, depth, cost),
     }
 
