@@ -175,8 +175,7 @@ class Distillation:
     def _save(self, folder: Path) -> None:
         """The draft with its best weights, as it was stored before."""
         module, name = self._pair.draft_module, self._pair.draft.name
-        stored = getattr(read_config(name), "dtype", None) or torch.float32
-        nn.Module.to(module, device="cpu", dtype=stored)
+        nn.Module.to(module, device="cpu", dtype=getattr(read_config(name), "dtype", None) or torch.float32)
         restore(module, self._best)
         module.save_pretrained(folder)
         tokenizer_of(name).save_pretrained(folder)

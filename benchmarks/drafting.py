@@ -222,8 +222,7 @@ _ARGUMENT = {
 
 
 def _object(properties: Row) -> Row:
-    required = list(properties)
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
 RECORD = _object(
@@ -371,8 +370,7 @@ def main(options: DraftingOptions) -> int:
     goals = [goal for goal in GOALS if goal.ours(found) is not None]
     tables += [goals_table(goals, found)] if goals else []
     figures = {**against(goals, found), "parts": found}
-    result = Result("drafting", "Ways to draft", options, tables, [ABOUT], figures)
-    result.publish()
+    Result("drafting", "Ways to draft", options, tables, [ABOUT], figures).publish()
     return 0
 
 

@@ -168,8 +168,7 @@ async def plain_text(http: httpx.AsyncClient, url: str, request: Body) -> str:
     """The text without drafts and without streaming. Raises httpx.HTTPError."""
     answer = await http.post(f"{url}/v1/completions", json={**request, "speculation": {"enabled": False}})
     answer.raise_for_status()
-    text: str = answer.json()["choices"][0]["text"]
-    return text
+    return str(answer.json()["choices"][0]["text"])
 
 
 async def stream(http: httpx.AsyncClient, url: str, request: Body, reply: Reply) -> None:

@@ -29,8 +29,7 @@ def advice(chosen: Forecast | None, forecasts: Sequence[Forecast], loaded: Seque
             f"plain decoding: the best way to draft, {best.way}, makes it {best.speedup:.2f} x as fast, "
             f"and below {PAYS:g} x drafting is not worth its machines"
         )
-    parts = [f"{chosen.way}: {chosen.speedup:.1f} x plain decoding", _kinds(chosen), _until(loaded)]
-    return "; ".join(parts)
+    return "; ".join([f"{chosen.way}: {chosen.speedup:.1f} x plain decoding", _kinds(chosen), _until(loaded)])
 
 
 def _kinds(chosen: Forecast) -> str:

@@ -135,8 +135,7 @@ class Subject:
 
     def text(self, tokens: int) -> list[int]:
         """Another one whenever it is asked for."""
-        found: list[int] = torch.randint(self.shape.vocabulary, (tokens,)).tolist()
-        return found
+        return list(torch.randint(self.shape.vocabulary, (tokens,)).tolist())
 
 
 class StandIn(RowAttention):

@@ -107,8 +107,7 @@ class Options:
     @classmethod
     def read(cls, args: argparse.Namespace) -> Self:
         """What the flags amount to, checked. Raises :class:`cluster.console.CommandError`."""
-        given = {one.name: _checked(one, args) for one in flags(cls) if hasattr(args, one.name)}
-        return cls(**given).checked()
+        return cls(**{one.name: _checked(one, args) for one in flags(cls) if hasattr(args, one.name)}).checked()
 
 
 def run(options: type[Options], args: argparse.Namespace, what: str = "benchmark") -> int:
@@ -146,8 +145,7 @@ def _check_files(json: Path | None, out: Path | None) -> None:
 
 def flags(options: type[Options]) -> list[Field[Any]]:
     """Fields that are flags, in the order of a help text."""
-    own = [one for one in fields(options) if one.metadata]
-    return sorted(own, key=lambda one: one.name in PLACES)
+    return sorted((one for one in fields(options) if one.metadata), key=lambda one: one.name in PLACES)
 
 
 def between(name: str, value: float, least: float | None, most: float | None, why: str = "") -> None:

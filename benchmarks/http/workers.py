@@ -204,8 +204,7 @@ class FakeWorker:
         self._end = position + len(tokens), digest
         session, kept = SessionId(0), script.commit - 1
         if self._role is Role.DRAFT:
-            chain = tuple(range(-1, kept))
-            proposal = Proposal(session, 0, position, anchor, tokens, chain, (0.5,) * len(tokens))
+            proposal = Proposal(session, 0, position, anchor, tokens, tuple(range(-1, kept)), (0.5,) * len(tokens))
             return proposal, proposal
         goes_on = Verification(session, 0, position, tokens, digest, kept, kept + 1, lead=8, took_us=9000)
         return goes_on, replace(goes_on, finish=FinishReason.LENGTH)

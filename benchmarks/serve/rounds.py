@@ -153,8 +153,7 @@ async def at_once(numbers: Iterator[int], concurrency: int, ask: Ask) -> None:
 
     async def send() -> None:
         for number in numbers:
-            pause = await ask(number, time.perf_counter())
-            await asyncio.sleep(pause)
+            await asyncio.sleep(await ask(number, time.perf_counter()))
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):

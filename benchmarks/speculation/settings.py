@@ -105,8 +105,7 @@ class SpeculationOptions(Options):
     def checked(self) -> Self:
         """See :class:`benchmarks.harness.options.Options`."""
         if not self.quick and not find_spec("matplotlib"):
-            missing = "a full run draws plots, for which matplotlib is needed: pip install matplotlib"
-            raise BadInput(missing)
+            raise BadInput("a full run draws plots, for which matplotlib is needed: pip install matplotlib")
         return self
 
     @property
