@@ -56,7 +56,6 @@ class DistillationOutcome:
     """(step, score) of every measurement; see :func:`score`."""
     best_step: int
     steps: int
-    """That were taken."""
 
 
 def score(figures: Figures) -> float:

@@ -111,9 +111,9 @@ def stopped(*processes: Process) -> Iterator[None]:
             process.send(signal.SIGCONT)
 
 
-async def kill_all(stage: Stage, rng: Random, role: Role) -> None:  # noqa: ARG001 - as faults are called
-    """Kill -9 of all workers of a role at once."""
-    await kill(*(worker.replica for worker in await stage.workers(role)))
+async def kill_drafters(stage: Stage, rng: Random) -> None:  # noqa: ARG001 - as faults are called
+    """Kill -9 of all drafters at once."""
+    await kill(*(worker.replica for worker in await stage.workers(Role.DRAFT)))
 
 
 async def kill_router(stage: Stage, rng: Random) -> None:
@@ -152,7 +152,6 @@ def times_lost(events: Iterable[Mapping[str, Any]], worker: str, after: int) -> 
 
 @asynccontextmanager
 async def _busy_cores() -> AsyncIterator[None]:
-    """Meanwhile each core has a process that never rests."""
     spin = [sys.executable, "-c", "while True: pass"]
     busy = [await asyncio.create_subprocess_exec(*spin) for _ in range(os.cpu_count() or 1)]
     try:
@@ -189,7 +188,6 @@ async def kill(*victims: Process) -> None:
 
 
 async def _victim(stage: Stage, role: Role, rng: Random) -> WorkerReplica:
-    """Any worker of the role that runs."""
     running = [worker for worker in await stage.workers(role) if worker.running]
     if not running:
         raise StageError(f"no {role} worker runs")
@@ -197,7 +195,6 @@ async def _victim(stage: Stage, role: Role, rng: Random) -> WorkerReplica:
 
 
 async def _ranked(stage: Stage, rng: Random) -> WorkerReplica:
-    """Any target that runs on several ranks."""
     worker = await _victim(stage, Role.TARGET, rng)
     if not worker.ranks:
         raise StageError(f"the target on {worker.node} has no rank 1")

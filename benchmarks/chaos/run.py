@@ -54,7 +54,7 @@ class Planned:
 
 KINDS: Mapping[str, tuple[int, Callable[[Random], Fault]]] = {
     "kill a drafter": (4, lambda _: partial(faults.kill_replica, role=Role.DRAFT)),
-    "kill all drafters": (1, lambda _: partial(faults.kill_all, role=Role.DRAFT)),
+    "kill all drafters": (1, lambda _: faults.kill_drafters),
     "stop a drafter": (3, lambda rng: partial(faults.stop_replica, role=Role.DRAFT, seconds=_stop(rng))),
     "kill a target": (4, lambda _: partial(faults.kill_replica, role=Role.TARGET)),
     "kill rank 1 of a target": (3, lambda _: faults.kill_rank),
@@ -113,7 +113,7 @@ def against_growth(before: Footprint, after: Footprint) -> list[str]:
     return found
 
 
-async def soak(stage: Stage, options: SoakOptions, say: Callable[[str], None]) -> FaultResult:
+async def soak(stage: Stage, options: SoakOptions) -> FaultResult:
     """Random faults for ``options.minutes``."""
     requests = options.requests(options.tokens, REQUESTS)
     quiet = await footprint(stage)
@@ -121,7 +121,7 @@ async def soak(stage: Stage, options: SoakOptions, say: Callable[[str], None]) -
     async with Workload(stage.url, requests, options.streams) as load:
         await asyncio.sleep(WARM_SECONDS)
         warm = await footprint(stage)
-        done = await _inject_all(stage, options, say, complaints)
+        done = await _inject_all(stage, options, complaints)
         try:
             await stage.whole(settings.HEAL_SECONDS)
         except StageError as error:
@@ -141,9 +141,7 @@ async def soak(stage: Stage, options: SoakOptions, say: Callable[[str], None]) -
     return FaultResult(options.streams, counted, 0.0, complaints, notes, "soak", title, WANTED)
 
 
-async def _inject_all(
-    stage: Stage, options: SoakOptions, say: Callable[[str], None], complaints: list[str]
-) -> Counter[str]:
+async def _inject_all(stage: Stage, options: SoakOptions, complaints: list[str]) -> Counter[str]:
     """Follow the schedule until the time is over; how often each fault was injected."""
     began, seconds = time.monotonic(), 60 * options.minutes
     done: Counter[str] = Counter()
@@ -214,7 +212,7 @@ def random_faults(options: SoakOptions) -> int:
 
     async def play(stage: Stage) -> None:
         say(f"random faults of seed {options.seed}:")
-        outcomes.append(await soak(stage, options, say))
+        outcomes.append(await soak(stage, options))
 
     _on_stage(options, play)
     return _published(options, outcomes)

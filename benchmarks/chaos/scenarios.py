@@ -123,7 +123,7 @@ async def _kill_drafters(stage: Stage, rng: Random) -> None:
     await faults.kill_replica(stage, rng, Role.DRAFT)
     await stage.whole(settings.HEAL_SECONDS)
     await asyncio.sleep(BETWEEN_SECONDS)
-    await faults.kill_all(stage, rng, Role.DRAFT)
+    await faults.kill_drafters(stage, rng)
 
 
 async def _replace_targets(stage: Stage, _: Random) -> None:

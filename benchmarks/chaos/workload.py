@@ -203,13 +203,11 @@ class Workload:
         self._running: dict[int, Reply] = {}
 
     async def __aenter__(self) -> Workload:
-        """Start the streams."""
         self._http = client(1000)
         self.resize(self._wanted)
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        """Cut what still runs."""
         for task in self._slots.values():
             task.cancel()
         await asyncio.gather(*self._slots.values(), return_exceptions=True)

@@ -161,7 +161,6 @@ def read_rollup(text: str) -> dict[str, int]:
 
 ALONE, TOGETHER = "1 request", f"{CONCURRENT} requests"
 MIXED = f"{CONCURRENT} requests of mixed lengths"
-"""See :mod:`benchmarks.engine.figures`."""
 
 Seconds = Mapping[str, Sequence[float]]
 """By name of what was timed, then by round."""

@@ -197,7 +197,6 @@ class Loop:
 
 
 def _refuse(sent: Outgoing) -> None:
-    """Raise what the worker refused."""
     for _, message in sent:
         if isinstance(message, Refused):
             raise GenerationError(message.code, message.message)

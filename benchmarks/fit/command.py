@@ -74,7 +74,6 @@ class Way:
         return Speculation(enabled=bool(self.sources), max_depth=depth, sources=self.sources)
 
     def __str__(self) -> str:
-        """For tables and sentences."""
         names = [] if self.draft is None else [short(self.draft)]
         return " + ".join([*names, *sorted(self.local)]) or "plain"
 

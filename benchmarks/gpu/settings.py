@@ -112,7 +112,6 @@ class DraftingSetting:
     temperature: float
 
     def __str__(self) -> str:
-        """For progress and tables."""
         return f"{self.drafter} drafter, {self.streams} at once, T {self.temperature:g}"
 
 

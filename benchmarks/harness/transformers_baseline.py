@@ -47,7 +47,6 @@ class Mode:
     """Drafting ends early where the draft model is less sure than this."""
 
     def __str__(self) -> str:
-        """For tables."""
         return f"assisted {self.length} {self.schedule} {self.confidence:g}" if self.length else "plain"
 
 
@@ -60,7 +59,6 @@ class Clock(StoppingCriteria):
     """Notes when tokens were decided; stops nothing."""
 
     def __init__(self, prompt: int) -> None:
-        """``prompt``: tokens in the prompt."""
         self._length = prompt
         self.commits: list[TimedCommit] = []
 

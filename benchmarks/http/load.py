@@ -73,7 +73,6 @@ class Client(asyncio.Protocol):
     """One stream. It notes when events come and does nothing else."""
 
     def __init__(self, request: bytes) -> None:
-        """Sends ``request`` once it is connected."""
         self.events: list[float] = []
         """When each came, those that only end the text included."""
         self.ended = asyncio.get_running_loop().create_future()

@@ -262,12 +262,10 @@ def ratio(row: Row, baseline: Row) -> tuple[float, float, float]:
 
 
 def _over(baseline: str, setting: ComparisonSetting) -> Callable[[Sequence[Row]], float]:
-    """Ours over a baseline."""
     return lambda rows: ratio(_must(rows, setting, OURS), _must(rows, setting, baseline))[0]
 
 
 def _efficiency(setting: ComparisonSetting) -> Callable[[Sequence[Row]], float]:
-    """Our pipeline efficiency."""
     return lambda rows: _must(rows, setting, OURS).median_efficiency
 
 
