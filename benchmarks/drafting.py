@@ -21,7 +21,7 @@ from benchmarks import step_costs
 from benchmarks.bench import DraftingOptions
 from benchmarks.grammar_prompts import KINDS
 from benchmarks.harness import pair as pairs
-from benchmarks.harness.measure import DRAFTED, PLAIN, WITH_LOOKUP, Batch, Runner, rows, served, take_turns
+from benchmarks.harness.measure import DRAFTED, PLAIN, WITH_LOOKUP, Batch, Runner, reached, rows, served, take_turns
 from benchmarks.harness.pair import ROOT, Shape, held_out, noiseless_target, stretched_eagle
 from benchmarks.harness.processes import WorkerPlan, all_running, connected, serving
 from benchmarks.harness.report import Goal, Result, against, goals_table, table_of, tell
@@ -79,8 +79,7 @@ async def compared(
     found = [{**where, **row} for row in rows(runs, exact=exact)]
     for row in found if places else ():
         kept = [commit.accepted for run in runs[row["contender"]] for commit in run.counted]
-        reached = [round(sum(accepted > place for accepted in kept) / len(kept), 3) for place in range(4)]
-        row["steps_reaching_place"] = reached
+        row["steps_reaching_place"] = reached(kept, 4)
     return found
 
 

@@ -28,6 +28,7 @@ from alignment.writing import Writer
 from benchmarks.fit import teacher
 from benchmarks.fit.command import FitOptions
 from benchmarks.fit.serving import TargetText
+from benchmarks.harness.measure import reached
 from benchmarks.harness.pair import BUNDLED, EAGLE, HEADS, ROOT, held_out
 from benchmarks.harness.report import tell
 from cluster.console import say
@@ -70,7 +71,7 @@ def figures(kept: Sequence[int], depth: int) -> dict[str, Any]:
     return {
         "tokens_per_step": round(1 + sum(kept) / steps, 3),
         "drafted_tokens_kept": round(sum(kept) / steps, 3),
-        "steps_reaching_place": [round(sum(count > place for count in kept) / steps, 3) for place in range(depth)],
+        "steps_reaching_place": reached(kept, depth),
         "steps": steps,
     }
 

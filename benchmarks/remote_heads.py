@@ -28,6 +28,7 @@ import torch
 from benchmarks.fit import teacher
 from benchmarks.fit.command import FitOptions
 from benchmarks.fit.serving import TargetText
+from benchmarks.harness.measure import reached
 from benchmarks.harness.pair import BUNDLED, EAGLE, HEADS, ROOT, held_out
 from benchmarks.harness.report import tell
 from cluster.config.config import SpeculationConfig
@@ -64,8 +65,8 @@ from transport.worker import Outgoing
 TARGET_SETTINGS = EngineSettings(str(BUNDLED), dtype="fp32", device="cpu", cache_tokens=4096, threads=1)
 LIMITS = TargetLimits(budget=Budget(drafts_per_session=SpeculationConfig().max_draft))
 LINK = "router"
-DEPTHS = range(1, 9)
-"""Places at which it is told how many steps kept a draft there."""
+PLACES = 8
+"""At which it is told how many steps kept a draft there."""
 HERE = {"eagle local": Source.EAGLE, "medusa": Source.MEDUSA}
 """Ways that draft in the target's process, whose time is left out."""
 NEVER_WAITING = "eagle remote, never waiting"
@@ -213,8 +214,8 @@ def measure(
             if texts is not None:
                 texts.append(TargetText("held out", prompt, tuple(made.tokens[before:])))
     row = _row(way, trip, len(made.tokens), len(made.accepted), clock.now, made.offered)
-    reached = [round(sum(kept >= k for kept in made.accepted) / len(made.accepted), 3) for k in DEPTHS]
-    return row | {"pushes_a_token": round(made.pushes / len(made.tokens), 2), "steps_reaching_place": reached}
+    found = {"pushes_a_token": round(made.pushes / len(made.tokens), 2)}
+    return {**row, **found, "steps_reaching_place": reached(made.accepted, PLACES)}
 
 
 def _row(way: str, trip: float, said: int, steps: int, seconds: float, offered: int) -> dict[str, object]:

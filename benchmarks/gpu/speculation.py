@@ -117,15 +117,12 @@ class DraftingBench:
         record = Path(self.options.records) / f"{name}.jsonl" if self.options.records else None
         if role is Role.DRAFT:
             return WorkerPlan(role, draft, None, record, self._drafting(placement))
-        here = ["--set", f"draft.device={self.gpu.device.type}", "--draft-model", str(draft)]
-        flags = [*self._target, *(here if placement == settings.SHARED else ())]
+        device, options = self.gpu.device.type, self.options
+        room = max(max(options.sizes.streams) * (MAX_PROMPT_TOKENS + options.tokens + BRANCHES), MIN_CACHE_TOKENS)
+        flags = ["--device", device, "--dtype", "auto", "--cache-tokens", str(room)]
+        if placement == settings.SHARED:
+            flags += ["--set", f"draft.device={device}", "--draft-model", str(draft)]
         return WorkerPlan(role, self.pair.target, None, record, flags)
-
-    @property
-    def _target(self) -> list[str]:
-        sizes = self.options.sizes
-        room = max(sizes.streams) * (MAX_PROMPT_TOKENS + self.options.tokens + BRANCHES)
-        return ["--device", self.gpu.device.type, "--dtype", "auto", "--cache-tokens", str(max(room, MIN_CACHE_TOKENS))]
 
     def _drafting(self, placement: str) -> list[str]:
         if placement == settings.CPU or not self.gpu.on_cuda:

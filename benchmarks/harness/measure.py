@@ -263,6 +263,11 @@ def beside(own: Sequence[Run], other: Sequence[Run]) -> Beside:
     )
 
 
+def reached(kept: Sequence[int], places: int) -> list[float]:
+    """Share of the steps that kept a draft at the first place, at the second, and so on; ``kept``: drafts by step."""
+    return [round(sum(count > place for count in kept) / len(kept), 3) for place in range(places)]
+
+
 def rows(runs: Mapping[str, Sequence[Run]], *, exact: bool = True) -> list[dict[str, Any]]:
     """What each contender came to, run by run beside the first of them.
 

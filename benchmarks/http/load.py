@@ -12,8 +12,8 @@ import gc
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -118,7 +118,7 @@ class Contest:
     async def run(self) -> list[LoadPoint]:
         """Open all streams, measure each pace, end them."""
         async with AsyncExitStack() as stack:
-            server = await stack.enter_async_context(self._server())
+            server = await self._start(stack)
             gc.collect()
             gc.freeze()
             await self._open(server, 1)
@@ -141,24 +141,21 @@ class Contest:
                 await asyncio.gather(*(client.ended for client in self.clients.values()))
         return points
 
-    @asynccontextmanager
-    async def _server(self) -> AsyncIterator[ReadyProcess]:
-        groups = -(-self.streams // self.options.sessions)
-        cores = sorted(os.sched_getaffinity(0))
-        async with AsyncExitStack() as stack:
-            kind, given = BARE, [str(groups)]
-            if self.contender != BARE:
-                roles = [*Role] if self.options.drafters or self.options.features else [Role.TARGET]
-                kind, given = ROUTER, [",".join(await self._workers(stack, role, groups)) for role in roles]
-            server = await stack.enter_async_context(
-                child(f"{self.contender} server", "benchmarks.http.server", kind, *given)
-            )
-            if len(cores) > 1:
-                for process, kept in ((server.process.pid, cores[-1:]), (os.getpid(), cores[:-1])):
-                    for thread in os.listdir(f"/proc/{process}/task"):
-                        os.sched_setaffinity(int(thread), kept)
-                stack.callback(os.sched_setaffinity, 0, cores)
-            yield server
+    async def _start(self, stack: AsyncExitStack) -> ReadyProcess:
+        """The server, and its workers, until the stack is left."""
+        groups, cores = -(-self.streams // self.options.sessions), sorted(os.sched_getaffinity(0))
+        kind, given = BARE, [str(groups)]
+        if self.contender != BARE:
+            roles = [*Role] if self.options.drafters or self.options.features else [Role.TARGET]
+            kind, given = ROUTER, [",".join(await self._workers(stack, role, groups)) for role in roles]
+        starting = child(f"{self.contender} server", "benchmarks.http.server", kind, *given)
+        server = await stack.enter_async_context(starting)
+        if len(cores) > 1:
+            for process, kept in ((server.process.pid, cores[-1:]), (os.getpid(), cores[:-1])):
+                for thread in os.listdir(f"/proc/{process}/task"):
+                    os.sched_setaffinity(int(thread), kept)
+            stack.callback(os.sched_setaffinity, 0, cores)
+        return server
 
     async def _workers(self, stack: AsyncExitStack, role: Role, groups: int) -> list[str]:
         tokenizer = Tokenizer.load(str(BUNDLED / MODEL))
