@@ -166,7 +166,6 @@ class Loop:
 
     def __init__(self, engine: Engine, settings: EngineSettings) -> None:
         """``settings``: what ``engine`` was built from."""
-        self.engine = engine
         self._loop = VerifyLoop(engine, welcome(settings, engine.model, "target"), target_settings(Config()).limits)
         self._numbers = map(SessionId, itertools.count(1))
 
