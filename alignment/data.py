@@ -239,17 +239,11 @@ def _record(where: str, line: str) -> Passage:
                 return Passage(prompt, completion)
         case {"text": str(text)} if text:
             return Passage("", text)
-        case _:
-            pass
     raise DataError(f"{where} has none of {WANTED} as text")
 
 
-def _is_message(message: object) -> bool:
-    match message:
-        case {"role": str(), "content": str()}:
-            return True
-        case _:
-            return False
+def _is_message(given: object) -> bool:
+    return isinstance(given, dict) and isinstance(given.get("role"), str) and isinstance(given.get("content"), str)
 
 
 def _text(path: Path, raw: bytes, at: int) -> str:
