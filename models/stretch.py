@@ -60,7 +60,7 @@ def calibrate_noise(
     measurements, each the cost of writing that text once. If even the silent stretch accepts less often than
     `wanted`, that is the answer.
     """
-    growth, grown = grow_to(model, **sizes), stretch(model, **sizes, seed=seed)
+    growth, grown = grow_to(model, **sizes), stretch(model, noise=0.0, seed=seed, **sizes)
 
     def agreement(noise: float) -> float:
         set_noise(grown, growth, noise, seed)
