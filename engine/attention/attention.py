@@ -14,37 +14,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from engine.attention.row_attention import RowAttention, RowPlan
+from engine.attention.row_attention import RowAttention, RowPlan, UnsupportedAttention
 from engine.attention.rows import Packed, Rows, packed
 from engine.cache.kv_store import KVStore
 from engine.cache.sequence_state import SequenceState
 from engine.host.upload import to_device
 
+if TYPE_CHECKING:
+    from engine.hidden import LayerTap
+
 NAME = "paceline"
 
 MAX_ROWS = 4096
 """Of a piece of a step that is not replayed."""
-
-
-class UnsupportedAttention(Exception):
-    """The model asks its attention for something this engine does not compute."""
-
-
-class KeepsStates(Protocol):
-    """Takes in states between layers; see :class:`engine.hidden.LayerTap`."""
-
-    layers: tuple[int, ...]
-
-    def keep(self, layer: int, states_TD: Tensor) -> None:
-        """What stands behind so many layers."""
-
-    def room(self, rows: int) -> Tensor:
-        """Where they all go, ``[T, L, D]``."""
 
 
 class Step:
@@ -62,7 +49,7 @@ class Step:
         self.store, self.slots_T, self.rows, self.attention = store, slots_T, rows, attention
         self.invariant = False
         """See :func:`engine.layers.linear.products`."""
-        self.tap: KeepsStates | None = None
+        self.tap: LayerTap | None = None
         """What wants the states between layers, if anything."""
         self.calls = [0] * layers
         """How often each layer called; a model that computes attention elsewhere leaves zeros here."""
@@ -86,12 +73,9 @@ class Step:
     ) -> Tensor:
         """Attention of all rows, whose own keys and values are stored already, ``[T, Q, E]``, contiguous."""
         self.calls[layer] += 1
-        attention = self.attention
-        if not attention.takes(query_TQD, keys_SHD, values_SHE):
-            raise UnsupportedAttention(f"heads of {query_TQD.shape[-1]} in {query_TQD.dtype} are not computed by rows")
         if self._plan is None:
-            self._plan = attention.plan(self.rows)
-        return attention(
+            self._plan = self.attention.plan(self.rows)
+        return self.attention(
             query_TQD,
             keys_SHD,
             values_SHE,

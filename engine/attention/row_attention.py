@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +45,19 @@ FEW_ROWS, FEW_KEYS, PADDED_TO = 16, 512, 1.5
 """Rows and keys up to which a view is computed together with others, and how many times its own keys it then reads."""
 
 HIDDEN = float("-inf")
+
+
+class UnsupportedAttention(Exception):
+    """The model asks its attention for something this engine does not compute."""
+
+
+class Scoring(NamedTuple):
+    """How a layer makes weights of products; see :meth:`RowAttention.__call__`."""
+
+    scale: float
+    window: int | None
+    cap: float | None
+    sinks_Q: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +105,6 @@ class RowAttention:
         """What decides how sums are rounded, where workers that differ in it may differ in a token; empty: nothing."""
         return ""
 
-    def takes(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor) -> bool:  # noqa: ARG002
-        """Whether it computes attention of these dtypes and sizes."""
-        return True
-
     def plan(self, rows: Rows) -> RowPlan:
         """Divide the reading of a step."""
         return RowPlan(rows)
@@ -114,10 +124,15 @@ class RowAttention:
         """``[T, Q, E]``. Every row sees itself and what is before it on its branch, ``window`` tokens in all.
 
         ``cap``: scores s become ``cap * tanh(s / cap)``. ``sinks_Q``: a score per head that takes part in the softmax
-        and has no value. What rows get that see nothing, which are padding, says nothing.
+        and has no value. What rows get that see nothing, which are padding, says nothing. Raises
+        :class:`UnsupportedAttention` for dtypes and sizes that are not computed.
         """
+        scale = query_TQD.shape[-1] ** -0.5 if scaling is None else scaling
+        return self._attend(query_TQD, keys_SHD, values_SHE, plan, Scoring(scale, window, cap, sinks_Q))
+
+    def _attend(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, plan: RowPlan, how: Scoring) -> Tensor:
         (tokens, query_heads, size), (_, heads, value_size) = query_TQD.shape, values_SHE.shape
-        scale = size**-0.5 if scaling is None else scaling
+        window = how.window
         batches = plan.batches.get((window, heads))
         if batches is None:
             batches = [_batch(views, plan.rows, self.page, window, heads, query_TQD) for views in _together(plan.rows)]
@@ -129,17 +144,16 @@ class RowAttention:
             query_BLD = query_NMHGD.permute(0, 2, 3, 1, 4).reshape(views * heads, -1, size)
             products_BLK = _product(query_BLD, batch.gathered(keys_SHD).transpose(1, 2))
             products_NQMK = products_BLK.view(views, query_heads, members, keys)
-            weights_NQMK = _softmax(products_NQMK, scale, cap, batch.mask_N1MK, sinks_Q).to(query_TQD.dtype)
+            weights_NQMK = _softmax(products_NQMK, how, batch.mask_N1MK).to(query_TQD.dtype)
             found_BLE = _weighted_sum(weights_NQMK.view_as(products_BLK), batch.gathered(values_SHE))
             found_NMQE = found_BLE.view(views, query_heads, members, -1).transpose(1, 2)
             out_TQE[batch.rows] = found_NMQE.reshape(-1, query_heads, value_size)
         return out_TQE
 
 
-def _softmax(
-    products_NQMK: Tensor, scale: float, cap: float | None, mask_N1MK: Tensor, sinks_Q: Tensor | None
-) -> Tensor:
+def _softmax(products_NQMK: Tensor, how: Scoring, mask_N1MK: Tensor) -> Tensor:
     """Of the scores, in float32 at least; a sink takes its part as one more column."""
+    scale, _, cap, sinks_Q = how
     if cap is not None:
         products_NQMK, scale = torch.tanh(products_NQMK.to(mask_N1MK.dtype) * (scale / cap)), cap
     scores_NQMK = torch.add(mask_N1MK, products_NQMK, alpha=scale)

@@ -21,11 +21,12 @@ from itertools import chain, count
 import torch
 from torch import Tensor
 
-from engine.attention.row_attention import RowAttention, RowPlan
+from engine.attention.row_attention import RowAttention, RowPlan, Scoring, UnsupportedAttention
 from engine.attention.rows import ROW_CLASSES, SLICE, Rows, empty_buffer, packed
 from engine.cache.kv_store import PAGE
 from engine.cache.sequence_state import SequenceState
 from engine.host.upload import upload
+from engine.model import kind_and_line
 
 log = logging.getLogger(__name__)
 
@@ -94,12 +95,6 @@ class TritonRows(RowAttention):
         self._starts = upload(starts, device, torch.int32)
         self._scratch: dict[tuple[int, int], tuple[Tensor, ...]] = {}
 
-    def takes(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor) -> bool:
-        """See :meth:`.RowAttention.takes`."""
-        dtypes = {query_TQD.dtype, keys_SHD.dtype, values_SHE.dtype}
-        largest = max(keys_SHD.shape[-1], values_SHE.shape[-1])
-        return len(dtypes) == 1 and dtypes <= DTYPES and largest <= LARGEST_HEAD
-
     def plan(self, rows: Rows) -> RowPlan:
         """Divide the reading of a step, on its device."""
         from triton import next_power_of_2
@@ -118,20 +113,13 @@ class TritonRows(RowAttention):
             works.append((counted, work))
         return TritonPlan(rows, works=works)
 
-    def __call__(
-        self,
-        query_TQD: Tensor,
-        keys_SHD: Tensor,
-        values_SHE: Tensor,
-        plan: RowPlan,
-        *,
-        scaling: float | None = None,
-        window: int | None = None,
-        cap: float | None = None,
-        sinks_Q: Tensor | None = None,
-    ) -> Tensor:
-        """See :meth:`.RowAttention.__call__`. Rows that see nothing get zeros."""
+    def _attend(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, plan: RowPlan, how: Scoring) -> Tensor:
+        """Rows that see nothing get zeros."""
         assert isinstance(plan, TritonPlan)
+        dtypes = {query_TQD.dtype, keys_SHD.dtype, values_SHE.dtype}
+        largest = max(keys_SHD.shape[-1], values_SHE.shape[-1])
+        if len(dtypes) > 1 or not dtypes <= DTYPES or largest > LARGEST_HEAD:
+            raise UnsupportedAttention(f"heads of {query_TQD.shape[-1]} in {query_TQD.dtype} are not computed by rows")
         # Imported here: torch's builds for CPUs come without it.
         from triton import next_power_of_2
 
@@ -148,20 +136,20 @@ class TritonRows(RowAttention):
             rows = plan.rows.cut(start, stop)
             attend_splits[max(16, PROGRAMS // key_heads), key_heads](
                 query_TQD[start:stop], keys_SHD, values_SHE, sums, maxima, totals, rows.keys_T, rows.numbers_F, *work,
-                size**-0.5 if scaling is None else scaling, cap or 1.0, self.splits,
+                how.scale, how.cap or 1.0, self.splits,
                 QUERY_HEADS=query_heads, KEY_HEADS=key_heads,
                 SIZE=size, SIZE_PADDED=size_padded, VALUE_SIZE=value_size, VALUE_PADDED=value_padded,
                 PAGE=self.page, BLOCK=BLOCK if query_TQD.itemsize == 2 else BLOCK // 2, STAGES=STAGES,
                 ROWS=max(MIN_ROWS, next_power_of_2(self.group * (query_heads // key_heads))),
-                WORK=WORK, WINDOW=window or 0, CAPPED=cap is not None,
+                WORK=WORK, WINDOW=how.window or 0, CAPPED=how.cap is not None,
                 PRECISION="ieee" if query_TQD.dtype == torch.float32 else "tf32",
                 num_warps=4,
             )  # fmt: skip
             add_splits[stop - start, query_heads](
-                sums, maxima, totals, rows.keys_T, self._starts, totals if sinks_Q is None else sinks_Q,
+                sums, maxima, totals, rows.keys_T, self._starts, totals if how.sinks_Q is None else how.sinks_Q,
                 out_TQE[start:stop], self.splits, SPLITS=next_power_of_2(self.splits),
                 QUERY_HEADS=query_heads, VALUE_SIZE=value_size, VALUE_PADDED=value_padded,
-                CHUNK=CHUNK, WINDOW=window or 0, SINKS=sinks_Q is not None, num_warps=ADD_WARPS,
+                CHUNK=CHUNK, WINDOW=how.window or 0, SINKS=how.sinks_Q is not None, num_warps=ADD_WARPS,
             )  # fmt: skip
         return out_TQE
 
@@ -181,8 +169,7 @@ def find_attention(context: int, heads_per_key: int, dtype: torch.dtype, device:
     try:
         error = trial_error(attention, heads_per_key, dtype, device)
     except Exception as refusal:  # no Triton, an old driver, a GPU it does not know
-        line = next(iter(str(refusal).strip().splitlines()), "no reason given")
-        why = f"{type(refusal).__name__}: {line}"
+        why = kind_and_line(refusal)
     else:
         if error <= TOLERANCE[dtype]:  # not if it is NaN
             return attention

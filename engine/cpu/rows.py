@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.row_attention import RowAttention, RowPlan
+from engine.attention.row_attention import RowAttention, RowPlan, Scoring
 from engine.attention.rows import Rows
 from engine.cpu.library import DTYPES, CLayer, CRows, CStack, Library, find_library
 from engine.cpu.thread_choice import COUNTS
@@ -71,26 +71,12 @@ class CpuRows(RowAttention):
         """See :meth:`.RowAttention.plan`."""
         return CpuPlan(rows, described=described(rows, self.page), keys=int(rows.keys_T.sum()))
 
-    def __call__(
-        self,
-        query_TQD: Tensor,
-        keys_SHD: Tensor,
-        values_SHE: Tensor,
-        plan: RowPlan,
-        *,
-        scaling: float | None = None,
-        window: int | None = None,
-        cap: float | None = None,
-        sinks_Q: Tensor | None = None,
-    ) -> Tensor:
-        """See :meth:`.RowAttention.__call__`."""
+    def _attend(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, plan: RowPlan, how: Scoring) -> Tensor:
         assert isinstance(plan, CpuPlan) and plan.described is not None
         (_, query_heads, size), (_, key_heads, value_size) = query_TQD.shape, values_SHE.shape
         library, dtype = self._library, query_TQD.dtype
         if dtype not in DTYPES or size % (2 * library.width) or value_size % library.width:
-            return super().__call__(
-                query_TQD, keys_SHD, values_SHE, plan, scaling=scaling, window=window, cap=cap, sinks_Q=sinks_Q
-            )
+            return super()._attend(query_TQD, keys_SHD, values_SHE, plan, how)
         stack = CStack(
             query_heads=query_heads,
             key_heads=key_heads,
@@ -98,14 +84,14 @@ class CpuRows(RowAttention):
             value_size=value_size,
             half=dtype == torch.bfloat16,
         )
-        sinks_Q = None if sinks_Q is None else sinks_Q.float().contiguous()
+        sinks_Q = None if how.sinks_Q is None else how.sinks_Q.float().contiguous()
         layer = CLayer(
             keys=keys_SHD.data_ptr(),
             values=values_SHE.data_ptr(),
             sinks=None if sinks_Q is None else sinks_Q.data_ptr(),
-            scaling=size**-0.5 if scaling is None else scaling,
-            window=window or 0,
-            cap=cap or 0.0,
+            scaling=how.scale,
+            window=how.window or 0,
+            cap=how.cap or 0.0,
         )
         work = plan.keys * query_heads * (size + value_size)
         threads = COUNTS.few if work > WORTH_A_TEAM else 1

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.attention.attention import UnsupportedAttention
+from engine.attention.row_attention import UnsupportedAttention
 from engine.cache.kv_cache import KVCache
 from engine.forward import Chunk
 from engine.model import CannotSpeculate, Model, ModelError
