@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import GELUTanh, SiLUActivation
 from transformers.distributed.utils import is_dtensor
 
-from engine.cache.kv_store import KVStore
+from engine.attention.attention import Step
 from engine.layers.layer_ops import Activation, LayerOps, Norm
 from engine.parallel.shards import SummedLinear, plain_linear
 
@@ -40,30 +40,6 @@ PARTS = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbeddin
 """How they end."""
 
 ACTIVATIONS: dict[type[nn.Module], Activation] = {SiLUActivation: "silu", nn.SiLU: "silu", GELUTanh: "gelu_tanh"}
-
-
-class LayerStep(Protocol):
-    """What the layers need to know about the forward in progress."""
-
-    store: KVStore
-    slots_T: Tensor
-    """Where the keys and values of each token go."""
-
-    def keep(self, layer: int, states_TD: Tensor) -> None:
-        """What stands behind so many layers, before any norm; it is copied if it is wanted."""
-        ...
-
-    def attend(
-        self,
-        layer: int,
-        query_TQE: Tensor,
-        keys_SHE: Tensor,
-        values_SHE: Tensor,
-        scaling: float,
-        sliding_window: int | None,
-    ) -> Tensor:
-        """Attention of all tokens, whose own keys and values are stored already, ``[T, Q, E]``, contiguous."""
-        ...
 
 
 class FusedLayer(nn.Module):
@@ -111,7 +87,7 @@ class FusedStack(nn.Module):
 class RowOpsStack(FusedStack):
     """Computed by products of torch and the row operations of a device."""
 
-    def __init__(self, stock: Any, ops: LayerOps, current: Callable[[], LayerStep]) -> None:
+    def __init__(self, stock: Any, ops: LayerOps, current: Callable[[], Step]) -> None:
         """``current``: the step of the forward in progress."""
         super().__init__(stock)
         self._ops = ops
@@ -128,16 +104,15 @@ class RowOpsStack(FusedStack):
         """As transformers calls a decoder layer, with all tokens of the step in one row; ``[1, T, D]``."""
         assert len(hidden_1TD) == 1 and attention_mask is None, "a fused model computes packed steps only"
         ops, step = self._ops, self._current()
-        cos_TE, sin_TE = position_embeddings[0][0], position_embeddings[1][0]
+        angles = (position_embeddings[0][0], position_embeddings[1][0])
         residual_TD, delta_TD = hidden_1TD[0], None
         for index, layer in enumerate(self.layers):
             residual_TD, normed_TD = ops.add_norm(residual_TD, delta_TD, layer.input_norm)
             step.keep(index, residual_TD)
-            keys_SHE, values_SHE = step.store.layer(index, layer.key_heads, layer.head_size, layer.head_size)
-            places = (step.slots_T, keys_SHE, values_SHE)
+            cached = step.store.layer(index, layer.key_heads, layer.head_size, layer.head_size)
             norms = (layer.query_norm, layer.key_norm)
-            query_TQE = ops.rotate_and_store(layer.qkv(normed_TD), cos_TE, sin_TE, *places, *norms)
-            found_TQE = step.attend(index, query_TQE, keys_SHE, values_SHE, layer.scaling, layer.sliding_window)
+            query_TQE = ops.rotate_and_store(layer.qkv(normed_TD), angles, step.slots_T, cached, norms)
+            found_TQE = step.attend(index, query_TQE, *cached, layer.scaling, layer.sliding_window)
             delta_TD = layer.output(found_TQE.flatten(1))
             residual_TD, normed_TD = ops.add_norm(residual_TD, delta_TD, layer.mlp_norm)
             delta_TD = layer.down(ops.gate(layer.gate_up(normed_TD), layer.activation))

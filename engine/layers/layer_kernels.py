@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.layers.layer_ops import Activation, LayerOps, Norm
+from engine.layers.layer_ops import Activation, LayerOps, Norm, Norms, Pair
 
 GATE_BLOCK = 1024
 """Columns that a program of the gate computes."""
@@ -115,28 +115,16 @@ class TritonOps(LayerOps):
         )  # fmt: skip
         return sum_TD, normed_TD
 
-    def rotate_and_store(
-        self,
-        qkv_TF: Tensor,
-        cos_TE: Tensor,
-        sin_TE: Tensor,
-        slots_T: Tensor,
-        keys_SHE: Tensor,
-        values_SHE: Tensor,
-        query_norm: Norm | None,
-        key_norm: Norm | None,
-    ) -> Tensor:
+    def rotate_and_store(self, qkv_TF: Tensor, angles: Pair, slots_T: Tensor, cached: Pair, norms: Norms) -> Tensor:
         """See :meth:`engine.layers.layer_ops.LayerOps.rotate_and_store`."""
-        _, heads, size = keys_SHE.shape
+        _, heads, size = cached[0].shape
         tokens, all_heads = len(qkv_TF), qkv_TF.shape[1] // size
         queries = all_heads - 2 * heads
         query_TQE = qkv_TF.new_empty(tokens, queries, size)
-        query_weight, query_eps = (qkv_TF, 0.0) if query_norm is None else (query_norm.weight, query_norm.eps)
-        key_weight, key_eps = (qkv_TF, 0.0) if key_norm is None else (key_norm.weight, key_norm.eps)
+        weights, eps = zip(*((qkv_TF, 0.0) if norm is None else (norm.weight, norm.eps) for norm in norms), strict=True)
         _rotate_and_store[(tokens, all_heads)](
-            qkv_TF, cos_TE, sin_TE, slots_T, query_TQE, keys_SHE, values_SHE, query_weight, key_weight,
-            query_eps, key_eps, queries, heads, size, triton.next_power_of_2(size // 2), query_norm is not None,
-            num_warps=1, **EXACT,
+            qkv_TF, *angles, slots_T, query_TQE, *cached, *weights, *eps,
+            queries, heads, size, triton.next_power_of_2(size // 2), norms[0] is not None, num_warps=1, **EXACT,
         )  # fmt: skip
         return query_TQE
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
 Activation = Literal["silu", "gelu_tanh"]
+Pair = tuple[Tensor, Tensor]
 
 
 class Norm(nn.Module):
@@ -32,6 +33,10 @@ class Norm(nn.Module):
         self.eps = float(eps)
 
 
+Norms = tuple[Norm | None, Norm | None]
+"""Of queries and of keys: both or none."""
+
+
 class LayerOps:
     """The definition, on any device; a backend computes the same. All tensors are contiguous; results are new ones."""
 
@@ -43,30 +48,22 @@ class LayerOps:
         sum_TD = residual_TD if delta_TD is None else residual_TD + delta_TD
         return sum_TD, _normalised(sum_TD, norm)
 
-    def rotate_and_store(
-        self,
-        qkv_TF: Tensor,
-        cos_TE: Tensor,
-        sin_TE: Tensor,
-        slots_T: Tensor,
-        keys_SHE: Tensor,
-        values_SHE: Tensor,
-        query_norm: Norm | None,
-        key_norm: Norm | None,
-    ) -> Tensor:
+    def rotate_and_store(self, qkv_TF: Tensor, angles: Pair, slots_T: Tensor, cached: Pair, norms: Norms) -> Tensor:
         """Rotate queries and keys by their positions and write keys and values to their slots; return the queries.
 
-        ``qkv_TF``: a token's query heads, then its key heads, then its value heads. ``cos_TE``, ``sin_TE``: both halves
-        of a row are equal, and the halves of a head are rotated together, as Llama does. ``slots_T``: integers. Norms:
-        of each query head and each key head before they are rotated, both or none. The queries are ``[T, Q, E]``.
+        ``qkv_TF``: a token's query heads, then its key heads, then its value heads. ``angles``: cosines and sines,
+        ``[T, E]``; both halves of a row are equal, and the halves of a head are rotated together, as Llama does.
+        ``slots_T``: integers. ``cached``: all keys and values of the layer, ``[S, H, E]``. ``norms``: of each head
+        before it is rotated. The queries are ``[T, Q, E]``.
         """
+        (keys_SHE, values_SHE), (query_norm, key_norm) = cached, norms
         _, heads, size = keys_SHE.shape
         query_TQE, key_THE, value_THE = qkv_TF.view(len(qkv_TF), -1, size).tensor_split((-2 * heads, -heads), 1)
         if query_norm is not None and key_norm is not None:
             query_TQE, key_THE = _normalised(query_TQE, query_norm), _normalised(key_THE, key_norm)
-        keys_SHE.index_copy_(0, slots_T.long(), _rotated(key_THE, cos_TE, sin_TE))
+        keys_SHE.index_copy_(0, slots_T.long(), _rotated(key_THE, *angles))
         values_SHE.index_copy_(0, slots_T.long(), value_THE)
-        return _rotated(query_TQE, cos_TE, sin_TE)
+        return _rotated(query_TQE, *angles)
 
     def gate(self, gate_up_T2I: Tensor, activation: Activation) -> Tensor:
         """The activated first half of each row times its second half, ``[T, I]``."""

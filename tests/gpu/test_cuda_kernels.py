@@ -37,7 +37,7 @@ def computed(ops: LayerOps, dtype: torch.dtype, rows: int) -> list[Tensor]:
     keys_SHE, values_SHE = torch.zeros(2, ROWS, HEADS, SIZE, dtype=dtype, device="cuda")
     slots_T = torch.arange(rows, dtype=torch.int32, device="cuda")
     tables = angles_TE.cos().to(dtype), angles_TE.sin().to(dtype)
-    query_TQE = ops.rotate_and_store(qkv_TF, *tables, slots_T, keys_SHE, values_SHE, head_norm, head_norm)
+    query_TQE = ops.rotate_and_store(qkv_TF, tables, slots_T, (keys_SHE, values_SHE), (head_norm, head_norm))
     gate_up_T2I = random(ROWS, 2 * INTERMEDIATE, dtype=dtype, seed=5)[:rows]
     gated = [ops.gate(gate_up_T2I, "silu"), ops.gate(gate_up_T2I, "gelu_tanh")]
     return [*ops.add_norm(residual_TD, delta_TD, norm), query_TQE, keys_SHE[:rows], values_SHE[:rows], *gated]

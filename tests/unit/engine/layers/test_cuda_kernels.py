@@ -47,9 +47,8 @@ def rotated(
     """Queries, and all keys and values of a cache of 11 slots that was full of ones."""
     keys_SHE, values_SHE = torch.ones(2, 11, heads, size, dtype=qkv_TF.dtype, device=DEVICE)
     slots_T = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
-    cos_TE, sin_TE = tables(len(qkv_TF), size, qkv_TF.dtype)
-    query_norm, key_norm = norms or (None, None)
-    query_TQE = ops.rotate_and_store(qkv_TF, cos_TE, sin_TE, slots_T, keys_SHE, values_SHE, query_norm, key_norm)
+    angles = tables(len(qkv_TF), size, qkv_TF.dtype)
+    query_TQE = ops.rotate_and_store(qkv_TF, angles, slots_T, (keys_SHE, values_SHE), norms or (None, None))
     return query_TQE, keys_SHE, values_SHE
 
 
@@ -106,8 +105,8 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(ops: LayerOps, dtype: tor
     def computed(rows: list[int]) -> list[Tensor]:
         keys_SHE, values_SHE = torch.zeros(2, count, heads, 16, dtype=dtype, device=DEVICE)
         slots_T = torch.tensor(rows, device=DEVICE)
-        tensors = (qkv_TF[rows], cos_TE[rows], sin_TE[rows], slots_T, keys_SHE, values_SHE)
-        query_TQE = ops.rotate_and_store(*tensors, head_norm, head_norm)
+        angles, cached = (cos_TE[rows], sin_TE[rows]), (keys_SHE, values_SHE)
+        query_TQE = ops.rotate_and_store(qkv_TF[rows], angles, slots_T, cached, (head_norm, head_norm))
         added = ops.add_norm(x_TD[rows], delta_TD[rows], norm)
         return [*added, ops.gate(gate_up_T2I[rows], "silu"), query_TQE, keys_SHE[rows], values_SHE[rows]]
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.attention.attention import NAME
+from engine.attention.attention import NAME, Step
 from engine.cache.kv_store import KVStore
 from engine.hidden import HiddenTap
-from engine.layers.fused import FAMILIES, FusedStack, LayerStep, RowOpsStack, unfuse
+from engine.layers.fused import FAMILIES, FusedStack, RowOpsStack, unfuse
 from engine.layers.fused import fuse as fuse_with
 from engine.layers.layer_ops import LayerOps
 from engine.loading.loader import load
@@ -49,7 +49,7 @@ def triton_ops() -> LayerOps:
     return TritonOps()
 
 
-def fuse(module: Any, ops: LayerOps, current: Callable[[], LayerStep]) -> str:
+def fuse(module: Any, ops: LayerOps, current: Callable[[], Step]) -> str:
     """By products of torch and these row operations."""
     return fuse_with(module, ops.dtypes, lambda base: RowOpsStack(base, ops, current))
 
