@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.host.upload import upload
-from speculation.noise import GOLDEN_32, GOLDEN_64, LOWBIAS_1, LOWBIAS_2, MASK32, SPLITMIX_1, SPLITMIX_2, Stream, key
+from speculation.noise import GOLDEN_32, GOLDEN_64, LOWBIAS_1, LOWBIAS_2, SPLITMIX_1, SPLITMIX_2, Stream, key
 
 BLOCK = 1 << 15
 """Tokens hashed at once on a CPU: some twenty passes over a block that stays in the processor's own cache.
@@ -29,18 +32,14 @@ KEPT_BLOCKS = 128
 """Such groups of positions kept by a thread: at 4 bytes a word some 80 MB for a vocabulary of 150,000."""
 
 
-def noise_bits(keys: Sequence[int] | Tensor, vocabulary: int, device: torch.device | str) -> Tensor:
-    """``speculation.noise.bits(key, token)`` for every key and token, int64 ``[N, V]``.
-
-    Keys are 64-bit; in a tensor (int64) the top bit is the sign.
-    """
-    low_N1, high_N1 = _halves(keys, torch.device(device))
-    words_NV = _words(low_N1, high_N1, torch.arange(vocabulary, device=device, dtype=torch.int32))
-    return words_NV.to(torch.int64) & MASK32
+Words = TypeVar("Words", Tensor, NDArray[np.int64])
 
 
 def gumbel(keys: Sequence[int] | Tensor, vocabulary: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """``speculation.noise.gumbel(key, token)`` for every key and token, ``[N, V]``; always finite."""
+    """``speculation.noise.gumbel(key, token)`` for every key and token, ``[N, V]``; always finite.
+
+    Keys are 64-bit; in a tensor (int64) the top bit is the sign.
+    """
     low_N1, high_N1 = _halves(keys, torch.device(device))
     noise_NV = torch.empty(len(low_N1), vocabulary, dtype=dtype, device=device)
     tokens_V = torch.arange(vocabulary, device=device, dtype=torch.int32)
@@ -51,12 +50,20 @@ def gumbel(keys: Sequence[int] | Tensor, vocabulary: int, dtype: torch.dtype, de
     return noise_NV
 
 
-def keys_at(seeds_N: Tensor, positions_N: Tensor) -> Tensor:
+def keys_at(seeds_N: Words, positions_N: Words) -> Words:
     """``speculation.noise.key(seed, position)``, as int64 whose top bit is the sign.
 
-    ``seeds_N``: ``splitmix64`` of each seed, likewise.
+    ``seeds_N``: :func:`splitmix64` of each seed, likewise.
     """
-    return _splitmix64(_splitmix64(seeds_N ^ positions_N) ^ Stream.SAMPLE)
+    return splitmix64(splitmix64(seeds_N ^ positions_N) ^ int(Stream.SAMPLE))
+
+
+def splitmix64(words_N: Words) -> Words:
+    """:func:`speculation.noise.splitmix64` in wrapping int64 arithmetic."""
+    words_N = words_N + _wrap(GOLDEN_64, 64)
+    words_N = (words_N ^ _shifted(words_N, 30)) * _wrap(SPLITMIX_1, 64)
+    words_N = (words_N ^ _shifted(words_N, 27)) * _wrap(SPLITMIX_2, 64)
+    return words_N ^ _shifted(words_N, 31)
 
 
 class RecentNoise(threading.local):
@@ -96,15 +103,7 @@ def _halves(keys: Sequence[int] | Tensor, device: torch.device) -> tuple[Tensor,
     return keys_N.to(torch.int32)[:, None], (keys_N >> 32).to(torch.int32)[:, None]
 
 
-def _splitmix64(words_N: Tensor) -> Tensor:
-    """:func:`speculation.noise.splitmix64` in wrapping int64 arithmetic."""
-    words_N = words_N + _wrap(GOLDEN_64, 64)
-    words_N = (words_N ^ _shifted(words_N, 30)) * _wrap(SPLITMIX_1, 64)
-    words_N = (words_N ^ _shifted(words_N, 27)) * _wrap(SPLITMIX_2, 64)
-    return words_N ^ _shifted(words_N, 31)
-
-
-def _shifted(words_N: Tensor, bits: int) -> Tensor:
+def _shifted(words_N: Words, bits: int) -> Words:
     return (words_N >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -25,12 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.host.upload import upload
-from engine.sampling.noise import RecentNoise, gumbel, noise_bits
+from engine.sampling.noise import RecentNoise, gumbel, keys_at, splitmix64
 from speculation.drafting.draft_session import Candidate
 from speculation.messages import Sampling, Token, TokenLogprobs
-from speculation.noise import GOLDEN_64, MASK64, SPLITMIX_1, SPLITMIX_2, Stream
-
-__all__ = ["Candidate", "Draw", "candidates", "drawn", "filtered_log_probs", "gumbel", "noise_bits", "sample"]
+from speculation.noise import MASK64
 
 NUCLEUS_GUESS = 128
 """Tokens sorted first for top-p; a row whose first tokens hold less than the wanted mass is sorted further."""
@@ -256,8 +254,9 @@ def draw_numbers(draws: Sequence[Draw]) -> NDArray[np.int32]:
         return numbers
     # Above 0 they stay so, however small.
     numbers[0] = np.array([t and max(t, TINY) for t in temperatures], np.float32).view(np.int32)
-    keys = _keys([draw.sampling.seed & MASK64 for draw in draws], [draw.position for draw in draws])
-    numbers[1:] = keys.view(np.int32).reshape(-1, 2).T
+    seeds_R = np.array([draw.sampling.seed & MASK64 for draw in draws], np.uint64).view(np.int64)
+    keys_R = keys_at(splitmix64(seeds_R), np.array([draw.position for draw in draws], np.int64))
+    numbers[1:] = keys_R.view(np.int32).reshape(-1, 2).T
     return numbers
 
 
@@ -277,17 +276,3 @@ def drawn_in_step(logits_RV: Tensor, numbers_3R: Tensor, *, noise: bool) -> Tens
     else:
         scores_RV = logits_RV
     return torch.cat((scores_RV.argmax(-1, keepdim=True), largest_R1.isfinite()), -1).int()
-
-
-def _keys(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.uint64]:
-    """:func:`speculation.noise.key` of the target's draws."""
-    mixed = _splitmix64(np.array(seeds, np.uint64)) ^ np.array(positions, np.uint64)
-    return _splitmix64(_splitmix64(mixed) ^ np.uint64(Stream.SAMPLE))
-
-
-def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """:func:`speculation.noise.splitmix64`; unsigned arrays wrap."""
-    x = x + np.uint64(GOLDEN_64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(SPLITMIX_1)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(SPLITMIX_2)
-    return x ^ (x >> np.uint64(31))

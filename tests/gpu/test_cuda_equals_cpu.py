@@ -6,11 +6,12 @@ import torch
 from engine.build import build
 from engine.interface import Chunk
 from engine.loading.quantisation import FP8_CAPABILITY
-from engine.sampling.sampling import Draw, noise_bits, sample
+from engine.sampling.sampling import Draw, sample
 from engine.settings import EngineSettings
 from speculation import noise
 from speculation.messages import Sampling
 from tests.bundled import MODELS, held_out_prompts
+from tests.noise_words import noise_bits
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no CUDA device: GPU equality is not checked here"

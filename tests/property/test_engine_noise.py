@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.sampling import noise as torch_noise
-from engine.sampling.noise import gumbel, keys_at, noise_bits
+from engine.sampling.noise import gumbel, keys_at
 from speculation import noise as reference
+from tests.noise_words import noise_bits
 
 LARGEST = 200_001
 SEEDS = st.one_of(st.integers(-(2**63), 2**64), st.sampled_from([0, 1, -1, 2**63, 2**64 - 1, -(2**63)]))
