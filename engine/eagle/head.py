@@ -14,15 +14,14 @@ E head size, V draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
-from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from engine.eagle.config import EagleConfig
+from engine.layers.layer_ops import rotated
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Of (layer, q ``[N, Q, E]``, k and v ``[N, K, E]``): what the rows read, ``[N, Q, E]``. Scale: E ** -0.5."""
@@ -60,24 +59,8 @@ class HeadAttention(nn.Module):
         q_NQE, k_NKE, v_NKE = (
             linear(x_ND).unflatten(-1, (-1, self.head_size)) for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
-        read_NQE = attend(self.layer, _rotated(q_NQE, cos_NE, sin_NE), _rotated(k_NKE, cos_NE, sin_NE), v_NKE)
+        read_NQE = attend(self.layer, rotated(q_NQE, cos_NE, sin_NE), rotated(k_NKE, cos_NE, sin_NE), v_NKE)
         out_ND: Tensor = self.o_proj(read_NQE.flatten(-2))
-        return out_ND
-
-
-class GatedMlp(nn.Module):
-    """As in Llama."""
-
-    def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.activation: Any = ACT2FN[config.hidden_act]
-
-    def forward(self, x_ND: Tensor) -> Tensor:
-        """``[N, D] -> [N, D]``."""
-        out_ND: Tensor = self.down_proj(self.activation(self.gate_proj(x_ND)) * self.up_proj(x_ND))
         return out_ND
 
 
@@ -91,7 +74,7 @@ class HeadLayer(nn.Module):
         self.hidden_norm = HeadNorm(size, eps) if layer == 0 else None
         self.post_attention_layernorm = HeadNorm(size, eps)
         self.self_attn = HeadAttention(config, layer)
-        self.mlp = GatedMlp(config)
+        self.mlp = LlamaMLP(config)  # type: ignore[no-untyped-call]
         self._residual_normed = config.norm_before_residual
 
     def forward(self, embeddings_ND: Tensor, x_ND: Tensor, cos_NE: Tensor, sin_NE: Tensor, attend: Attend) -> Tensor:
@@ -179,8 +162,3 @@ class EagleHead(nn.Module):
         cos_1NE, sin_1NE = self.rotary(like, rows)
         shape = (*positions_N.shape, 1, cos_1NE.shape[-1])
         return cos_1NE.reshape(shape), sin_1NE.reshape(shape)
-
-
-def _rotated(x_NHE: Tensor, cos_N1E: Tensor, sin_N1E: Tensor) -> Tensor:
-    first, second = x_NHE.chunk(2, -1)
-    return x_NHE * cos_N1E + torch.cat((-second, first), -1) * sin_N1E

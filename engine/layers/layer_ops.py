@@ -61,9 +61,10 @@ class LayerOps:
         query_TQE, key_THE, value_THE = qkv_TF.view(len(qkv_TF), -1, size).tensor_split((-2 * heads, -heads), 1)
         if query_norm is not None and key_norm is not None:
             query_TQE, key_THE = _normalised(query_TQE, query_norm), _normalised(key_THE, key_norm)
-        keys_SHE.index_copy_(0, slots_T.long(), _rotated(key_THE, *angles))
+        cos_T1E, sin_T1E = (each_TE[:, None] for each_TE in angles)
+        keys_SHE.index_copy_(0, slots_T.long(), rotated(key_THE, cos_T1E, sin_T1E))
         values_SHE.index_copy_(0, slots_T.long(), value_THE)
-        return _rotated(query_TQE, *angles)
+        return rotated(query_TQE, cos_T1E, sin_T1E)
 
     def gate(self, gate_up_T2I: Tensor, activation: Activation) -> Tensor:
         """The activated first half of each row times its second half, ``[T, I]``."""
@@ -77,6 +78,7 @@ def _normalised(rows: Tensor, norm: Norm) -> Tensor:
     return (precise.to(norm.weight.dtype) * norm.weight).to(rows.dtype)
 
 
-def _rotated(heads_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+def rotated(heads_THE: Tensor, cos_T1E: Tensor, sin_T1E: Tensor) -> Tensor:
+    """Heads with their halves rotated together, as Llama does, ``[..., H, E]``."""
     left, right = heads_THE.chunk(2, -1)
-    return heads_THE * cos_TE[:, None] + torch.cat((-right, left), -1) * sin_TE[:, None]
+    return heads_THE * cos_T1E + torch.cat((-right, left), -1) * sin_T1E
