@@ -26,9 +26,9 @@ class CannotSpeculate(ModelError):
         super().__init__(f"model type {model.kind!r} cannot speculate: {reason}")
 
 
-def first_line(error: BaseException) -> str:
-    """What an exception says, in one line."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def first_line(error: BaseException | str) -> str:
+    """What an exception, or a message, says, in one line."""
+    return next((line.strip() for line in str(error).strip().splitlines()), type(error).__name__)
 
 
 def kind_and_line(error: BaseException) -> str:

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from engine.shaping.grammar import COMPILE_SECONDS, Compiled, GrammarConstraint, GrammarError, Grammars
-from speculation.messages import Open
+from speculation.messages import Open, Token
 
 POLL_SECONDS = 0.002
 """How often a worker that has nothing else to do looks whether a grammar is ready."""
 
 S = TypeVar("S")
-
-
-@dataclass(frozen=True, slots=True)
-class _Wait:
-    opened: Open
-    grammar: Future[Compiled]
 
 
 class Compiling(Generic[S]):
@@ -29,7 +22,8 @@ class Compiling(Generic[S]):
         """``grammars`` is called when the first session comes that has one."""
         self._make = grammars
         self._grammars: Grammars | None = None
-        self._waits: dict[S, _Wait] = {}
+        self._waits: dict[S, tuple[Future[Compiled], frozenset[Token]]] = {}
+        """What each waits for, and its stop tokens."""
         self._at_work: tuple[Future[Compiled] | None, float] = (None, 0.0)
         """What is being compiled, and since when that is known."""
         self.due: float | None = None
@@ -44,7 +38,8 @@ class Compiling(Generic[S]):
     def add(self, session: S, opened: Open, now: float) -> None:
         """Have the grammar of a session compiled; ``now`` in seconds on any clock."""
         self._grammars = self._grammars or self._make()
-        self._waits[session] = _Wait(opened, self._grammars.compiled(opened.request_options.grammar))
+        grammar = self._grammars.compiled(opened.request_options.grammar)
+        self._waits[session] = grammar, opened.limits.stop_tokens
         self._note(self._grammars, now)
         self.due = now
 
@@ -56,10 +51,10 @@ class Compiling(Generic[S]):
         """The sessions that need not wait any longer: with what constrains them, or why nothing can."""
         over: list[tuple[S, GrammarConstraint | GrammarError]] = []
         left = self._given_up(now)
-        for session, wait in self._waits.items():
-            if wait.grammar.done():
-                over.append((session, _outcome(wait)))
-            elif wait.grammar in left:
+        for session, (grammar, stop_tokens) in self._waits.items():
+            if grammar.done():
+                over.append((session, _outcome(grammar, stop_tokens)))
+            elif grammar in left:
                 over.append((session, GrammarError(f"the grammar takes more than {COMPILE_SECONDS:g} s to compile")))
         for session, _ in over:
             del self._waits[session]
@@ -85,8 +80,8 @@ class Compiling(Generic[S]):
             self._at_work = (grammar, now)
 
 
-def _outcome(wait: _Wait) -> GrammarConstraint | GrammarError:
+def _outcome(grammar: Future[Compiled], stop_tokens: frozenset[Token]) -> GrammarConstraint | GrammarError:
     try:
-        return GrammarConstraint(wait.grammar.result(), wait.opened.limits.stop_tokens)
+        return GrammarConstraint(grammar.result(), stop_tokens)
     except GrammarError as error:
         return error

@@ -32,7 +32,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from engine.model import Model
+from engine.model import Model, first_line
 from speculation.messages import Token
 from speculation.settings import MAX_GRAMMAR_BYTES
 
@@ -187,6 +187,7 @@ class Compiled:
         # The first mask is the dearest one: what it finds out is shared by the copies.
         opens = not self._start.is_error() and bool(vocabulary.open(self._start).any())
         if self._start.is_error() and not self._start.get_error().startswith("NoExtension"):
+            # The other lines quote the grammar.
             raise GrammarError(f"the grammar cannot be used: {first_line(self._start.get_error())}")
         if not opens:
             raise GrammarError("the grammar allows no text at all")
@@ -333,16 +334,11 @@ class GrammarConstraint:
             self.error = "the grammar is too complex for the text so far"
 
 
-def first_line(message: str) -> str:
-    """A message of llguidance's without what it quotes of the grammar."""
-    return next((line.strip() for line in message.splitlines() if line.strip()), "unknown error")
-
-
 def _tokenizer(model: Model) -> LLTokenizer:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.name)
     except Exception as error:
-        raise GrammarError(f"{model.name}: no tokenizer, so no grammars: {first_line(str(error))}") from error
+        raise GrammarError(f"{model.name}: no tokenizer, so no grammars: {first_line(error)}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise GrammarError(f"{model.name}: its tokenizer has no tokenizer.json, which grammars need")
     backend = copy(tokenizer.backend_tokenizer)
@@ -352,4 +348,4 @@ def _tokenizer(model: Model) -> LLTokenizer:
     try:
         return LLTokenizer(backend.to_str(), eos_token=stops)
     except Exception as error:
-        raise GrammarError(f"{model.name}: its tokenizer cannot do grammars: {first_line(str(error))}") from error
+        raise GrammarError(f"{model.name}: its tokenizer cannot do grammars: {first_line(error)}") from error
