@@ -62,6 +62,26 @@ class Chunk(NamedTuple):
         return self.parents
 
 
+def checked(chunks: Sequence[Chunk], vocabulary: int) -> tuple[list[int], list[int], list[Draw]]:
+    """All tokens, the wanted rows as indices into them, and how these are drawn. Raises ValueError."""
+    tokens: list[int] = []
+    rows: list[int] = []
+    draws: list[Draw] = []
+    for chunk in chunks:
+        first, count = len(tokens), len(chunk.tokens)
+        if not count:
+            raise ValueError("a chunk without tokens")
+        for row in chunk.rows:
+            if not 0 <= row < count:
+                raise ValueError(f"row {row} of a chunk of {count} tokens")
+            rows.append(first + row)
+        tokens += chunk.tokens
+        draws += chunk.draws
+    if tokens and (min(tokens) < 0 or max(tokens) >= vocabulary):
+        raise ValueError(f"token ids must be in [0, {vocabulary}), got {min(tokens)} to {max(tokens)}")
+    return tokens, rows, draws
+
+
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """All that a step is computed from."""

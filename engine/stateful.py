@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from engine.cache.kv_cache import CachedSequence, KVCache
-from engine.forward import Chunk
+from engine.forward import Chunk, checked
 from engine.model import Model, ModelError
 
 STATE_NAMES = ("past_key_values", "cache_params", "state")
@@ -105,9 +105,7 @@ class StatefulCache(KVCache):
 
     def sequence(self, tokens: Sequence[int] | None = None, scope: str = "") -> StatefulSequence:  # noqa: ARG002 - nothing is shared
         """A new, empty sequence. Whoever asked for it must free it."""
-        sequence = StatefulSequence(self)
-        self.sequences.add(sequence)
-        return sequence
+        return StatefulSequence(self)
 
 
 class StatefulEngine:
@@ -123,6 +121,8 @@ class StatefulEngine:
         self.cache = cache
         self.forward_seconds = 0.0
         """How long the model itself took in the last step."""
+        self._dtype = torch.promote_types(model.dtype, torch.float32)
+        """Of the logits."""
         accepted = inspect.signature(model.module.forward).parameters
         self._name = next((name for name in STATE_NAMES if name in accepted), None)
         if self._name is None:
@@ -133,8 +133,11 @@ class StatefulEngine:
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute ``chunks``, as :meth:`engine.step.Engine.run` does; raises as it does."""
+        checked(chunks, self.model.vocabulary)
         for chunk in chunks:
-            self._check(chunk)
+            end = chunk.sequence.length + chunk.sequence.pending + len(chunk.tokens)
+            if end > self.model.context:
+                raise ValueError(f"position {end - 1} is beyond the model's context of {self.model.context} tokens")
         self.forward_seconds = 0.0
         appended: list[tuple[StatefulSequence, int]] = []
         try:
@@ -151,30 +154,13 @@ class StatefulEngine:
             raise
         if rows:
             return torch.stack(rows)
-        return torch.empty(0, self.model.vocabulary, dtype=self._logits_dtype, device=self.model.device)
+        return torch.empty(0, self.model.vocabulary, dtype=self._dtype, device=self.model.device)
 
     def check(self) -> None:
         """There are no other ranks."""
 
     def close(self) -> None:
         """Nothing is held beyond this process."""
-
-    @property
-    def _logits_dtype(self) -> torch.dtype:
-        return torch.promote_types(self.model.dtype, torch.float32)
-
-    def _check(self, chunk: Chunk) -> None:
-        if not chunk.tokens:
-            raise ValueError("a chunk without tokens")
-        for row in chunk.rows:
-            if not 0 <= row < len(chunk.tokens):
-                raise ValueError(f"row {row} of a chunk of {len(chunk.tokens)} tokens")
-        if min(chunk.tokens) < 0 or max(chunk.tokens) >= self.model.vocabulary:
-            span = f"{min(chunk.tokens)} to {max(chunk.tokens)}"
-            raise ValueError(f"token ids must be in [0, {self.model.vocabulary}), got {span}")
-        end = chunk.sequence.length + chunk.sequence.pending + len(chunk.tokens)
-        if end > self.model.context:
-            raise ValueError(f"position {end - 1} is beyond the model's context of {self.model.context} tokens")
 
     def _rows(self, chunk: Chunk) -> list[Tensor]:
         """The wanted logits of a chunk, ``[V]`` each."""
@@ -218,7 +204,7 @@ class StatefulEngine:
         sequence.state = getattr(output, self._name, sequence.state)
         sequence.computed += len(tokens)
         logits_RV: Tensor = output.logits[0] if self._keeps_rows else output.logits[0, wanted]
-        return logits_RV[: len(rows), : self.model.vocabulary].to(self._logits_dtype)
+        return logits_RV[: len(rows), : self.model.vocabulary].to(self._dtype)
 
 
 def _stateful(chunk: Chunk) -> StatefulSequence:

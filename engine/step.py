@@ -19,11 +19,10 @@ from engine.cache.kv_cache import CachedSequence, CacheFull, KVCache
 from engine.cache.kv_store import Move
 from engine.cuda.graphs import Record
 from engine.eagle.head import EagleHead
-from engine.forward import Chunk, ForwardPass, StepInput
+from engine.forward import Chunk, ForwardPass, StepInput, checked
 from engine.leader import Leader
 from engine.medusa import MedusaHeads
 from engine.model import Model
-from engine.sampling.sampling import Draw
 
 
 class Engine(ForwardPass):
@@ -78,9 +77,10 @@ class Engine(ForwardPass):
         the model's own format and good until the next step only. Raises :class:`CacheFull`, or ValueError for a chunk
         that cannot be computed; then, as after any other exception, no sequence has changed.
         """
-        tokens, rows, draws = self._checked(chunks)
+        tokens, rows, draws = checked(chunks, self.model.vocabulary)
         if not tokens:
             return torch.empty(0, self.model.vocabulary, dtype=self.dtype, device=self.model.device)
+        self._check_room(chunks)
         states: list[tuple[CachedSequence, int]] = []  # of what was appended
         moves: list[Move] = []
         try:
@@ -109,30 +109,12 @@ class Engine(ForwardPass):
         if self._leader is not None:
             self._leader.stop()
 
-    def _checked(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int], list[Draw]]:
-        """All tokens, the wanted rows as indices into them, and how these are drawn."""
-        tokens: list[int] = []
-        rows: list[int] = []
-        draws: list[Draw] = []
-        needed = 0
-        for chunk in chunks:
-            first, count = len(tokens), len(chunk.tokens)
-            if not count:
-                raise ValueError("a chunk without tokens")
-            for row in chunk.rows:
-                if not 0 <= row < count:
-                    raise ValueError(f"row {row} of a chunk of {count} tokens")
-                rows.append(first + row)
-            tokens += chunk.tokens
-            draws += chunk.draws
-            needed += chunk.sequence.blocks_needed(count)
+    def _check_room(self, chunks: Sequence[Chunk]) -> None:
         if len({chunk.sequence for chunk in chunks}) < len(chunks):
             raise ValueError("a sequence may have only one chunk in a step")
-        if tokens and (min(tokens) < 0 or max(tokens) >= self.model.vocabulary):
-            raise ValueError(f"token ids must be in [0, {self.model.vocabulary}), got {min(tokens)} to {max(tokens)}")
-        if needed and needed > self.cache.ledger.free:
+        needed = sum(chunk.sequence.blocks_needed(len(chunk.tokens)) for chunk in chunks)
+        if needed > self.cache.ledger.free:
             raise CacheFull(f"the step needs {needed} free blocks, there are {self.cache.ledger.free}")
-        return tokens, rows, draws
 
     def _check_context(self, states: Sequence[tuple[CachedSequence, int]]) -> None:
         context = self.model.context

@@ -9,8 +9,9 @@ Decides what is found; knows nothing about who holds a block, or when one has to
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from speculation import digest as digests
 
@@ -31,8 +32,7 @@ class KnownBlock:
     """Of a root: whose tree it is."""
 
 
-def _tokens(known: KnownBlock) -> tuple[int, ...]:
-    return known.tokens
+_tokens: Callable[[KnownBlock], tuple[int, ...]] = attrgetter("tokens")
 
 
 class KnownBlocks:

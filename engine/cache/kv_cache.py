@@ -67,9 +67,7 @@ class KVCache:
         ``tokens``: the committed tokens that it will hold, prompt included, as a list that grows while the sequence is
         in use; None: it shares nothing. ``scope``: it shares with sequences of the same one only.
         """
-        sequence = CachedSequence(self, tokens, scope)
-        self.sequences.add(sequence)
-        return sequence
+        return CachedSequence(self, tokens, scope)
 
     def take_moves(self) -> list[Move]:
         """What ``store.move`` has to do, at once, before the next forward writes anything; then it counts as done.
@@ -101,6 +99,7 @@ class CachedSequence(SequenceState):
         self._places: list[int] = []  # of the pending nodes
         # of the leading full blocks; not always our own: another may have been first
         self._known: list[KnownBlock] = []
+        cache.sequences.add(self)
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
@@ -142,8 +141,7 @@ class CachedSequence(SequenceState):
         """Drop the ``count`` nodes appended last."""
         keep = len(self.parents) - count
         assert keep >= 0, f"cannot retract {count} of {self.pending} pending nodes"
-        for nodes in (self.parents, self.depths, self.pending_slots, self._places, self._branches):
-            del nodes[keep:]
+        self._keep_pending(keep)
         self._trim()
 
     def regraft(self, count: int, kept: Sequence[int], parents: Sequence[int]) -> None:
@@ -203,7 +201,7 @@ class CachedSequence(SequenceState):
         self._end_of(path)
         self._bring_home(path, path)
         self.length += len(path)
-        self._clear_pending()
+        self._keep_pending(0)
         self._trim()
         self._publish()
 
@@ -248,7 +246,7 @@ class CachedSequence(SequenceState):
     def free(self) -> None:
         """Give everything back. Harmless when done twice."""
         self._cut(0)
-        self._clear_pending()
+        self._keep_pending(0)
         self._known.clear()
         self.length = 0
         self._cache.sequences.discard(self)
@@ -321,9 +319,9 @@ class CachedSequence(SequenceState):
         self.blocks.append(own)
         self._cache.moves.note(zip(sources, self.committed_slots(index * self.block), strict=True))
 
-    def _clear_pending(self) -> None:
+    def _keep_pending(self, count: int) -> None:
         for nodes in (self.parents, self.depths, self.pending_slots, self._places, self._branches):
-            nodes.clear()
+            del nodes[count:]
 
     def _end_of(self, path: Sequence[int]) -> int:
         """The last node of a path, ROOT if it has none. Raises ValueError if it is no path from the root."""

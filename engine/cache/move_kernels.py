@@ -52,7 +52,7 @@ class SlotMover:
     def __init__(self, stored: Sequence[Tensor]) -> None:
         """Slots are of whole words of 4 bytes."""
         self.stored = tuple(stored)
-        device = stored[0].device
+        self._device = device = stored[0].device
         words = [tensor[0].nbytes // 4 for tensor in stored]
         assert all(tensor[0].nbytes % 4 == 0 for tensor in stored), "a slot of an odd size"
         self._address_N = upload([tensor.data_ptr() for tensor in stored], device)
@@ -66,7 +66,3 @@ class SlotMover:
         kept_NMW = torch.empty(*grid, self._widest, dtype=torch.int32, device=self._device)
         for kernel in (_read, _write):
             kernel[grid](self._address_N, self._words_N, moves_2M, kept_NMW, len(moves), W=self._widest, BLOCK=BLOCK)
-
-    @property
-    def _device(self) -> torch.device:
-        return self._words_N.device
