@@ -101,13 +101,13 @@ class LayerTap:
         if isinstance(layers[0], FusedStack):
             return
         for wanted in set(self.layers):
-            keep = partial(_keep, wanted)
             if wanted:
-                layers[wanted - 1].register_forward_hook(lambda _layer, _given, found, keep=keep: keep(found))
+                layers[wanted - 1].register_forward_hook(partial(_keep, wanted))
             else:
-                layers[0].register_forward_pre_hook(lambda _layer, given, keep=keep: keep(given))
+                layers[0].register_forward_pre_hook(partial(_keep, wanted))
 
 
-def _keep(layer: int, states: Tensor | tuple[Tensor, ...]) -> None:
-    """Hand on what a decoder layer reads or returns, ``[1, T, D]``, perhaps before other things."""
+def _keep(layer: int, _layer: nn.Module, *seen: Tensor | tuple[Tensor, ...]) -> None:
+    """Hand on what a decoder layer reads or, if that is seen as well, returns: ``[1, T, D]``, perhaps before others."""
+    states = seen[-1]
     current_step().keep(layer, (states if isinstance(states, Tensor) else states[0])[0])

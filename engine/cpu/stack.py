@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,15 +76,15 @@ def packed(library: Library, weight_OI: Tensor) -> Tensor:
 class CpuStack(FusedStack):
     """All decoder layers and the final norm, in the place of one decoder layer."""
 
-    def __init__(self, stock: Any, library: Library, current: Callable[[], Step]) -> None:
-        """``stock``: as :class:`.FusedStack` takes it. ``current``: the step of the forward in progress.
+    def __init__(self, stock: Any, library: Library) -> None:
+        """``stock``: as :class:`.FusedStack` takes it.
 
         Raises :class:`engine.layers.fused.Unrecognised` for sizes that are not computed here; then nothing has changed.
         """
         if reason := _obstacle(stock.config, library.width):
             raise Unrecognised(reason)
         super().__init__(stock)
-        self._library, self._current, self._threads = library, current, ThreadChoice()
+        self._library, self._threads = library, ThreadChoice()
         self._store: weakref.ref[KVStore] | None = None
         self._vectors: list[Tensor] = []
         self._packed: list[tuple[list[nn.Linear], Tensor, bool]] = []
@@ -116,7 +115,7 @@ class CpuStack(FusedStack):
         **_: Any,
     ) -> Tensor:
         """As transformers calls a decoder layer, with all tokens of the step in one row; ``[1, T, D]``."""
-        step = self._current()
+        step = current_step()
         assert len(hidden_1TD) == 1 and attention_mask is None, "only packed steps"
         if self._store is None or self._store() is not step.store:
             self._use(step.store)
@@ -238,7 +237,7 @@ def fuse_on_cpu(module: Any) -> CpuRows:
     library = find_library()
     if library is None:
         raise Unrecognised("the C++ for them is not there")
-    if reason := fuse(module, DTYPES, lambda base: CpuStack(base, library, current_step)):
+    if reason := fuse(module, DTYPES, lambda base: CpuStack(base, library)):
         raise Unrecognised(reason)
     head = module.get_output_embeddings()
     for name, child in module.named_children():

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.activations import GELUTanh, SiLUActivation
 from transformers.distributed.utils import is_dtensor
 
-from engine.attention.attention import Step
+from engine.attention.attention import current_step
 from engine.layers.layer_ops import Activation, LayerOps, Norm
 from engine.parallel.shards import SummedLinear, plain_linear
 
@@ -87,11 +87,9 @@ class FusedStack(nn.Module):
 class RowOpsStack(FusedStack):
     """Computed by products of torch and the row operations of a device."""
 
-    def __init__(self, stock: Any, ops: LayerOps, current: Callable[[], Step]) -> None:
-        """``current``: the step of the forward in progress."""
+    def __init__(self, stock: Any, ops: LayerOps) -> None:
         super().__init__(stock)
         self._ops = ops
-        self._current = current
 
     def forward(
         self,
@@ -103,7 +101,7 @@ class RowOpsStack(FusedStack):
     ) -> Tensor:
         """As transformers calls a decoder layer, with all tokens of the step in one row; ``[1, T, D]``."""
         assert len(hidden_1TD) == 1 and attention_mask is None, "a fused model computes packed steps only"
-        ops, step = self._ops, self._current()
+        ops, step = self._ops, current_step()
         angles = (position_embeddings[0][0], position_embeddings[1][0])
         residual_TD, delta_TD = hidden_1TD[0], None
         for index, layer in enumerate(self.layers):

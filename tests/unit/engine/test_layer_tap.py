@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine.attention.attention import NAME, current_step
+from engine.attention.attention import NAME
 from engine.cpu.library import find_library
 from engine.interface import Chunk
 from engine.layers.fused import RowOpsStack, fuse
@@ -51,7 +51,7 @@ def rows(model: Model, record: Recorder | None = None) -> Engine:
 def fused(model: Model, record: Recorder | None = None) -> Engine:
     ops = LayerOps()
     module: Any = AutoModelForCausalLM.from_pretrained(model.name, dtype=model.dtype, attn_implementation=NAME)
-    assert not fuse(module, ops.dtypes, lambda base: RowOpsStack(base, ops, current_step))
+    assert not fuse(module, ops.dtypes, lambda base: RowOpsStack(base, ops))
     return rows(replace(model, module=module.eval()), record)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.attention.attention import NAME, Step
+from engine.attention.attention import NAME, forward_context
 from engine.cache.kv_store import KVStore
 from engine.hidden import HiddenTap
 from engine.layers.fused import FAMILIES, FusedStack, RowOpsStack, unfuse
@@ -49,9 +49,9 @@ def triton_ops() -> LayerOps:
     return TritonOps()
 
 
-def fuse(module: Any, ops: LayerOps, current: Callable[[], Step]) -> str:
+def fuse(module: Any, ops: LayerOps) -> str:
     """By products of torch and these row operations."""
-    return fuse_with(module, ops.dtypes, lambda base: RowOpsStack(base, ops, current))
+    return fuse_with(module, ops.dtypes, lambda base: RowOpsStack(base, ops))
 
 
 def tiny(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -96,10 +96,11 @@ class OneSequence:
         return torch.einsum("qtk,kqe->tqe", weights_QTK, values_KQE).contiguous()
 
 
-def logits_of(module: Any) -> Tensor:
+def logits_of(module: Any, step: Any = None) -> Tensor:
+    """``step``: the one that fused layers belong to."""
     tokens_1T = torch.tensor([random_tokens(TOKENS, seed=3)], device=module.device)
     positions_1T = torch.arange(TOKENS, device=module.device)[None]
-    with torch.inference_mode():
+    with forward_context(step) if step else nullcontext(), torch.inference_mode():
         logits_1TV: Tensor = module(input_ids=tokens_1T, position_ids=positions_1T, use_cache=False).logits
     return logits_1TV[0].float()
 
@@ -125,8 +126,8 @@ def test_a_fused_model_computes_what_transformers_does(family: str, dtype: torch
     module = tiny(family, dtype)
     expected_TV = stock_logits(module)
     step = OneSequence(3, dtype)
-    assert fuse(module, PLAIN, lambda: step) == ""
-    assert distance(logits_of(module), expected_TV) <= TOLERANCE[dtype]
+    assert fuse(module, PLAIN) == ""
+    assert distance(logits_of(module, step), expected_TV) <= TOLERANCE[dtype]
     assert step.calls == [0, 1, 2]
     stack = module.model.layers[0]
     assert [layer.sliding_window for layer in stack.layers] == WINDOWS.get(family, [None] * 3)
@@ -140,8 +141,8 @@ def test_and_so_it_does_with_kernels(family: str, dtype: torch.dtype) -> None:
     module = tiny(family, dtype)
     expected_TV = stock_logits(module)
     step = OneSequence(3, dtype)
-    assert fuse(module, triton_ops(), lambda: step) == ""
-    assert distance(logits_of(module), expected_TV) <= TOLERANCE[dtype]
+    assert fuse(module, triton_ops()) == ""
+    assert distance(logits_of(module, step), expected_TV) <= TOLERANCE[dtype]
 
 
 def test_weights_are_joined_without_being_kept_twice() -> None:
@@ -152,7 +153,7 @@ def test_weights_are_joined_without_being_kept_twice() -> None:
         weakref.ref(attention.q_proj.weight.untyped_storage()),
         weakref.ref(attention.k_proj.bias.untyped_storage()),
     ]
-    assert fuse(module, PLAIN, lambda: OneSequence(3, torch.float32)) == ""
+    assert fuse(module, PLAIN) == ""
     assert sum(parameter.numel() for parameter in module.parameters()) == count
     joined = module.model.layers[0].layers[1].qkv.weight.untyped_storage()
     assert attention.q_proj.weight.untyped_storage().data_ptr() == joined.data_ptr()
@@ -165,7 +166,7 @@ def test_weights_are_joined_without_being_kept_twice() -> None:
 def test_fusing_can_be_taken_back() -> None:
     module = tiny("qwen3")
     expected_TV = stock_logits(module)
-    assert fuse(module, PLAIN, lambda: OneSequence(3, torch.float32)) == ""
+    assert fuse(module, PLAIN) == ""
     unfuse(module)
     assert torch.equal(stock_logits(module), expected_TV)
     assert not any(isinstance(part, FusedStack) for part in module.modules())
@@ -176,17 +177,15 @@ def test_quantised_layers_are_fused_around_products_of_their_own() -> None:
     quantise(module, "int8")
     expected_TV = stock_logits(module)
     step = OneSequence(3, torch.float32)
-    assert fuse(module, PLAIN, lambda: step) == ""
-    assert distance(logits_of(module), expected_TV) <= 1e-5
+    assert fuse(module, PLAIN) == ""
+    assert distance(logits_of(module, step), expected_TV) <= 1e-5
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "phi", "qwen2_moe"])
 def test_other_families_stay_as_they_are(family: str) -> None:
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **CONFIGS.get(family, TINY)))
     before = list(module.named_modules())
-    assert (
-        fuse(module, PLAIN, lambda: OneSequence(3, torch.float32)) == f"layers of model type '{family}' are not known"
-    )
+    assert fuse(module, PLAIN) == f"layers of model type '{family}' are not known"
     assert list(module.named_modules()) == before
 
 
@@ -233,19 +232,17 @@ def test_what_was_changed_stays_as_it_is(change: Any, reason: str) -> None:
     module = tiny("llama", torch.bfloat16)
     change(module)
     before = list(module.named_modules())
-    assert fuse(module, PLAIN, lambda: OneSequence(3, torch.bfloat16)) == reason
+    assert fuse(module, PLAIN) == reason
     assert list(module.named_modules()) == before
 
 
 def test_a_number_format_that_the_backend_does_not_compute() -> None:
-    assert fuse(tiny("llama", torch.float64), triton_ops(), lambda: OneSequence(3, torch.float64)) == (
-        "its weights are float64"
-    )
+    assert fuse(tiny("llama", torch.float64), triton_ops()) == "its weights are float64"
 
 
 def test_a_mask_is_refused_rather_than_ignored() -> None:
     module = tiny("llama")
-    assert fuse(module, PLAIN, lambda: OneSequence(3, torch.float32)) == ""
+    assert fuse(module, PLAIN) == ""
     module.set_attn_implementation(STOCK)
     with pytest.raises(AssertionError, match="packed steps only"):
         logits_of(module)
@@ -255,7 +252,7 @@ def test_hidden_states_are_still_read_from_the_output_layer(tmp_path: Path) -> N
     model = load(save_model("llama", tmp_path), dtype="fp32", device="cpu", self_test=False, pack=False)
     tap = HiddenTap(model)
     step = OneSequence(3, torch.float32)
-    assert fuse(model.module, PLAIN, lambda: step) == ""
-    logits_TV = logits_of(model.module)
+    assert fuse(model.module, PLAIN) == ""
+    logits_TV = logits_of(model.module, step)
     with torch.inference_mode():
         assert torch.equal(tap.layer(tap.take()[0]), logits_TV)
