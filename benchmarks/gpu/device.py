@@ -19,7 +19,7 @@ from benchmarks.gpu.settings import CONTEXT, SHAPES, LlamaShape, Sizes
 from engine.attention.row_attention import RowAttention
 from engine.build import build_alone
 from engine.cuda.graphs import CudaRecorder, Record
-from engine.loading.loader import from_module
+from engine.loading.loader import Treatment, from_module
 from engine.settings import NONE, EngineSettings
 from engine.step import Engine
 
@@ -148,7 +148,8 @@ def build(name: str, gpu: TimedDevice) -> Subject:
     """A model of random weights on the device, its steps recorded. Raises ModelError, and what the device does."""
     shape = SHAPES[name]
     module = random_module(shape, gpu)
-    model = from_module(name, module, {}, gpu.dtype, gpu.device, quantization=gpu.quantization, pack=False)
+    how = Treatment(gpu.quantization, pack=False)
+    model = from_module(name, module, {}, gpu.dtype, gpu.device, how)
     record: Record = lambda compute: compute  # noqa: E731
     if gpu.on_cuda:
         record = CudaRecorder(gpu.device)

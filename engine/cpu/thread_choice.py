@@ -22,9 +22,6 @@ PROBE_AFTER, MAX_PROBE_AFTER = 16, 1024
 """Steps of a size after which the slower number is tried again; twice as many each time that it is slower still."""
 
 
-DEFAULT_THREADS = 1
-
-
 @dataclass(slots=True)
 class ThreadCounts:
     """Of this process, as torch's own number is."""
@@ -86,17 +83,15 @@ class ThreadChoice:
                 size.seconds[threads] = known + (SHORTER if new < known else SMOOTHING) * (new - known)
 
 
-def set_threads(threads: int | None, max_threads: int | None = None) -> int:
-    """Set the process-wide thread count of torch and of the C++ steps (None: the default) and return it.
+def set_threads(threads: int, max_threads: int = 0) -> None:
+    """Set the process-wide thread count of torch and of the C++ steps.
 
-    ``max_threads``: of C++ steps with many rows (None: as many as of others).
+    ``max_threads``: of C++ steps with many rows (0: as many as of others).
     """
-    count = DEFAULT_THREADS if threads is None else threads
-    if count < 1:
+    if threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
-    torch.set_num_threads(count)
-    COUNTS.few, COUNTS.most = count, max(count, max_threads or 0)
-    return count
+    torch.set_num_threads(threads)
+    COUNTS.few, COUNTS.most = threads, max(threads, max_threads)
 
 
 def leave_cores_to_steps(*, in_cpp: bool = True) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from engine.attention.attention import NAME, current_step
+from engine.attention.attention import NAME
 from engine.attention.row_attention import RowAttention
 from engine.attention.triton_rows import find_attention
 from engine.cpu.rows import CpuRows, on_cpu
@@ -50,13 +50,30 @@ Report = Callable[[str], None]
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Treatment:
+    """What is made of a model that is read; see :func:`load`."""
+
+    quantization: str = NONE
+    pack: bool = True
+    self_test: bool = True
+    without_speculation: bool = False
+    group: Group | None = None
+    by_rows: bool = True
+
+    def in_cpp(self, device: torch.device) -> bool:
+        """Whether :mod:`engine.cpu` is to compute the layers, if it knows the model."""
+        ours = self.pack and self.by_rows and device.type == "cpu"
+        return ours and self.group is None and self.quantization == NONE
+
+
 def load(
     path: str,
     *,
     dtype: str = "auto",
     device: str = "auto",
-    threads: int | None = None,
-    max_threads: int | None = None,
+    threads: int = 1,
+    max_threads: int = 0,
     quantization: str = NONE,
     pack: bool = True,
     self_test: bool = True,
@@ -67,8 +84,8 @@ def load(
 ) -> Model:
     """Load the causal language model in the folder ``path``, or of the hub id ``Org/Name``. Raises ModelError.
 
-    ``dtype`` auto: bfloat16 where the hardware computes it or our C++ widens it, else float32. ``threads``: CPU threads
-    (default 1), ``max_threads``: of steps with many rows (default: as many).
+    ``dtype`` auto: bfloat16 where the hardware computes it or our C++ widens it, else float32. ``threads``,
+    ``max_threads``: as of :func:`engine.cpu.thread_choice.set_threads`.
     ``quantization``: one of :data:`engine.loading.quantisation.CHOICES`. ``pack``: store linear layers in oneDNN's
     layout (CPU only). ``without_speculation``: take a model that cannot speculate as well, if it is not to be quantised
     and :mod:`engine.stateful` can run it. ``group``: read only this rank's slice of the weights; every rank has to load
@@ -83,29 +100,16 @@ def load(
     set_threads(threads, max_threads)
     is_folder(path)  # or nothing else is said
     chosen_device = choose_device(device) if group is None else group.device
-    in_cpp = _may_be_in_cpp(quantization, group, pack=pack and chosen_device.type == "cpu", by_rows=by_rows)
+    how = Treatment(quantization, pack, self_test, without_speculation, group, by_rows)
     with quiet():
-        widened = dtype == "auto" and in_cpp and widens(read_config(path))
+        widened = dtype == "auto" and how.in_cpp(chosen_device) and widens(read_config(path))
     chosen_dtype = choose_dtype(dtype, chosen_device, widened=widened)
     check(quantization, chosen_dtype, chosen_device)
     report(f"reading {Path(path).name} in {str(chosen_dtype).removeprefix('torch.')} on {chosen_device}")
     with quiet():
         module = read_module(path, chosen_dtype, chosen_device, group, progress).to(chosen_device)
         tokens = tokens_of(read_tokenizer(path))
-    model = from_module(
-        path,
-        module,
-        tokens,
-        chosen_dtype,
-        chosen_device,
-        quantization=quantization,
-        pack=pack,
-        self_test=self_test,
-        without_speculation=without_speculation,
-        group=group,
-        by_rows=by_rows,
-        report=report,
-    )
+    model = from_module(path, module, tokens, chosen_dtype, chosen_device, how, report)
     leave_cores_to_steps(in_cpp=isinstance(model.attention, CpuRows) and model.attention.all_layers)
     return model
 
@@ -127,54 +131,34 @@ def from_module(
     tokens: dict[str, int],
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    quantization: str = NONE,
-    pack: bool = True,
-    self_test: bool = True,
-    without_speculation: bool = False,
-    group: Group | None = None,
-    by_rows: bool = True,
+    how: Treatment,
     report: Report = lambda _: None,
 ) -> Model:
     """What :func:`load` makes of a transformers model that is in memory already, which is changed. Raises ModelError.
 
-    ``tokens``: of its tokenizer, by name; empty if it has none. The others are as there.
+    ``tokens``: of its tokenizer, by name; empty if it has none.
     """
     if device.type == "cuda":
         # It plans anew for every number of keys, which changes with each token, and keeps all plans.
         torch.backends.cuda.enable_cudnn_sdp(False)
     _check_numbers(name, module)
     model = _describe(name, module, tokens, dtype, device)
-    test = SelfTest(model) if self_test else None
+    test = SelfTest(model) if how.self_test else None
     if test is not None:
         report("computing reference logits")
         _guarded(test.expect, lambda why: ModelError(f"model type {model.kind!r} is not supported: {why}"))
     try:
-        on_cpu = device.type == "cpu"
-        return _for_speculation(model, test, report, quantization, group, pack=pack and on_cpu, by_rows=by_rows)
+        return _for_speculation(model, test, report, how)
     except CannotSpeculate as reason:
-        if not without_speculation or quantization != NONE or group is not None:
+        if not how.without_speculation or how.quantization != NONE or how.group is not None:
             raise
         return _for_plain_decoding(model, test, report, reason)
 
 
-def _may_be_in_cpp(quantization: str, group: Group | None, *, pack: bool, by_rows: bool) -> bool:
-    """Whether :mod:`engine.cpu` is to compute the layers, if it knows the model; ``pack``: on a CPU alone."""
-    return pack and by_rows and group is None and quantization == NONE
-
-
-def _for_speculation(
-    model: Model,
-    test: SelfTest | None,
-    report: Report,
-    quantization: str,
-    group: Group | None,
-    *,
-    pack: bool,
-    by_rows: bool,
-) -> Model:
+def _for_speculation(model: Model, test: SelfTest | None, report: Report, how: Treatment) -> Model:
     """Let the model compute through :mod:`engine.attention.attention`; raises :class:`CannotSpeculate`."""
     module: Any = model.module
+    quantization, group = how.quantization, how.group
     if module._is_stateful:
         raise CannotSpeculate(model, "it keeps a recurrent state, which cannot roll back")
     if group is not None:
@@ -182,12 +166,12 @@ def _for_speculation(
     if quantization != NONE:
         report(f"quantising linear layers to {quantization}")
         model = _quantised(model, quantization)
-    if _may_be_in_cpp(quantization, group, pack=pack, by_rows=by_rows):
+    if how.in_cpp(model.device):
         try:
             return _in_one_call(model, test, report)
         except (Unrecognised, CannotSpeculate) as reason:
             report(f"decoder layers are computed one operation at a time: {reason}")
-    if pack:
+    if how.pack and model.device.type == "cpu":
         report("packing linear layers")
         pack_linears(module)
         _leave_file(module)
@@ -198,7 +182,7 @@ def _for_speculation(
         module.set_attn_implementation(NAME)
     if group is not None:
         group.meet()
-    attention = _attention(model, group, by_rows=by_rows)
+    attention = _attention(model, group, by_rows=how.by_rows)
     if attention.replayed:
         report(_fuse(module) or "decoder layers are computed fused")
     return _tested(replace(model, attention=attention), test, report)
@@ -215,7 +199,7 @@ def _in_one_call(model: Model, test: SelfTest | None, report: Report) -> Model:
             module.set_attn_implementation(NAME)
         model = replace(model, attention=attention)
         if test is not None:
-            _passed(report, _guarded(partial(test.check, model), partial(CannotSpeculate, model)))
+            _pass(test.check, model, report)
     except BaseException:
         unfuse_on_cpu(module)
         raise
@@ -227,7 +211,7 @@ def _fuse(module: Any) -> str:
     from engine.layers.layer_kernels import TritonOps
 
     ops = TritonOps()
-    reason = fuse(module, ops.dtypes, lambda base: RowOpsStack(base, ops, current_step))
+    reason = fuse(module, ops.dtypes, lambda base: RowOpsStack(base, ops))
     return f"decoder layers are computed as transformers wrote them: {reason}" if reason else ""
 
 
@@ -251,7 +235,7 @@ def _tested(model: Model, test: SelfTest | None, report: Report) -> Model:
     if test is None:
         return model
     try:
-        _passed(report, _guarded(partial(test.check, model), partial(CannotSpeculate, model)))
+        _pass(test.check, model, report)
     except CannotSpeculate as reason:
         if type(model.attention) is RowAttention:
             raise
@@ -269,13 +253,15 @@ def _for_plain_decoding(model: Model, test: SelfTest | None, report: Report, rea
     if test is not None:
         report(f"{reason}; trying without")
         try:
-            _passed(report, _guarded(partial(test.check_stateful, plain), partial(CannotSpeculate, model)))
+            _pass(test.check_stateful, plain, report)
         except CannotSpeculate as failure:
             raise ModelError(f"{reason}; nor can it be served without: {failure}") from failure
     return plain
 
 
-def _passed(report: Report, difference: float) -> None:
+def _pass(check: Callable[[Model], float], model: Model, report: Report) -> None:
+    """Have the model tried; raises :class:`CannotSpeculate`."""
+    difference = _guarded(partial(check, model), partial(CannotSpeculate, model))
     report(f"self-test passed: logits within {difference:.1g} of the stock forward (relative)")
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.attention.row_attention import UnsupportedAttention
 from engine.cache.kv_cache import KVCache
@@ -223,10 +223,11 @@ def _paths(tokens: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
 @contextmanager
 def _small_window(model: Model) -> Iterator[None]:
     """Shrink sliding windows for the time of a forward: those of the configuration (masks) and of the layers."""
-    holders: set[Any] = set(model.module.modules())
+    modules: list[Any] = list(model.module.modules())
+    configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
     changed = [
         (holder, holder.sliding_window)
-        for holder in (*_configs(model.module), *holders)
+        for holder in (*configs.values(), *modules)
         if isinstance(getattr(holder, "sliding_window", None), int)
     ]
     for holder, _ in changed:
@@ -236,8 +237,3 @@ def _small_window(model: Model) -> Iterator[None]:
     finally:
         for holder, window in changed:
             holder.sliding_window = window
-
-
-def _configs(module: nn.Module) -> list[Any]:
-    configs = {id(child.config): child.config for child in module.modules() if hasattr(child, "config")}
-    return list(configs.values())

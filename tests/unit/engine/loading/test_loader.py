@@ -409,7 +409,7 @@ def test_a_gpu_does_without_attention_by_cudnn(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(loader, "_check_numbers", Mock(side_effect=ModelError("no further without a GPU")))
     for device in ("cpu", "cuda"):
         with pytest.raises(ModelError, match="no further"):
-            loader.from_module("none", None, {}, torch.bfloat16, torch.device(device))
+            loader.from_module("none", None, {}, torch.bfloat16, torch.device(device), loader.Treatment())
         assert asked == [False] * (device == "cuda")
 
 
