@@ -37,9 +37,12 @@ class MedusaHeads(nn.Module):
     """All heads of a target. Fresh ones are as the paper starts from: blocks that change nothing."""
 
     def __init__(self, hidden: int, vocabulary: int, heads: int, layers: int, *, shared: bool = False) -> None:
-        """``shared``: all heads have one output layer. Output layers are left as torch fills them."""
+        """``layers``: residual blocks of a head; ``shared``: all heads have one output layer.
+
+        Output layers are left as torch fills them.
+        """
         super().__init__()
-        self.hidden, self.vocabulary = hidden, vocabulary
+        self.hidden, self.vocabulary, self.layers = hidden, vocabulary, layers
         self.blocks = nn.ModuleList(
             nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(layers)) for _ in range(heads)
         )
@@ -49,13 +52,6 @@ class MedusaHeads(nn.Module):
 
     def __len__(self) -> int:
         return len(self.blocks)
-
-    @property
-    def layers(self) -> int:
-        """Residual blocks of a head."""
-        first = self.blocks[0]
-        assert isinstance(first, nn.ModuleList)
-        return len(first)
 
     def head(self, number: int, hidden_ND: Tensor) -> Tensor:
         """What one head says, ``[..., V]``."""

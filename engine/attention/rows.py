@@ -177,8 +177,7 @@ class Packed:
 
     def host_buffer(self, rows: int, spare: int) -> Tensor:
         """A step padded to ``rows`` rows as :meth:`Rows.within` finds it, as far as there is anything: int32."""
-        buffer = HostBuffer(rows, spare, self.numbers)
-        return buffer.fill(self)
+        return HostBuffer(rows, spare, self.numbers).fill(self)
 
 
 class HostBuffer:

@@ -81,13 +81,16 @@ class CStack(Structure):
     )
 
 
+ROW_COLUMNS = ("slots", "keys", "home", "pages", "branch", "group", "common", "reach")
+
+
 class CRows(Structure):
     """``Rows`` in ``layout.h``."""
 
     _fields_ = (
         ("count", c_int),
         ("page", c_int),
-        *((n, c_void_p) for n in ("slots", "keys", "home", "pages", "branch", "group", "common", "reach", "numbers")),
+        *((name, c_void_p) for name in (*ROW_COLUMNS, "numbers")),
         ("kept", POINTER(c_int)),
         ("states", c_void_p),
         ("kept_count", c_int),

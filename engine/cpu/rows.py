@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.attention.row_attention import RowAttention, RowPlan, Scoring
 from engine.attention.rows import Rows
-from engine.cpu.library import DTYPES, CLayer, CRows, CStack, Library, find_library
+from engine.cpu.library import DTYPES, ROW_COLUMNS, CLayer, CRows, CStack, Library, find_library
 from engine.cpu.thread_choice import COUNTS
 
 READ_TOGETHER = 64
@@ -25,19 +25,8 @@ have multiplied before, look for more to do for a while and would keep the libra
 
 def described(rows: Rows, page: int) -> CRows:
     """Rows as the library reads them, as long as they stay."""
-    return CRows(
-        count=len(rows),
-        page=page,
-        slots=rows.slots_T.data_ptr(),
-        keys=rows.keys_T.data_ptr(),
-        home=rows.home_T.data_ptr(),
-        pages=rows.pages_T.data_ptr(),
-        branch=rows.branch_T.data_ptr(),
-        group=rows.group_T.data_ptr(),
-        common=rows.common_T.data_ptr(),
-        reach=rows.reach_T.data_ptr(),
-        numbers=rows.numbers_F.data_ptr(),
-    )
+    columns = {name: getattr(rows, f"{name}_T").data_ptr() for name in ROW_COLUMNS}
+    return CRows(count=len(rows), page=page, numbers=rows.numbers_F.data_ptr(), **columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,8 @@ class RowSteps:
                 return found_RX[: len(wanted)]
         found: list[Tensor] = []
         for piece in pieces:
-            found.append(self._piece(piece)[: len(piece.wanted)].clone())  # the next replay overwrites it
+            found_RX = self._computed(StepShape(self._class(piece)), piece)
+            found.append(found_RX[: len(piece.wanted)].clone())  # the next replay overwrites it
             self._told(len(piece))
         return as_wanted(found, order, wanted)
 
@@ -181,9 +182,6 @@ class RowSteps:
     def _draws(self, rows: int) -> bool:
         """Whether steps of so many rows draw."""
         return self.record is not None and self._vocabulary > 0 and rows <= DRAWN_ROWS
-
-    def _piece(self, piece: Packed) -> Tensor:
-        return self._computed(StepShape(self._class(piece)), piece)
 
     def _computed(self, shape: StepShape, piece: Packed, draws: NDArray[np.int32] | None = None) -> Tensor:
         """``[R, X]`` with padding, good until the next call."""

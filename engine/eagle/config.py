@@ -85,13 +85,8 @@ class EagleConfig:
 
     def llama(self) -> LlamaConfig:
         """The same for transformers, as far as positions go."""
-        return LlamaConfig(
-            hidden_size=self.num_attention_heads * self.head_dim,
-            num_attention_heads=self.num_attention_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=self.max_position_embeddings,
-            rope_parameters=dict(self.rope_parameters),
-        )
+        rope = dict(self.rope_parameters)
+        return _llama(self.num_attention_heads, self.head_dim, self.max_position_embeddings, rope_parameters=rope)
 
     @classmethod
     def beside(cls, target: Any, **others: Any) -> EagleConfig:
@@ -127,6 +122,11 @@ class EagleConfig:
             raise ModelError(f"{file}: must hold an object, got {type(said).__name__}")
         _check_kind(folder, said)
         return _Reader(file, said).config()
+
+
+def _llama(heads: int, head_size: int, positions: int, **rope: Any) -> LlamaConfig:
+    sizes = {"hidden_size": heads * head_size, "num_attention_heads": heads, "head_dim": head_size}
+    return LlamaConfig(**sizes, max_position_embeddings=positions, **rope)
 
 
 def _check_kind(folder: Path, said: Plain) -> None:
@@ -233,13 +233,8 @@ class _Reader:
         if said.get("rope_parameters"):
             said = {"rope_parameters": said["rope_parameters"]}
         try:
-            config = LlamaConfig(
-                hidden_size=heads * head_size,
-                num_attention_heads=heads,
-                head_dim=head_size,
-                max_position_embeddings=positions,
-                **{key: value for key, value in said.items() if value is not None},
-            )
+            given = {key: value for key, value in said.items() if value is not None}
+            config = _llama(heads, head_size, positions, **given)
         except Exception as error:  # whatever transformers raises for what it cannot read
             raise self._wrong(" or ".join(said) or "rope_parameters", "as transformers knows it", said) from error
         rope = dict(config.rope_parameters or {})

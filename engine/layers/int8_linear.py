@@ -16,8 +16,6 @@ Tensor legend: N tokens, I inputs, O outputs, P planes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -98,14 +96,6 @@ class Int8Linear(nn.Module):
         """Whole numbers times the weight, in float32."""
         # oneDNN has fast kernels for unsigned activations only: 128 more, which it takes off again.
         unsigned_NI = steps_NI.to(torch.int8).view(torch.uint8).bitwise_xor_(128)
-        then: tuple[Any, ...] = (
-            None,
-            1.0,
-            0,
-            torch.float32,
-            "none",
-            [],
-            "",
-        )
-        product_NO: Tensor = self._multiply(unsigned_NI, 1.0, 128, self._packed, self._scale_O, self._zeros_O, *then)
+        weight = (self._packed, self._scale_O, self._zeros_O, None)
+        product_NO: Tensor = self._multiply(unsigned_NI, 1.0, 128, *weight, 1.0, 0, torch.float32, "none", [], "")
         return product_NO
