@@ -42,6 +42,7 @@ from engine.cuda.level_memory import (
 from engine.cuda.level_ops import LevelOps
 from engine.host.upload import to_device
 from engine.model import kind_and_line
+from engine.sampling.noise import signed
 from speculation.messages import Sampling
 from speculation.noise import MASK64, splitmix64
 from speculation.verifying.calibration import CELLS, RANKS, OddsTable
@@ -171,7 +172,7 @@ class Levels:
             temperature = 0.0 if sampling.greedy else max(sampling.temperature, tiny)
             real = [*growth.factors, temperature, growth.min_weight, *_padded(growth.weights, width, 0.0)]
             reals.append([*real, *_padded([leaf.weight for leaf in leaves], max_leaves, 0.0)])
-            seed = _signed(splitmix64(sampling.seed & MASK64))
+            seed = signed(splitmix64(sampling.seed & MASK64), 64)
             whole = [seed, growth.width, growth.children, growth.position, growth.max_end, table]
             whole += [*_padded(growth.stops, MAX_STOPS, -1), *_padded([leaf.token for leaf in leaves], max_leaves, 0)]
             whole += _padded(growth.slots, (MAX_LEVELS - 1) * width, 0)
@@ -320,8 +321,3 @@ def _ops_of(device: torch.device) -> LevelOps:
 
 def _padded(values: Sequence[T], size: int, fill: T) -> list[T]:
     return [*values, *[fill] * (size - len(values))]
-
-
-def _signed(word: int) -> int:
-    """The signed number with the same 64 bits."""
-    return word - (1 << 64) if word >> 63 else word

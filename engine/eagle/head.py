@@ -115,12 +115,7 @@ class EagleHead(nn.Module):
         self.norm = HeadNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size), persistent=False)
-        self.rotary = self.rotary_of(config)
-
-    @staticmethod
-    def rotary_of(config: EagleConfig) -> nn.Module:
-        """What tells the angles of positions; a table that follows from the configuration."""
-        return LlamaRotaryEmbedding(config.llama())
+        self.rotary = LlamaRotaryEmbedding(config.llama())
 
     def embed(self, tokens_N: Tensor) -> Tensor:
         """Embeddings of the target's tokens, ``[N, D]``."""

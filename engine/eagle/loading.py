@@ -26,6 +26,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import EagleHead
@@ -92,7 +93,7 @@ def read(folder: Path, borrow: Borrow) -> EagleHead:
     _check_kind(file, tensors, config)
     with torch.device("meta"):
         head = EagleHead(config)
-    head.rotary = EagleHead.rotary_of(config)  # a table, not weights
+    head.rotary = LlamaRotaryEmbedding(config.llama())  # a table that follows from the configuration, not weights
     head.target_ids = target_ids
     if EMBEDDING not in tensors:
         tensors[EMBEDDING] = _borrowed(file, EMBEDDING, config, borrow)

@@ -60,9 +60,9 @@ def keys_at(seeds_N: Words, positions_N: Words) -> Words:
 
 def splitmix64(words_N: Words) -> Words:
     """:func:`speculation.noise.splitmix64` in wrapping int64 arithmetic."""
-    words_N = words_N + _wrap(GOLDEN_64, 64)
-    words_N = (words_N ^ _shifted(words_N, 30)) * _wrap(SPLITMIX_1, 64)
-    words_N = (words_N ^ _shifted(words_N, 27)) * _wrap(SPLITMIX_2, 64)
+    words_N = words_N + signed(GOLDEN_64, 64)
+    words_N = (words_N ^ _shifted(words_N, 30)) * signed(SPLITMIX_1, 64)
+    words_N = (words_N ^ _shifted(words_N, 27)) * signed(SPLITMIX_2, 64)
     return words_N ^ _shifted(words_N, 31)
 
 
@@ -98,7 +98,7 @@ class RecentNoise(threading.local):
 
 def _halves(keys: Sequence[int] | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Low and high 32 bits of every key as int32 ``[N, 1]``."""
-    keys_N = keys.to(device) if isinstance(keys, Tensor) else upload([_wrap(each, 64) for each in keys], device)
+    keys_N = keys.to(device) if isinstance(keys, Tensor) else upload([signed(each, 64) for each in keys], device)
     # The high half's arithmetic shift and both narrowing casts keep exactly the 32 bits wanted.
     return keys_N.to(torch.int32)[:, None], (keys_N >> 32).to(torch.int32)[:, None]
 
@@ -107,7 +107,7 @@ def _shifted(words_N: Words, bits: int) -> Words:
     return (words_N >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _wrap(value: int, width: int) -> int:
+def signed(value: int, width: int) -> int:
     """The signed integer with the same low ``width`` bits."""
     value &= (1 << width) - 1
     return value - (1 << width) if value >> (width - 1) else value
@@ -115,7 +115,7 @@ def _wrap(value: int, width: int) -> int:
 
 def _words(low_N1: Tensor, high_N1: Tensor, tokens_B: Tensor) -> Tensor:
     """The hash in wrapping int32 arithmetic: half the memory traffic of int64, and no masking after products."""
-    words_NB = tokens_B * _wrap(GOLDEN_32, 32) + low_N1
+    words_NB = tokens_B * signed(GOLDEN_32, 32) + low_N1
     _mix(words_NB)
     words_NB ^= high_N1
     _mix(words_NB)
@@ -124,9 +124,9 @@ def _words(low_N1: Tensor, high_N1: Tensor, tokens_B: Tensor) -> Tensor:
 
 def _mix(words: Tensor) -> None:
     _xor_shifted(words, 16)
-    words *= _wrap(LOWBIAS_1, 32)
+    words *= signed(LOWBIAS_1, 32)
     _xor_shifted(words, 15)
-    words *= _wrap(LOWBIAS_2, 32)
+    words *= signed(LOWBIAS_2, 32)
     _xor_shifted(words, 15)
 
 
