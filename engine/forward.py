@@ -21,8 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention.attention import Step, forward_context, steps_of
-from engine.attention.row_attention import RowAttention
+from engine.attention.attention import PagedLayers, Step, forward_context, steps_of
 from engine.attention.rows import ROW_CLASSES, as_wanted
 from engine.cache.kv_cache import CachedSequence
 from engine.cache.kv_store import KVStore, Move
@@ -156,19 +155,16 @@ class ForwardPass:
         the residual stream behind so many decoder layers.
         """
         self._moved = False  # whether the moves of the last step were made; it may have failed since
-        self._store = store
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.module.forward).parameters
         self._tap = HiddenTap(model) if keep_hidden else None
         self._hidden_size: int = model.config.get_text_config(decoder=True).hidden_size if keep_hidden else 0
         self._layer_tap = LayerTap(model, aux_layers, ROW_CLASSES[-1]) if aux_layers else None
         assert model.attention is not None, "a model that cannot speculate"
-        self._attention: RowAttention = model.attention
+        self._layers = PagedLayers(store, model.attention, model.layers, model.context)
         self._rows: RowSteps | None = None
         if model.attention.replayed:
             drawn = model.vocabulary if draws and self.dtype == torch.float32 else 0
-            self._rows = RowSteps(
-                self._logits, store, model.attention, model.layers, model.context, record, agreed, drawn, self._note
-            )
+            self._rows = RowSteps(self._logits, self._layers, record, agreed, drawn, self._note)
 
     @torch.inference_mode()
     def compute(self, inputs: StepInput, draws: Sequence[Draw] = ()) -> Tensor:
@@ -178,7 +174,7 @@ class ForwardPass:
         is in the model's own format and good until the next step only.
         """
         self._moved = False
-        self._store.move(inputs.moves)
+        self._layers.store.move(inputs.moves)
         self._moved = True
         started = time.perf_counter()
         if self._layer_tap is not None:
@@ -240,9 +236,7 @@ class ForwardPass:
     def _by_rows(self, inputs: StepInput) -> Tensor:
         """The wanted rows, of a step as large as what it computes: neither padded nor recorded."""
         order, model, found = sorted(set(inputs.rows)), self.model, list[Tensor]()
-        for piece, step, tokens_T, positions_T in steps_of(
-            inputs.tokens, order, inputs.chunks, self._store, self._attention, model.layers, model.context
-        ):
+        for piece, step, tokens_T, positions_T in steps_of(inputs.tokens, order, inputs.chunks, self._layers):
             step.invariant = inputs.invariant
             found.append(self._logits(step, tokens_T, positions_T, upload(piece.wanted, model.device)))
             self._note(len(piece))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -34,24 +34,32 @@ MAX_ROWS = 4096
 """Of a piece of a step that is not replayed."""
 
 
+class PagedLayers(NamedTuple):
+    """Layers whose keys and values are in a store."""
+
+    store: KVStore
+    attention: RowAttention
+    count: int
+    context: int
+    """Tokens of the longest sequence."""
+
+    @property
+    def pages(self) -> int:
+        """Of the longest sequence."""
+        return -(-self.context // self.attention.page)
+
+
 class Step:
     """What the layers need to know about the forward in progress."""
 
-    def __init__(
-        self,
-        store: KVStore,
-        slots_T: Tensor,
-        rows: Rows,
-        attention: RowAttention,
-        layers: int,
-    ) -> None:
-        """``slots_T``: int64, where the keys and values of each row go; ``rows``: where ``attention`` reads them."""
-        self.store, self.slots_T, self.rows, self.attention = store, slots_T, rows, attention
+    def __init__(self, layers: PagedLayers, slots_T: Tensor, rows: Rows) -> None:
+        """``slots_T``: int64, where the keys and values of each row go; ``rows``: where they are read."""
+        self.store, self.attention, self.slots_T, self.rows = layers.store, layers.attention, slots_T, rows
         self.invariant = False
         """See :func:`engine.layers.linear.products`."""
         self.tap: LayerTap | None = None
         """What wants the states between layers, if anything."""
-        self.calls = [0] * layers
+        self.calls = [0] * layers.count
         """How often each layer called; a model that computes attention elsewhere leaves zeros here."""
         self._plan: RowPlan | None = None
 
@@ -95,22 +103,19 @@ def steps_of(
     tokens: Sequence[int],
     wanted: Sequence[int],
     chunks: Sequence[tuple[SequenceState, int]],
-    store: KVStore,
-    attention: RowAttention,
-    layers: int,
-    context: int,
+    layers: PagedLayers,
 ) -> Iterator[tuple[Packed, Step, Tensor, Tensor]]:
     """A step that is not replayed, in one piece or several, with the tokens and positions of each, ``[T]`` int64.
 
-    Arguments are those of :func:`engine.attention.rows.packed`; ``context``: of the longest sequence, in tokens.
+    Arguments are those of :func:`engine.attention.rows.packed`.
     """
+    attention = layers.attention
     assert all(state.block == attention.page for state, _ in chunks), "pages are the cache's blocks"
-    pages = -(-context // attention.page)
-    for piece in packed(tokens, wanted, chunks, group=attention.group, max_rows=MAX_ROWS, pages=pages):
+    for piece in packed(tokens, wanted, chunks, group=attention.group, max_rows=MAX_ROWS, pages=layers.pages):
         count = len(piece)
         buffer = piece.host_buffer(count, 0)
-        tokens_T, positions_T, slots_T = to_device(buffer[: 3 * count], store.device).long().view(3, count)
-        yield piece, Step(store, slots_T, Rows.within(buffer, count), attention, layers), tokens_T, positions_T
+        tokens_T, positions_T, slots_T = to_device(buffer[: 3 * count], layers.store.device).long().view(3, count)
+        yield piece, Step(layers, slots_T, Rows.within(buffer, count)), tokens_T, positions_T
 
 
 class _Current(threading.local):

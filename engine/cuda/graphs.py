@@ -23,8 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.attention import Compute, Step
-from engine.attention.row_attention import RowAttention
+from engine.attention.attention import Compute, PagedLayers, Step
 from engine.attention.rows import ROW_CLASSES, HostBuffer, Packed, Rows, as_wanted, empty_buffer, max_numbers, packed
 from engine.cache.kv_store import KVStore
 from engine.cache.sequence_state import SequenceState
@@ -82,16 +81,13 @@ class RowSteps:
     def __init__(
         self,
         compute: Compute,
-        store: KVStore,
-        attention: RowAttention,
-        layers: int,
-        context: int,
+        layers: PagedLayers,
         record: Record | None = None,
         agreed: Callable[[bool], bool] = bool,
         vocabulary: int = 0,
         computed: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """``context``: tokens of the longest sequence. ``record``: how steps are recorded, if they are.
+        """``record``: how steps are recorded, if they are.
 
         ``agreed``: whether what succeeded here did so on all ranks that compute the same, which ask at the same time.
         ``vocabulary``: how many of the X are logits to draw from, where recorded steps of up to
@@ -100,15 +96,14 @@ class RowSteps:
         """
         self.drawn_R2: Tensor | None = None
         """What the last step drew, as :func:`~engine.sampling.sampling.drawn_in_step` has it; None: it did not."""
-        self._compute, self.store, self.attention = compute, store, attention
-        self._layers, self._context, self.record, self._agreed = layers, context, record, agreed
-        self.pages = -(-context // attention.page)
-        self.classes = tuple(rows for rows in ROW_CLASSES if rows <= store.spare)
+        self._compute, self.layers, self.record, self._agreed = compute, layers, record, agreed
+        self.store, self.attention, self.pages = layers.store, layers.attention, layers.pages
+        self.classes = tuple(rows for rows in ROW_CLASSES if rows <= self.store.spare)
         """Numbers of rows that steps are padded to."""
         self._recordings: dict[StepShape, tuple[Inbox, Callable[[], Tensor]]] = {}
         """Of each shape where a step is read from, and what computes it."""
         self._vocabulary, self._told = vocabulary, computed
-        self._drawn_R2 = torch.zeros(DRAWN_ROWS, 2, dtype=torch.int32, device=store.device)
+        self._drawn_R2 = torch.zeros(DRAWN_ROWS, 2, dtype=torch.int32, device=self.store.device)
 
     def run(
         self,
@@ -219,7 +214,7 @@ class RowSteps:
     def forward(self, shape: StepShape, buffer: Tensor) -> Tensor:
         """Compute the rows in a buffer kernel by kernel, which may be recorded: ``[R, X]``."""
         rows = Rows.within(buffer, shape.rows)
-        step = Step(self.store, rows.slots_T.long(), rows, self.attention, self._layers)
+        step = Step(self.layers, rows.slots_T.long(), rows)
         found_RX = self._compute(step, rows.tokens_T.long(), rows.positions_T.long(), rows.wanted_R.long())
         if self._draws(shape.rows):
             logits_RV = found_RX[:, : self._vocabulary].float()
@@ -230,7 +225,7 @@ class RowSteps:
     def _throwaway(self, rows: int) -> Packed:
         """A prompt in the store's spare slots, with as many rows as fit into a class."""
         page, first = self.attention.page, self.store.slots
-        count = min(rows, self._context)
+        count = min(rows, self.layers.context)
         slots = list(range(first, first + count))
         blocks = list(range(first // page, -(-(first + count) // page)))
         state = SequenceState(page, blocks, 0, list(range(-1, count - 1)), list(range(count)), slots)

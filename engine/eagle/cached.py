@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention.attention import forward_context, paged_attention, steps_of
+from engine.attention.attention import PagedLayers, forward_context, paged_attention, steps_of
 from engine.attention.row_attention import RowAttention
 from engine.cache.kv_cache import CachedSequence, KVCache
 from engine.cpu.rows import on_cpu
@@ -64,7 +64,8 @@ class CachedHead:
         self.head = head
         self.cache = KVCache(config.num_hidden_layers, capacity, dtype=weight.dtype, device=weight.device)
         in_cpp = on_cpu(config.num_attention_heads // config.num_key_value_heads) if not weight.is_cuda else None
-        self._attention = in_cpp or RowAttention(page=self.cache.block)
+        attention = in_cpp or RowAttention(page=self.cache.block)
+        self._paged = PagedLayers(self.cache.store, attention, config.num_hidden_layers, self.cache.capacity)
         self._says_all = head.target_ids.tolist() == list(range(config.vocab_size))
         self._layers: list[Any] = [SimpleNamespace(layer_idx=layer) for layer in range(config.num_hidden_layers)]
 
@@ -95,9 +96,7 @@ class CachedHead:
             firsts_N = upload([chunk.first for chunk in chunks for _ in chunk.tokens], self.device)
             states_ND = torch.cat([chunk.states_ND for chunk in chunks])
             found: list[tuple[Tensor, Tensor]] = []
-            for piece, step, tokens_T, positions_T in steps_of(
-                tokens, (), appended, self.cache.store, self._attention, len(self._layers), self.cache.capacity
-            ):
+            for piece, step, tokens_T, positions_T in steps_of(tokens, (), appended, self._paged):
                 own = slice(piece.first, piece.first + len(piece))
                 with forward_context(step), products(invariant=False):
                     embeddings_TD = self.head.embed(tokens_T)
