@@ -14,7 +14,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -34,7 +35,8 @@ MAX_ROWS = 4096
 """Of a piece of a step that is not replayed."""
 
 
-class PagedLayers(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PagedLayers:
     """Layers whose keys and values are in a store."""
 
     store: KVStore

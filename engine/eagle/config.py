@@ -125,7 +125,7 @@ class EagleConfig:
 
 
 def _llama(heads: int, head_size: int, positions: int, **rope: Any) -> LlamaConfig:
-    sizes = {"hidden_size": heads * head_size, "num_attention_heads": heads, "head_dim": head_size}
+    sizes: dict[str, Any] = {"hidden_size": heads * head_size, "num_attention_heads": heads, "head_dim": head_size}
     return LlamaConfig(**sizes, max_position_embeddings=positions, **rope)
 
 
