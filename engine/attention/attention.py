@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -25,9 +25,6 @@ from engine.attention.rows import Packed, Rows, packed
 from engine.cache.kv_store import KVStore
 from engine.cache.sequence_state import SequenceState
 from engine.host.upload import to_device
-
-if TYPE_CHECKING:
-    from engine.hidden import LayerTap
 
 NAME = "paceline"
 
@@ -51,6 +48,18 @@ class PagedLayers:
         return -(-self.context // self.attention.page)
 
 
+class KeepsStates(Protocol):
+    """Takes in states between layers: :class:`engine.hidden.LayerTap`."""
+
+    layers: tuple[int, ...]
+
+    def keep(self, layer: int, states_TD: Tensor) -> None:
+        """What stands behind so many layers."""
+
+    def room(self, rows: int) -> Tensor:
+        """Where they all go, ``[T, L, D]``."""
+
+
 class Step:
     """What the layers need to know about the forward in progress."""
 
@@ -59,7 +68,7 @@ class Step:
         self.store, self.attention, self.slots_T, self.rows = layers.store, layers.attention, slots_T, rows
         self.invariant = False
         """See :func:`engine.layers.linear.products`."""
-        self.tap: LayerTap | None = None
+        self.tap: KeepsStates | None = None
         """What wants the states between layers, if anything."""
         self.calls = [0] * layers.count
         """How often each layer called; a model that computes attention elsewhere leaves zeros here."""
