@@ -26,7 +26,6 @@ from engine.attention.rows import ROW_CLASSES, SLICE, Rows, empty_buffer, packed
 from engine.cache.kv_store import PAGE
 from engine.cache.sequence_state import SequenceState
 from engine.host.upload import upload
-from engine.model import kind_and_line
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +168,8 @@ def find_attention(context: int, heads_per_key: int, dtype: torch.dtype, device:
     try:
         error = trial_error(attention, heads_per_key, dtype, device)
     except Exception as refusal:  # no Triton, an old driver, a GPU it does not know
-        why = kind_and_line(refusal)
+        line = next(iter(str(refusal).strip().splitlines()), "no reason given")
+        why = f"{type(refusal).__name__}: {line}"
     else:
         if error <= TOLERANCE[dtype]:  # not if it is NaN
             return attention
