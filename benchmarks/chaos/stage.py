@@ -179,9 +179,7 @@ class Stage:
         """What is left of sessions on the workers although nothing is asked for; empty if nothing is."""
 
         async def busy() -> str:
-            up = [part for part in (await self.view())["workers"] if part["state"] == WorkerState.UP]
-            caches = {part["id"] for part in up if part["cache"]["free"] != part["cache"]["capacity"]}
-            return ", ".join([part["id"] for part in up if part["sessions"] or part["waiting"] or part["id"] in caches])
+            return ", ".join([part["id"] for part in (await self.view())["workers"] if _is_busy(part)])
 
         try:
             await until_nothing(busy, IDLE_SECONDS, "sessions or cache are still held")
@@ -281,3 +279,10 @@ async def until_nothing(wrong: Callable[[], Awaitable[str]], seconds: float, why
         if time.monotonic() > deadline:
             raise StageError(f"{why} after {seconds:.0f} s: {said}")
         await asyncio.sleep(POLL_SECONDS)
+
+
+def _is_busy(worker: Mapping[str, Any]) -> bool:
+    """Whether anything is left of any session, as a router knows a worker that is up."""
+    cache = worker["cache"]
+    left = worker["sessions"] or worker["waiting"] or cache["free"] != cache["capacity"]
+    return worker["state"] == WorkerState.UP and bool(left)

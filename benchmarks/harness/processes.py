@@ -171,7 +171,6 @@ async def _until_up(dispatcher: Dispatcher) -> None:
 async def drafting_late(dispatcher: Dispatcher, seconds: float) -> AsyncIterator[None]:
     """Meanwhile, all that goes to its drafter and comes from there takes so much longer, each way."""
     (near,) = (peer.connection for peer in dispatcher.pool.peers.values() if peer.role is Role.DRAFT)
-    assert near is not None
     async with Proxy(near.address, lambda: seconds) as proxy:
         dispatcher.pool.set_workers(Role.DRAFT, [proxy.address])
         await _until_up(dispatcher)
