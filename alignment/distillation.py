@@ -56,6 +56,7 @@ class DistillationOutcome:
     """(step, score) of every measurement; see :func:`score`."""
     best_step: int
     steps: int
+    """That were taken."""
 
 
 def score(figures: Figures) -> float:

@@ -123,6 +123,7 @@ class Account:
     sessions: int = 0
     """Under way."""
     tokens: int = 0
+    """Of requests under way."""
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0

@@ -35,6 +35,7 @@ class PromptShown:
     """With which the answer begins; empty unless it was asked for."""
     ids: tuple[Token, ...] = ()
     tokens: tuple[ShownToken, ...] = ()
+    """With their log-probabilities, if these were asked for."""
 
 
 @frozen

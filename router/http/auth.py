@@ -56,6 +56,7 @@ _WANTED = "give an API key in a header: 'Authorization: Bearer KEY'"
 _SECRET = secrets.token_bytes(32)
 _LINE = re.compile(r"(?:(?P<name>[\w.@ -]{1,64}):\s*)?(?P<key>[A-Za-z0-9._~+/=-]+)(?P<limits>(?:\s+\w+=\S*)*)")
 MAX_LIMIT = 1 << 40
+"""That can be given to a key."""
 
 
 class KeyFileError(Exception):

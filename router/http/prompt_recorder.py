@@ -34,6 +34,7 @@ MAX_FILE_BYTES = 64 << 20
 FILES = 4
 """At least so many make up all that is kept, so that what goes is a part of it."""
 CLOSE_SECONDS = 5.0
+"""In which what is queued must be written when the router stops."""
 PATTERN = "prompts-*.jsonl"
 
 
@@ -88,6 +89,7 @@ class PromptRecorder:
         """Begin. Raises :class:`RecordingError`."""
         self.recorded = 0
         self.dropped = 0
+        """Requests that found the queue full."""
         self._settings = settings
         self._files = _Files(settings)
         try:

@@ -29,6 +29,7 @@ from speculation.messages import FinishReason, Open, SessionId
 from transport.tracing import Tracing, traceparent_of
 
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
+"""Paths that are traced, with the name of what they do."""
 
 
 class TraceRequests:

@@ -20,6 +20,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 from router.errors import ApiError
 
 SHOWN_CHARACTERS = 60
+"""How much of a refused value a message repeats."""
 SHOWN_NAME = 64
 FEW_NAMES = 4
 REFUSED_MARK = "Not supported: "
@@ -118,6 +119,7 @@ class Fields(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
     names: ClassVar[frozenset[str]] = frozenset()
+    """Of the fields that are carried out."""
     refused: ClassVar[Mapping[str, RefusedField]] = {}
 
     @classmethod

@@ -52,6 +52,7 @@ class ModelEntry:
     tokenizer: Tokenizer
     max_choices: int
     speculation: Speculation = Speculation()
+    """What a request gets that does not say otherwise."""
     records: bool = False
     """Whether prompts are kept; see :mod:`router.http.prompt_recorder`."""
 
@@ -67,9 +68,13 @@ class AnswerForm:
     echo: bool = False
     """The answer begins with the prompt, with log-probabilities if there are any."""
     token_ids: bool = False
+    """With the ids of the tokens of prompt and text."""
     names_as_ids: bool = False
+    """Tokens are named ``token_id:5``."""
     special: bool = False
+    """Special tokens show in the text."""
     stop_string: bool = False
+    """The text ends after a stop string instead of before it."""
 
     @property
     def of_prompt(self) -> int | None:
@@ -95,6 +100,7 @@ class ApiRequest:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    """In every chunk."""
     include_speculation: bool = False
     details: bool = False
     """Whether the answer tells how it was speculated, to the end."""
@@ -105,7 +111,9 @@ class ApiRequest:
     continues: bool = True
     """The text goes on where the prompt ends, instead of beginning anew."""
     timeout: float | None = None
+    """Seconds it may take, as it says itself."""
     store: bool = True
+    """Whether its prompts may be kept, where that is done."""
 
     def within(self, scope: str, timeout: float | None = None) -> ApiRequest:
         """The same, for whom this scope stands, and who waits so many seconds for a target."""

@@ -180,6 +180,7 @@ class Tools:
     """What a request offers."""
 
     offered: Sequence[dict[str, Any]] = ()
+    """As the caller wrote them, for the chat template."""
     form: ToolForm | None = None
     """How calls are written in the text; None: it is not searched for any."""
     several: bool = True

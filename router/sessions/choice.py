@@ -159,6 +159,7 @@ class WantedWorker:
     end: int = 0
     """Tokens that it may have at last."""
     blocks: tuple[int, ...] = ()
+    """Of the prompt; see :mod:`router.sessions.choice`."""
     head: int = 0
     """Of a drafter: fingerprint of the EAGLE head that its target makes features for; 0: for none."""
 
@@ -181,6 +182,7 @@ class WorkerCandidate:
     acceptance: float = 0.5
     """Share of a drafter's drafts that targets of the session's model are expected to keep."""
     idle: bool = False
+    """Whether it is a target that stands by: see :mod:`router.sessions.choice`."""
 
     @property
     def busy(self) -> int:
@@ -292,6 +294,7 @@ class KnownTarget:
     described: Welcome | None
     """As it last introduced itself; None: it never was up."""
     up: bool
+    """Whether it is connected and stays."""
     listed: bool
     """Whether it is on the list of workers, which may lack those that are lost."""
 

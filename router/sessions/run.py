@@ -30,6 +30,7 @@ from transport.tracing import SessionLog
 MAX_EVENTS = 100
 TOGETHER_SECONDS = 1.0
 LONGEST = 300
+"""Characters of a line."""
 LOOK_BACK = 16
 """Lines among which the same is looked for."""
 
@@ -191,6 +192,7 @@ class ClientQueue:
 
     def __init__(self) -> None:
         self.unread = 0
+        """What all that waits weighs together."""
         self._items: deque[tuple[Committed | Ended | GenerationError, int]] = deque()
         self._wanted: asyncio.Future[None] | None = None
 
@@ -222,6 +224,7 @@ class RunningSession:
     generation: Generation
     model: ServedModel | None
     blocks: tuple[int, ...]
+    """Of the prompt; see :mod:`router.sessions.choice`."""
     began: float
     """On the event loop's clock, in seconds."""
     log: SessionLog

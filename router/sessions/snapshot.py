@@ -86,7 +86,9 @@ class Totals:
     moved: int = 0
     """Sessions that went to another target without a fault, each time."""
     condemned: int = 0
+    """Sessions failed because targets died of them."""
     failed: int = 0
+    """Sessions without a whole text."""
     malformed: int = 0
     stale: int = 0
     """Messages of workers that came too late to matter, or about no session known here."""
@@ -113,6 +115,7 @@ class Snapshot:
     totals: Totals = field(default_factory=Totals)
     record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
     placing: int = 0
+    """Sessions that wait for a target worker."""
     running: int = 0
     traffic: dict[Role, Traffic] = field(default_factory=dict)
     draining: bool = False

@@ -248,6 +248,7 @@ class RouterCounters:
 
 
 BLOCK = 2000
+"""Offered draft tokens in a block."""
 COLLAPSED_SHARE, FLOOR = 0.4, 0.02
 """Acceptance below this share of the long-run value, or below the floor, has collapsed. Of a tree only one path can be
 accepted, so usual values are 0.15 to 0.8."""
@@ -307,7 +308,9 @@ class AcceptanceRecord:
 
     def __init__(self) -> None:
         self.watched: OrderedDict[tuple[PeerId, PeerId], WatchedPair] = OrderedDict()
+        """By target and drafter."""
         self.collapses = 0
+        """Episodes so far."""
         self._pairs: defaultdict[tuple[str, str], _Share] = defaultdict(_Share)
         self._drafters: defaultdict[tuple[str, PeerId], _Share] = defaultdict(_Share)
         self._targets: defaultdict[PeerId, _Share] = defaultdict(_Share)

@@ -60,6 +60,7 @@ class ChatTemplate:
             raise TemplateError(f"the model's chat template does not compile: {_reason(error)}") from error
         self.variables = frozenset(names) - environment.globals.keys()
         self.knows_tools = "tools" in self.variables
+        """Whether it has a place for the functions a model may call."""
         self.tool_form = form_shown(source) if self.knows_tools else None
         """How it writes calls; None: in no form known here."""
 

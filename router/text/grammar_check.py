@@ -23,6 +23,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 MEMORY_BYTES = 2 << 30
 CPU_SECONDS = 1.0
+"""For one grammar."""
 TRIED_BYTES = 48
 """Length of the text that is made up to see whether the grammar can be followed."""
 LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
@@ -30,6 +31,7 @@ LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbo
 NOTHING = "it allows no text at all"
 ENDLESS = "it recurses without end: no JSON of finite length fits it"
 END, END_TAG = 256, "<end of text>"
+"""What ends a text that is made up."""
 
 
 def main() -> None:

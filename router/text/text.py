@@ -164,6 +164,7 @@ class TextRules:
     stops: tuple[str, ...] = ()
     stop_tokens: frozenset[Token] = frozenset()
     stop_kept: bool = False
+    """Stop strings and stop tokens are part of the text."""
     unsearched: int = 0
     """Stop strings do not count in the text of so many first tokens."""
     hidden: frozenset[Token] | None = None

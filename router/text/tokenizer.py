@@ -87,6 +87,7 @@ class Tokenizer:
         self.tags = {content.content: token for token, content in added.items() if _TAG.fullmatch(content.content)}
         """Added tokens that are written ``<...>``. Grammars match them by their names, not by their letters."""
         self._whole: dict[Token, str] = {}
+        """See :meth:`whole`; no more than there are tokens."""
         self.longest = max(map(len, backend.get_vocab()), default=1)
         """Characters of the longest token: a text of more than n times as many has more than n tokens."""
 

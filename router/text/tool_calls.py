@@ -42,6 +42,7 @@ PYTHON_TAG = "<|python_tag|>"
 MAX_WITHIN = 8
 """Closing tags in the strings of one call, so that no text is read more often than that."""
 _KEYS = frozenset({"name", "type", "parameters", "arguments"})
+"""What a call in the Llama form may have."""
 
 
 def form_shown(template: str) -> ToolForm | None:
