@@ -154,7 +154,7 @@ class CachedSequence(SequenceState):
         assert all(-1 < a < b for a, b in pairwise([*kept, count])), f"not ascending nodes of {count}: {list(kept)}"
         for holding in (self.pending_slots, self._places):
             holding[first:] = [holding[first + node] for node in kept]
-        del self.parents[first:], self.depths[first:]
+        del self.parents[first:], self.depths[first:], self._branches[first:]
         for parent in parents:
             assert ROOT <= parent < self.pending, f"{parent} is no node before {self.pending}"
             self.depths.append(0 if parent == ROOT else self.depths[parent] + 1)

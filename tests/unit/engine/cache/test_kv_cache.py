@@ -284,6 +284,18 @@ def test_regrafted_nodes_keep_their_slots_under_other_parents() -> None:
     cache.validate()
 
 
+def test_what_was_read_of_nodes_before_they_were_regrafted_counts_no_more() -> None:
+    cache = make()
+    sequence = cache.sequence()
+    fill(sequence, 3)
+    sequence.append([-1])
+    reserved = sequence.append([0] * 3)
+    assert sequence.branches == [(), (), (reserved[1],), (reserved[2],)]
+    sequence.regraft(3, [1, 2], [0, 1])
+    assert sequence.branches == [(), (reserved[1],), (reserved[1], reserved[2])]
+    cache.validate()
+
+
 def test_regrafting_nothing_gives_everything_back() -> None:
     cache = make()
     sequence = cache.sequence()
