@@ -125,11 +125,11 @@ class LookaheadPolicy:
     after a while, and rests longer if nothing has changed.
     """
 
-    def __init__(self, wider: LookaheadPolicy | None = None) -> None:
-        """``wider``: what all sessions have seen; learns from this one too."""
+    def __init__(self, wider: LookaheadPolicy | None = None, break_even: float = BREAK_EVEN) -> None:
+        """``wider``: what all sessions have seen; learns from this one too. ``break_even``: see :meth:`observe`."""
         self._wider = wider
         self._agreement: float = wider._agreement if wider else 0.8
-        self._accepted: float = max(wider._accepted, CREDIT * BREAK_EVEN) if wider else 1.0
+        self._accepted: float = max(wider._accepted, CREDIT * break_even) if wider else 1.0
         self._resting = 0
         self._next_rest = FIRST_SESSION_REST
 

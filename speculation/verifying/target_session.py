@@ -83,7 +83,7 @@ class TargetSession:
         shared_estimators = shared_estimators or SharedEstimators()
         self.opened = opened
         self.calibration = Calibration(shared_estimators.calibration)
-        self.lookahead_policy = LookaheadPolicy(shared_estimators.lookahead_policy)
+        self.lookahead_policy = LookaheadPolicy(shared_estimators.lookahead_policy, shared_estimators.break_even)
         self.draft_latency = DraftLatencyEstimator(shared_estimators.draft_latency)
         self.throughput = ThroughputEstimator(shared_estimators.throughput)
         self._shared = shared_estimators
@@ -135,8 +135,12 @@ class TargetSession:
     @property
     def expects_drafts(self) -> bool:
         """Whether a draft worker may be at work for it, and is not told to rest."""
-        speculation = self.opened.speculation
-        return speculation.enabled and Source.DRAFT in speculation.sources and self._sent_lookahead != 0
+        return self._may_be_drafted and self._sent_lookahead != 0
+
+    @property
+    def _may_be_drafted(self) -> bool:
+        """Whether it takes the drafts of a model."""
+        return self.opened.speculation.enabled and Source.DRAFT in self.opened.speculation.sources
 
     @property
     def agreement(self) -> float:
@@ -306,7 +310,7 @@ class TargetSession:
             if token not in node.children:
                 break
             node, matched, diverged = node.children[token], matched + 1, False
-        if self._shared.drafting_pays:
+        if self._shared.drafting_pays and self._may_be_drafted:
             self.lookahead_policy.observe(matched, diverged, accepted, self._shared.break_even)
 
     def _clock(self, at: float, count: int, offered: int) -> None:

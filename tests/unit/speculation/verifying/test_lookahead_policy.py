@@ -54,3 +54,12 @@ def test_it_comes_back_for_good_when_drafting_pays_again():
     rests(policy, accepted=0, rounds=300)
     assert rests(policy, accepted=2, rounds=1000)[1:] == []
     assert policy.lead > 0
+
+
+def test_a_session_starts_with_credit_for_what_drafting_takes_now():
+    worker = LookaheadPolicy()
+    rests(worker, accepted=0, rounds=300)
+    policy = LookaheadPolicy(worker, break_even := 0.4)
+    for _ in range(8):  # the drafts of a new session come after a few steps
+        policy.observe(0, False, 0, break_even)
+        assert policy.lead > 0

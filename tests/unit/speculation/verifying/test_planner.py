@@ -455,6 +455,17 @@ def test_nothing_is_ever_probed_without_a_budget_by_gain_or_beside_a_drafter_in_
     assert 0 not in served.leads
 
 
+def test_sessions_without_drafts_say_nothing_of_drafters():
+    made = planner()
+    one, now = session(made, replace(DRAFT, enabled=False)), 0.0
+    for _ in range(40):
+        now = step(made, one, now)
+    other = session(made)
+    for _ in range(15):
+        now = step(made, other, now)
+    assert other.expects_drafts, "it has not learned anything yet that would have its drafter rest"
+
+
 def test_drafters_rest_while_there_is_no_room_for_drafts():
     made = planner()
     one = session(made)
