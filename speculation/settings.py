@@ -153,9 +153,13 @@ class Speculation:
     remember: bool = True
     """Whether what is said may be kept, to draft for later sessions of the same scope (:mod:`.sources.suffix`)."""
 
+    def takes(self, source: SourceName) -> bool:
+        """Whether drafts of a source are verified, wherever it is."""
+        return self.enabled and source in self.sources
+
     def allows(self, source: SourceName) -> bool:
         """Whether a source in the target's process may draft; the baseline schedules are for draft workers."""
-        return self.enabled and self.schedule is Schedule.TRIE and source in self.sources
+        return self.takes(source) and self.schedule is Schedule.TRIE
 
     @property
     def ahead(self) -> bool:

@@ -192,7 +192,7 @@ class Drafting:
     @property
     def wanted(self) -> bool:
         """Whether the session allows one, and has not opened too many in vain."""
-        allowed = self._speculation.enabled and Source.DRAFT in self._speculation.sources
+        allowed = self._speculation.takes(Source.DRAFT)
         return allowed and self._openings < self._bounds.draft_openings
 
     @property

@@ -145,11 +145,11 @@ class LookaheadPolicy:
             return 0
         return max(1, min(MAX_LOOKAHEAD, math.ceil(math.log(FAIR_CHANCE) / math.log(self.agreement))))
 
-    def observe(self, matched: int, diverged: bool, accepted: int, break_even: float = BREAK_EVEN) -> None:
+    def observe(self, matched: int, diverged: bool, accepted: int | None, break_even: float = BREAK_EVEN) -> None:
         """Learn from a verification: ``matched`` drafts were followed, then one was not if ``diverged``.
 
-        ``accepted`` is what the target could make use of: drafts that were in time. ``break_even``: how many accepted a
-        verification make up for what drafting takes.
+        ``accepted`` is what the target could make use of: drafts that were in time; None: no drafter was to make any.
+        ``break_even``: how many accepted a verification make up for what drafting takes.
         """
         if self._wider:
             self._wider.observe(matched, diverged, accepted, break_even)
@@ -158,6 +158,8 @@ class LookaheadPolicy:
             return
         for right in [True] * matched + [False] * diverged:
             self._agreement += WEIGHT / 2 * (right - self._agreement)
+        if accepted is None:
+            return
         self._accepted += WEIGHT * (accepted - self._accepted)
         if self._accepted < break_even:
             self._resting = self._next_rest

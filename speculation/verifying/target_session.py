@@ -135,12 +135,7 @@ class TargetSession:
     @property
     def expects_drafts(self) -> bool:
         """Whether a draft worker may be at work for it, and is not told to rest."""
-        return self._may_be_drafted and self._sent_lookahead != 0
-
-    @property
-    def _may_be_drafted(self) -> bool:
-        """Whether it takes the drafts of a model."""
-        return self.opened.speculation.enabled and Source.DRAFT in self.opened.speculation.sources
+        return self.opened.speculation.takes(Source.DRAFT) and self._sent_lookahead != 0
 
     @property
     def agreement(self) -> float:
@@ -162,7 +157,7 @@ class TargetSession:
     def propose(self, proposal: Proposal, at: float = 0.0) -> InsertResult:
         """Take in a proposal; one of another epoch, or of a session that wants no drafts, is stale."""
         speculation = self.opened.speculation
-        if proposal.epoch != self.opened.epoch or not speculation.enabled or proposal.source not in speculation.sources:
+        if proposal.epoch != self.opened.epoch or not speculation.takes(proposal.source):
             return InsertResult.STALE
         if speculation.rule is Rule.REJECTION and not proposal.q:
             return InsertResult.MISSING_Q
@@ -310,8 +305,9 @@ class TargetSession:
             if token not in node.children:
                 break
             node, matched, diverged = node.children[token], matched + 1, False
-        if self._shared.drafting_pays and self._may_be_drafted:
-            self.lookahead_policy.observe(matched, diverged, accepted, self._shared.break_even)
+        if self._shared.drafting_pays:
+            of_drafters = accepted if self.opened.speculation.takes(Source.DRAFT) else None
+            self.lookahead_policy.observe(matched, diverged, of_drafters, self._shared.break_even)
 
     def _clock(self, at: float, count: int, offered: int) -> None:
         """Measure the throughput of steps with drafts, and note whether this one left some."""

@@ -466,6 +466,16 @@ def test_sessions_without_drafts_say_nothing_of_drafters():
     assert other.expects_drafts, "it has not learned anything yet that would have its drafter rest"
 
 
+def test_how_often_drafts_are_right_is_learned_of_those_made_at_the_target_too():
+    made = planner()
+    one = session(made, replace(DRAFT, sources=frozenset({Source.EAGLE})))
+    before = one.lookahead_policy.agreement
+    anchor, digest = one.trie.position, one.trie.digest
+    one.propose(Proposal(SessionId(1), 1, anchor, digest, (4,), (ANCHOR,), (0.9,), source=Source.EAGLE))
+    step(made, one, 0.0, [5])
+    assert one.lookahead_policy.agreement < before
+
+
 def test_drafters_rest_while_there_is_no_room_for_drafts():
     made = planner()
     one = session(made)
