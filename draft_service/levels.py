@@ -1,7 +1,8 @@
 """Several levels of drafts in one launch: for which sessions, how many, and what becomes of what the device found.
 
-:mod:`engine.cuda.levels` expands them without the host, for sessions under the coupled rule whose logits are drawn from
-as they are, in the draft model's own vocabulary, without guesses in the step; all others are drafted level by level.
+:mod:`engine.levels.levels` expands them without Python, for sessions under the coupled rule whose logits are drawn
+from as they are, in the draft model's own vocabulary, without guesses in the step; all others are drafted level by
+level.
 What a commit contradicts is drafted for nothing and no commit is heard meanwhile: so a launch has as many levels as fit
 into a part of the time between two verifications, or take as long as the first, most of which is the host's time.
 
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from draft_service.sequence import DraftBatchEntry, DraftCounters, DraftSequence
 from engine.cache.kv_cache import ROOT, CacheFull
-from engine.cuda.level_memory import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, Expanded, Leaf, LevelExpansion, TreePlace
-from engine.cuda.levels import Levels
+from engine.levels.level_memory import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, Expanded, Leaf, LevelExpansion, TreePlace
+from engine.levels.levels import Levels
 from engine.recorder import Recorder
 from speculation.drafting.draft_session import Candidate, DraftSession
 from speculation.messages import Rule, Source, Verification
@@ -27,7 +28,7 @@ from speculation.trie import Node
 from speculation.verifying.budget import StepCost
 from speculation.verifying.calibration import Calibration
 
-SHARE = 0.5
+SHARE = 0.25
 """Of the time between two verifications that a launch takes at most, or twice as long as a step of a single level."""
 
 PROBE_EVERY = 64
@@ -88,6 +89,11 @@ class DraftLevels:
     def max_sessions(self) -> int:
         """Of a launch of several levels; 0: none has several."""
         return 0 if self._levels is None else self._levels.max_sessions
+
+    def cheap(self, sessions: int) -> bool:
+        """Whether a further level of a launch over about so many takes so little that guesses would save nothing."""
+        time = self.time_of(sessions)
+        return None not in (time.step, time.level) and 2 * time.further <= (time.step or 0.0)
 
     def verified(self, sequence: DraftSequence, now: float) -> None:
         """A verification of a session was heard ``now``."""

@@ -92,8 +92,8 @@ class Lookahead:
     ) -> None:
         """Nothing is open. The lookahead owns ``engine`` and its cache.
 
-        ``reader``: None if all have one vocabulary. ``staged``: what guesses for the draft model. ``levels``: what
-        expands several levels in one launch, if anything does; not with a ``reader``.
+        ``reader``: None if all have one vocabulary. ``staged``: what guesses for the draft model. ``levels``: not with
+        a ``reader``.
         """
         assert reader is None or levels is None, "drafts of a launch are in the draft model's own vocabulary"
         self._engine, self._welcome, self._limits = engine, welcome, limits
@@ -125,8 +125,7 @@ class Lookahead:
 
     def demand(self) -> DraftDemand:
         """What it was asked for and what it delivered."""
-        counters = self.counters
-        return DraftDemand(counters.asked, counters.delivered, counters.step_microseconds / 1e6)
+        return DraftDemand(self.counters.asked, self.counters.delivered, self.counters.step_microseconds / 1e6)
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -246,8 +245,12 @@ class Lookahead:
         started = time.perf_counter()
         self._constrain(started)
         entries = self._plan()
-        self._staged.hang(entries, self._cost, self._engine.model.context)
-        self._levels.plan(entries, self._engine.model.context)
+        context = self._engine.model.context
+        if launched := self._levels.cheap(len(entries)):
+            self._levels.plan(entries, context)
+        self._staged.hang(entries, self._cost, context)
+        if not launched:
+            self._levels.plan(entries, context)
         outgoing = self._expand(entries, started)
         for sequence in self._sequences.values():
             outgoing += sequence.pushes()
@@ -384,13 +387,12 @@ class Lookahead:
         if entry.expands:
             sequence.timings.draws(now)
         before = len(session.trie)
-        for node, candidates_there in zip(entry.expands, found, strict=False):
-            session.expand(node, candidates_there)
-        followed = self._staged.follow(entry, found)
+        for node, drawn in zip(entry.expands, found, strict=False):
+            session.expand(node, drawn)
+        self.counters.guessed += len(entry.guesses.nodes)
+        self.counters.followed += len(self._staged.follow(entry, found))
         if entry.found:
             grow(entry)
-        self.counters.guessed += len(entry.guesses.nodes)
-        self.counters.followed += len(followed)
         self.counters.proposed += len(session.trie) - before
 
 

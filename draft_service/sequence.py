@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from engine.cache.kv_cache import CachedSequence
-from engine.cuda.level_memory import Expanded
 from engine.host.upload import upload
 from engine.interface import Chunk
+from engine.levels.level_memory import Expanded
 from engine.model import Model
 from engine.sampling.rejection import draw_sparse
 from engine.sampling.sampling import Draw, candidates

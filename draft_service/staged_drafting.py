@@ -284,11 +284,11 @@ class StagedDrafting:
 def _depth(entry: DraftBatchEntry, context: int) -> int:
     """How many guesses may follow each other behind the first place of an entry; at most 0: none may be made.
 
-    They are made where drafts are what the draft model draws, however often it does. The last level is drafted, never
-    expanded: computing it is of no use.
+    They are made where drafts are what the draft model draws, however often it does, and not where a launch draws
+    several levels. The last level is drafted, never expanded: computing it is of no use.
     """
     session = entry.sequence.session
-    if not entry.expands or session.opened.speculation.rule is not Rule.COUPLED:
+    if not entry.expands or entry.levels > 1 or session.opened.speculation.rule is not Rule.COUPLED:
         return 0
     place = entry.expands[0]
     room = context - len(entry.sequence.text.tokens) - (place.end - session.trie.position)

@@ -26,12 +26,14 @@ from engine.attention.rows import ROW_CLASSES, as_wanted
 from engine.cache.kv_cache import CachedSequence
 from engine.cache.kv_store import KVStore, Move
 from engine.cache.sequence_state import SequenceState
+from engine.cpu.levels import cpu_levels
 from engine.cuda.graphs import Record, RowSteps
-from engine.cuda.levels import Levels
+from engine.cuda.recorded_levels import RecordedLevels
 from engine.hidden import HiddenTap, LayerTap
 from engine.host.upload import upload
 from engine.layers.fused import fused_logits
 from engine.layers.linear import products
+from engine.levels.levels import Levels
 from engine.model import Model
 from engine.sampling.sampling import Draw
 
@@ -215,13 +217,17 @@ class ForwardPass:
             self._rows.avoid(rows)
 
     def levels(self, width: int, children: int) -> Levels | None:
-        """What expands several levels of draft trees in one launch, recorded; None where steps are not replayed.
+        """What expands several levels of draft trees in one launch; None where that cannot be had.
 
         ``width``: places that a level expands of a sequence at most; ``children``: drafts that hang from each.
         """
-        if self._rows is None or self._rows.record is None or self._tap is not None:
+        if self._tap is not None or self._layer_tap is not None:
             return None
-        levels = Levels(self._rows, self.model.vocabulary, self.dtype, width=width, children=children)
+        if self._rows is None:
+            return cpu_levels(self.model.module, self._layers, self.model.vocabulary, width=width, children=children)
+        if self._rows.record is None:
+            return None
+        levels = RecordedLevels(self._rows, self.model.vocabulary, self.dtype, width=width, children=children)
         return levels if levels.max_sessions and levels.record() else None
 
     def _note(self, rows: int) -> None:

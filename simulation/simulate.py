@@ -161,11 +161,13 @@ class _Verified:
     slot: int
     drafter: SimulatedDrafter | None
     heads: RecordedHeads | None
+    fed: bool
+    """Whether its drafter is sent features of what is committed."""
 
     @property
     def read(self) -> bool:
         """Whether a head reads the hidden states of its next step."""
-        return self.session.fed or (self.heads is not None and self.heads.guessing)
+        return self.fed or (self.heads is not None and self.heads.guessing)
 
 
 class _Target:
@@ -186,8 +188,8 @@ class _Target:
         session = self._planner.session(
             opened, request.text.vocabulary, [one for one in (heads, outputs) if one is not None]
         )
-        session.fed = drafter is not None and self._world.setting.features
-        self._held[opened.session] = _Verified(session, request, slot, drafter, heads)
+        fed = drafter is not None and self._world.setting.features
+        self._held[opened.session] = _Verified(session, request, slot, drafter, heads, fed)
         self._wake()
 
     def hear(self, proposal: Proposal) -> None:
@@ -267,7 +269,7 @@ class _Target:
         if one.drafter is not None:
             drafter, way = one.drafter, world.costs.to_draft + world.setting.rtt / 2
             world.after(way, lambda: drafter.hear(verification))
-            if one.session.fed:
+            if one.fed:
                 features = way + world.costs.feature_seconds * sent
                 world.after(features, lambda: drafter.feed(verification.session, verification.end))
         if verification.finish:

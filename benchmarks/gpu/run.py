@@ -36,9 +36,9 @@ from benchmarks.gpu.settings import GpuOptions
 from benchmarks.harness.report import Result
 from engine.attention.rows import ROW_CLASSES
 from engine.cache.kv_cache import CachedSequence
-from engine.cuda.level_memory import LevelExpansion, TreePlace
-from engine.cuda.levels import Levels
 from engine.interface import Chunk
+from engine.levels.level_memory import LevelExpansion, TreePlace
+from engine.levels.levels import Levels
 from engine.loading.quantisation import weight_bytes
 from engine.model import kind_and_line
 from engine.sampling.sampling import Draw, candidates

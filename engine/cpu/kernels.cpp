@@ -17,6 +17,7 @@
 
 #include "attention.h"
 #include "layout.h"
+#include "levels.h"
 #include "products.h"
 #include "team.h"
 #include "vectors.h"
@@ -152,6 +153,118 @@ void compute_alone(void* data, int) {
            1, team->threads());
 }
 
+void run_step(const Stack* stack, const Rows* rows, float* hidden, const float* cos, const float* sin, float* out) {
+  static Step step{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, {}, {}, {}, {}, {}, {}, Counters(0)};
+  step.stack = stack, step.rows = rows, step.hidden = hidden, step.cos = cos, step.sin = sin, step.out = out;
+  const size_t count = rows->count;
+  room(step.qkv, count * (stack->query_heads + 2 * stack->key_heads) * stack->head_size);
+  room(step.found, count * stack->query_heads * stack->head_size);
+  if (PAIRS && stack->half) {
+    room(step.pairs, count * std::max(stack->hidden, stack->query_heads * stack->head_size) / 2);
+    room(step.gated_pairs, count * stack->intermediate / 2);
+  } else {
+    room(step.normed, count * stack->hidden);
+    room(step.gated, count * stack->intermediate);
+  }
+  step.counters = Counters(stack->count * PHASES + 1);
+  team->run(compute, &step);
+}
+
+void run_product(const Product& product, bool half, const float* x, int rows, float* out) {
+  static std::vector<Pair> pairs;
+  if (PAIRS && half) room(pairs, (size_t)rows * product.inputs / 2);
+  Alone job{product, half, x, pairs.data(), out, rows, Counters(2)};
+  team->run(compute_alone, &job);
+}
+
+// A level of drafts: its rows without those that no place is behind, and what they say.
+class DraftLevel {
+ public:
+  void first(const Launch& l, const float* logits) {
+    rows_.clear();
+    logits_.clear();
+    for (int m = 0; m < l.rows(); ++m)
+      if (l.place_weight[m] > 0.0) rows_.push_back(m), logits_.push_back(logits + (size_t)m * l.vocabulary);
+  }
+
+  void say(const Launch& l) {
+    struct Job {
+      DraftLevel& level;
+      const Launch& launch;
+      Counters counters;
+    } job{*this, l, Counters(1)};
+    team->run(
+        [](void* data, int) {
+          Job& job = *static_cast<Job*>(data);
+          static thread_local std::vector<float> scores;
+          job.counters.each(0, (int)job.level.rows_.size(), team->threads(), [&](int i) {
+            find_draws(job.launch, job.level.rows_[i], job.level.logits_[i], scores);
+          });
+        },
+        &job);
+    next_level(l);
+  }
+
+  // The rows that were chosen last.
+  void compute(const Launch& l, const Drafter& drafter) {
+    const Stack& s = *drafter.stack;
+    const int* columns[COLUMNS] = {l.slots, l.keys, l.homes, l.pages, l.groups, l.commons};
+    rows_.clear();
+    logits_.clear();
+    for (auto& column : columns_) column.clear();
+    for (int m = 0; m < l.rows(); ++m) {
+      if (l.place_weight[m] == 0.0) continue;
+      rows_.push_back(m);
+      for (int i = 0; i < COLUMNS; ++i) columns_[i].push_back(columns[i][m]);
+      columns_[COLUMNS].push_back(m * l.branch);
+      columns_[COLUMNS + 1].push_back(0);
+    }
+    const int count = (int)rows_.size();
+    if (!count) return;
+    room(hidden_, (size_t)count * s.hidden);
+    room(normed_, (size_t)count * s.hidden);
+    room(cos_, (size_t)count * s.head_size);
+    room(sin_, (size_t)count * s.head_size);
+    room(said_, (size_t)count * l.vocabulary);
+    for (int t = 0; t < count; ++t) {
+      const int m = rows_[t], half = s.head_size / 2;
+      embed(drafter, l.tokens[m], hidden_.data() + (size_t)t * s.hidden);
+      for (int i = 0; i < half; ++i) {
+        const float angle = (float)l.positions[m] * drafter.frequencies[i], scale = drafter.rotary_scale;
+        const float cos = as_stored(std::cos(angle) * scale, s.half), sin = as_stored(std::sin(angle) * scale, s.half);
+        float *cosines = cos_.data() + (size_t)t * s.head_size, *sines = sin_.data() + (size_t)t * s.head_size;
+        cosines[i] = cosines[half + i] = cos;
+        sines[i] = sines[half + i] = sin;
+      }
+      logits_.push_back(said_.data() + (size_t)t * l.vocabulary);
+    }
+    const auto column = [&](int i) { return columns_[i].data(); };
+    const Rows rows{count,     drafter.page, column(0), column(1), column(2), column(3), column(6), column(4),
+                    column(5), column(7),    l.numbers, nullptr,   nullptr,   0};
+    run_step(&s, &rows, hidden_.data(), cos_.data(), sin_.data(), normed_.data());
+    run_product({drafter.head, drafter.head_bias, s.hidden, l.vocabulary}, s.half, normed_.data(), count, said_.data());
+  }
+
+ private:
+  static float as_stored(float x, bool half) { return half ? widened(rounded(x)) : x; }
+
+  static void embed(const Drafter& drafter, int token, float* out) {
+    const int size = drafter.stack->hidden;
+    if (!drafter.stack->half) {
+      std::copy_n(static_cast<const float*>(drafter.embedding) + (size_t)token * size, size, out);
+      return;
+    }
+    const uint16_t* row = static_cast<const uint16_t*>(drafter.embedding) + (size_t)token * size;
+    for (int i = 0; i < size; i += WIDTH) store(out + i, widened(row + i));
+  }
+
+  static constexpr int COLUMNS = 6;
+  std::vector<int> rows_;               // of the launch, that there are
+  std::vector<int> columns_[COLUMNS + 2];  // slots, keys, home, pages, group, common; branch, reach
+  std::vector<const float*> logits_;    // what they said
+  std::vector<float> hidden_, normed_, cos_, sin_, said_;
+};
+
 }  // namespace
 
 extern "C" {
@@ -167,20 +280,7 @@ void paceline_step(const Stack* stack, const Rows* rows, float* hidden, const fl
                    float* out, int threads) {
   std::lock_guard<std::mutex> lock(one_at_a_time);
   team = team_of(threads);
-  static Step step{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, {}, {}, {}, {}, {}, {}, Counters(0)};
-  step.stack = stack, step.rows = rows, step.hidden = hidden, step.cos = cos, step.sin = sin, step.out = out;
-  const size_t count = rows->count;
-  room(step.qkv, count * (stack->query_heads + 2 * stack->key_heads) * stack->head_size);
-  room(step.found, count * stack->query_heads * stack->head_size);
-  if (PAIRS && stack->half) {
-    room(step.pairs, count * std::max(stack->hidden, stack->query_heads * stack->head_size) / 2);
-    room(step.gated_pairs, count * stack->intermediate / 2);
-  } else {
-    room(step.normed, count * stack->hidden);
-    room(step.gated, count * stack->intermediate);
-  }
-  step.counters = Counters(stack->count * PHASES + 1);
-  team->run(compute, &step);
+  run_step(stack, rows, hidden, cos, sin, out);
 }
 
 // The attention of one layer alone: query [T, Q, E], to out [T, Q, V].
@@ -198,10 +298,29 @@ void paceline_product(const void* weights, const float* bias, int half, int inpu
                       int rows, float* out, int threads) {
   std::lock_guard<std::mutex> lock(one_at_a_time);
   team = team_of(threads);
-  static std::vector<Pair> pairs;
-  if (PAIRS && half) pairs.resize((size_t)rows * inputs / 2);
-  Alone job{{weights, bias, inputs, outputs}, half != 0, x, pairs.data(), out, rows, Counters(2)};
-  team->run(compute_alone, &job);
+  run_product({weights, bias, inputs, outputs}, half, x, rows, out);
+}
+
+// Take in what a launch was told.
+void paceline_begin(const Launch* launch) {
+  for (int n = 0; n < launch->sessions; ++n) begin_session(*launch, n);
+}
+
+// What the rows of a level say: logits [M, stride], at least as many as there are tokens.
+void paceline_expand(const Launch* launch, const float* logits, int stride) {
+  std::vector<float> scores;
+  for (int m = 0; m < launch->rows(); ++m) find_draws(*launch, m, logits + (size_t)m * stride, scores);
+  next_level(*launch);
+}
+
+// All `levels` of a launch, the first of which said logits [M, vocabulary].
+void paceline_launch(const Launch* launch, const Drafter* drafter, const float* logits, int levels, int threads) {
+  std::lock_guard<std::mutex> lock(one_at_a_time);
+  team = team_of(threads);
+  for (int n = 0; n < launch->sessions; ++n) begin_session(*launch, n);
+  static DraftLevel level;
+  level.first(*launch, logits);
+  for (int done = 1; level.say(*launch), done < levels; ++done) level.compute(*launch, *drafter);
 }
 
 }  // extern "C"

@@ -80,4 +80,15 @@ struct Rows {  // see engine/attention/rows.py
   int kept_count;
 };
 
+// What drafts several levels on its own.
+struct Drafter {
+  const Stack* stack;
+  const void* head;  // packed weights of the output layer
+  const float* head_bias;
+  const void* embedding;     // [V, D], as the stack's weights are stored
+  const float* frequencies;  // [E / 2]: by how much each pair of dimensions is rotated at a position
+  float rotary_scale;
+  int page;
+};
+
 }  // extern "C"

@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from ctypes import POINTER, Structure, c_float, c_int, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_void_p
 from pathlib import Path
 
 import torch
@@ -97,6 +97,35 @@ class CRows(Structure):
     )
 
 
+class CDrafter(Structure):
+    """``Drafter`` in ``layout.h``."""
+
+    _fields_ = (
+        ("stack", POINTER(CStack)),
+        *((name, c_void_p) for name in ("head", "head_bias", "embedding", "frequencies")),
+        ("rotary_scale", c_float),
+        ("page", c_int),
+    )
+
+
+class CLaunch(Structure):
+    """``Launch`` in ``levels.h``."""
+
+    _fields_ = (
+        *((name, c_int) for name in ("sessions", "width", "children", "leaves", "levels", "group", "spare")),
+        *((name, c_int) for name in ("vocabulary", "record", "branch", "stops", "told", "noisy")),
+        *((name, c_int) for name in ("ranks", "bins", "distances", "rivals", "no_leaf", "given")),
+        *((name, c_double) for name in ("min_confidence", "min_odds", "max_odds")),
+        *((name, c_void_p) for name in ("depths", "odds", "factor", "temperature", "min_weight", "weight")),
+        *((name, c_void_p) for name in ("leaf_weight", "seed", "max_width", "max_children", "position", "max_end")),
+        *((name, c_void_p) for name in ("table", "stop", "leaf_token", "slot")),
+        *((name, c_void_p) for name in ("given_end", "given_home", "given_branch")),
+        *((name, c_void_p) for name in ("level", "branches", "home", "end", "leaf_chance", "token")),
+        *((name, c_void_p) for name in ("place_weight", "found", "tokens", "positions", "slots", "keys", "homes")),
+        *((name, c_void_p) for name in ("pages", "groups", "commons", "numbers")),
+    )
+
+
 class Library:
     """The compiled functions. One call computes at a time, with the team of so many threads that all calls share."""
 
@@ -107,6 +136,10 @@ class Library:
         self._c.paceline_product.argtypes = (pointer, pointer, c_int, c_int, c_int, pointer, c_int, pointer, c_int)
         self._c.paceline_step.argtypes = (stack, rows, pointer, pointer, pointer, pointer, c_int)
         self._c.paceline_attend.argtypes = (stack, POINTER(CLayer), rows, pointer, pointer, c_int)
+        launch = POINTER(CLaunch)
+        self._c.paceline_begin.argtypes = (launch,)
+        self._c.paceline_expand.argtypes = (launch, pointer, c_int)
+        self._c.paceline_launch.argtypes = (launch, POINTER(CDrafter), pointer, c_int, c_int)
         self.width: int = self._c.paceline_width()
         """Floats of a vector of this processor."""
         self.pairs = bool(self._c.paceline_pairs())
@@ -166,6 +199,18 @@ class Library:
         out_TQV = query_TQE.new_empty(*query_TQE.shape[:2], stack.value_size)
         self._c.paceline_attend(stack, layer, rows, query_TQE.data_ptr(), out_TQV.data_ptr(), threads)
         return out_TQV
+
+    def launch(self, launch: CLaunch, drafter: CDrafter, logits_MV: Tensor, levels: int, threads: int) -> None:
+        """All levels of a launch, the first of which said ``logits_MV``: float32, contiguous."""
+        self._c.paceline_launch(launch, drafter, logits_MV.data_ptr(), levels, threads)
+
+    def begin_launch(self, launch: CLaunch) -> None:
+        """Take in what a launch was told."""
+        self._c.paceline_begin(launch)
+
+    def expand_level(self, launch: CLaunch, logits_MX: Tensor) -> None:
+        """What the rows of a level said, and the rows of the next one. ``logits_MX``: float32, contiguous."""
+        self._c.paceline_expand(launch, logits_MX.data_ptr(), logits_MX.shape[1])
 
 
 @functools.cache

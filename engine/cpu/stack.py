@@ -34,20 +34,20 @@ class RowLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._library = library
-        self._packed_PIW = packed(library, linear.weight.detach())
-        self._bias_O = None if linear.bias is None else linear.bias.detach().float()
+        self.packed = packed(library, linear.weight.detach())
+        self.bias = None if linear.bias is None else linear.bias.detach().float()
         self.weight = linear.weight.new_empty(0)
         """Empty, for models that ask for its dtype; the numbers are packed."""
 
     def restored(self) -> nn.Linear:
         """What it was made of."""
-        weight_OI = self._library.unpack(self._packed_PIW, self.out_features)
-        return plain_linear(weight_OI, None if self._bias_O is None else self._bias_O.to(weight_OI.dtype))
+        weight_OI = self._library.unpack(self.packed, self.out_features)
+        return plain_linear(weight_OI, None if self.bias is None else self.bias.to(weight_OI.dtype))
 
     def forward(self, x_NI: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``, in the dtype of ``x_NI``."""
         flat_TI = x_NI.reshape(-1, self.in_features).float().contiguous()
-        found_TO = self._library.product(self._packed_PIW, self._bias_O, self.out_features, flat_TI)
+        found_TO = self._library.product(self.packed, self.bias, self.out_features, flat_TI)
         return found_TO.to(x_NI.dtype).view(*x_NI.shape[:-1], self.out_features)
 
 
@@ -84,13 +84,13 @@ class CpuStack(FusedStack):
         if reason := _obstacle(stock.config, library.width):
             raise Unrecognised(reason)
         super().__init__(stock)
-        self._library, self._threads = library, ThreadChoice()
+        self.library, self._threads = library, ThreadChoice()
         self._store: weakref.ref[KVStore] | None = None
         self._vectors: list[Tensor] = []
         self._packed: list[tuple[list[nn.Linear], Tensor, bool]] = []
         first = self.layers[0]
-        self._of_layers = (CLayer * len(self.layers))(*map(self._described, self.layers, stock.layers))
-        self._all = CStack(
+        self._of_layers = (CLayer * len(self.layers))(*map(self._layer, self.layers, stock.layers))
+        self.described = CStack(
             layers=self._of_layers,
             norm=self._kept(self.norm.weight),
             eps=self.norm.eps,
@@ -117,17 +117,14 @@ class CpuStack(FusedStack):
         """As transformers calls a decoder layer, with all tokens of the step in one row; ``[1, T, D]``."""
         step = current_step()
         assert len(hidden_1TD) == 1 and attention_mask is None, "only packed steps"
-        if self._store is None or self._store() is not step.store:
-            self._use(step.store)
+        self.reads(step.store)
         count, rows = hidden_1TD.shape[1], described(step.rows, step.attention.page)
         states_TLD = self._wanted(step, rows)
         cos_TE, sin_TE = (each[0].float().contiguous() for each in position_embeddings)
         hidden_TD = hidden_1TD[0].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        for layer, of_layer in zip(self.layers, self._of_layers, strict=True):
-            of_layer.window = layer.sliding_window or 0
         threads = self._threads.choose(count)
         started = time.perf_counter()
-        found_TD = self._library.step(self._all, rows, hidden_TD, cos_TE, sin_TE, threads)
+        found_TD = self.library.step(self.described, rows, hidden_TD, cos_TE, sin_TE, threads)
         self._threads.observe(count, threads, time.perf_counter() - started)
         step.calls = [calls + 1 for calls in step.calls]
         if step.tap is not None and states_TLD is not None:
@@ -139,7 +136,7 @@ class CpuStack(FusedStack):
         if step.tap is None:
             return None
         layers = step.tap.layers
-        states_TLD = torch.empty(rows.count, len(layers), self._all.hidden)
+        states_TLD = torch.empty(rows.count, len(layers), self.described.hidden)
         rows.kept, rows.states = (ctypes.c_int * len(layers))(*layers), states_TLD.data_ptr()
         rows.kept_count = len(layers)
         return states_TLD
@@ -148,14 +145,18 @@ class CpuStack(FusedStack):
         """The layers and the norm that this stands for, with their weights."""
         for parts, packed_PIW, gated in self._packed:
             sizes = [part.out_features for part in parts]
-            weight_OI = self._library.unpack(packed_PIW, sum(sizes))
+            weight_OI = self.library.unpack(packed_PIW, sum(sizes))
             plain_OI = self._apart(weight_OI) if gated else weight_OI
             for part, own_OI in zip(parts, torch.split_with_sizes(plain_OI, sizes), strict=True):
                 part.weight.data = own_OI
         return super().restore()
 
-    def _use(self, store: KVStore) -> None:
+    def reads(self, store: KVStore) -> None:
         """Read and write this cache from now on."""
+        for layer, of_layer in zip(self.layers, self._of_layers, strict=True):
+            of_layer.window = layer.sliding_window or 0
+        if self._store is not None and self._store() is store:
+            return
         for index, (layer, of_layer) in enumerate(zip(self.layers, self._of_layers, strict=True)):
             keys_SHE, values_SHE = store.layer(index, layer.key_heads, layer.head_size, layer.head_size)
             of_layer.keys, of_layer.values = keys_SHE.data_ptr(), values_SHE.data_ptr()
@@ -168,7 +169,7 @@ class CpuStack(FusedStack):
         self._vectors.append(vector.detach().to(torch.float32, copy=True).contiguous())
         return self._vectors[-1].data_ptr()
 
-    def _described(self, layer: FusedLayer, stock: Any) -> CLayer:
+    def _layer(self, layer: FusedLayer, stock: Any) -> CLayer:
         attention, mlp = stock.self_attn, stock.mlp
         norms = {"input": layer.input_norm, "mlp": layer.mlp_norm, "query": layer.query_norm, "key": layer.key_norm}
         biases: list[Tensor | None] = [linear.bias for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]  # type: ignore[misc]
@@ -191,7 +192,7 @@ class CpuStack(FusedStack):
     def _weight(self, linear: Any, parts: list[nn.Linear], *, gated: bool = False) -> int:
         """Where the packed weights of ``linear`` lie, which takes the place of its own and of those of its parts."""
         weight_OI = linear.weight.detach()
-        packed_PIW = packed(self._library, self._in_turn(weight_OI) if gated else weight_OI)
+        packed_PIW = packed(self.library, self._in_turn(weight_OI) if gated else weight_OI)
         self._packed.append((parts, packed_PIW, gated))
         for each in (linear, *parts):
             each.weight.data = weight_OI.new_empty(0)
@@ -200,12 +201,12 @@ class CpuStack(FusedStack):
     def _in_turn(self, rows_O: Tensor) -> Tensor:
         """Gate and up as panels hold them: a vector of the one, a vector of the other."""
         shape = rows_O.shape[1:]
-        return rows_O.reshape(2, -1, self._library.width, *shape).transpose(0, 1).reshape(-1, *shape)
+        return rows_O.reshape(2, -1, self.library.width, *shape).transpose(0, 1).reshape(-1, *shape)
 
     def _apart(self, rows_O: Tensor) -> Tensor:
         """What :meth:`_in_turn` was given."""
         shape = rows_O.shape[1:]
-        return rows_O.reshape(-1, 2, self._library.width, *shape).transpose(0, 1).reshape(-1, *shape)
+        return rows_O.reshape(-1, 2, self.library.width, *shape).transpose(0, 1).reshape(-1, *shape)
 
 
 def _obstacle(config: Any, width: int) -> str:

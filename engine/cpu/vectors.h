@@ -22,6 +22,8 @@ inline Vec larger(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec smaller(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline Vec nearest(Vec a) { return _mm512_roundscale_ps(a, 0); }
 inline Vec times_power_of_two(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }
+// Whether any number of `a` is larger than that of `b`.
+inline bool any_larger(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 // 0 where `a` is `value`, else `other`.
 inline Vec zero_where(Vec a, float value, Vec other) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, all(value), _CMP_NEQ_UQ), other);
@@ -50,6 +52,7 @@ inline Vec times_power_of_two(Vec a, Vec n) {
   const __m256i power = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
   return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(power, 23)));
 }
+inline bool any_larger(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
 // 0 where `a` is `value`, else `other`.
 inline Vec zero_where(Vec a, float value, Vec other) {
   return _mm256_and_ps(_mm256_cmp_ps(a, all(value), _CMP_NEQ_UQ), other);
@@ -184,6 +187,12 @@ inline uint16_t rounded(float x) {
   std::memcpy(&bits, &x, 4);
   if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;  // NaN stays one
   return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+inline float widened(uint16_t x) {
+  const uint32_t bits = (uint32_t)x << 16;
+  float number;
+  std::memcpy(&number, &bits, 4);
+  return number;
 }
 
 }  // namespace

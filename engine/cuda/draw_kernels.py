@@ -5,7 +5,7 @@ found. Noise has the bits of :mod:`engine.sampling.noise` in the integers; its l
 in the last place. A score and its token are compared as one number, 32 bits of each: the lower token wins among equal
 scores.
 
-Tensor legend: as in :mod:`engine.cuda.level_memory`; A parts of a row, D scores that are kept of
+Tensor legend: as in :mod:`engine.levels.level_memory`; A parts of a row, D scores that are kept of
 each, J those of a row.
 """
 
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.level_memory import TOLD, LevelMemory
 from engine.layers.layer_kernels import EXACT
+from engine.levels.level_memory import TOLD, LevelMemory
 from engine.sampling.sampling import RIVALS
 from speculation import noise
 

@@ -1,4 +1,4 @@
-"""The operations of :mod:`engine.cuda.level_ops` as Triton kernels: three for a level, one more where noise is drawn.
+"""The operations of :mod:`engine.levels.level_ops` as Triton kernels: three for a level, one more where noise is drawn.
 
 What may follow each place is found by :mod:`engine.cuda.draw_kernels`; here a program per session makes leaves of it
 and the rows of the next level. No program waits for another of its launch, and sums are added up in a fixed order, so
@@ -7,7 +7,7 @@ the result does not depend on timing.
 Only for use on CUDA: it imports Triton, which builds of torch for CPUs come without. With ``TRITON_INTERPRET=1`` set
 before the import it also runs on a CPU, slowly.
 
-Tensor legend: as in :mod:`engine.cuda.level_memory`.
+Tensor legend: as in :mod:`engine.levels.level_memory`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda import level_memory
 from engine.cuda.draw_kernels import find_draws
-from engine.cuda.level_memory import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, TOLD, LevelMemory
-from engine.cuda.level_ops import LevelOps
 from engine.host.upload import upload
 from engine.layers.layer_kernels import EXACT
+from engine.levels import level_memory
+from engine.levels.level_memory import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, TOLD, LevelMemory
+from engine.levels.level_ops import LevelOps
 from speculation import trie
 from speculation.verifying import calibration
 
@@ -230,7 +230,7 @@ class TritonLevelOps(LevelOps):
         self._depths = upload(calibration.DEPTHS, device)
 
     def begin(self, memory: LevelMemory) -> None:
-        """See :meth:`engine.cuda.level_ops.LevelOps.begin`."""
+        """See :meth:`engine.levels.level_ops.LevelOps.begin`."""
         fields = memory.fields
         _begin[(memory.sessions,)](
             *(fields[name] for name in ("weight", "leaf_weight", "leaf_token", "table", "end", "home", "branch")),
@@ -241,7 +241,7 @@ class TritonLevelOps(LevelOps):
         )  # fmt: skip
 
     def expand(self, memory: LevelMemory, logits_MX: Tensor, *, noisy: bool) -> None:
-        """See :meth:`engine.cuda.level_ops.LevelOps.expand`."""
+        """See :meth:`engine.levels.level_ops.LevelOps.expand`."""
         find_draws(memory, logits_MX, noisy=noisy)
         fields, rows, padded = memory.fields, memory.rows, triton.next_power_of_2(memory.constants["DRAFTS"])
         told = ("factor", "min_weight", "width", "children", "position", "max_end", "stop", "slot")

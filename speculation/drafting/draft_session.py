@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
 
+from speculation.drafting.proposals import PROPOSAL_BYTES, proposal_bytes, proposals_of, token_bytes
 from speculation.frozen import frozen
-from speculation.messages import ANCHOR, Open, Proposal, Rule, Schedule, Support, Token, Verification
+from speculation.messages import Open, Proposal, Rule, Schedule, Support, Token, Verification
 from speculation.trie import Node, SpeculationTrie, TrieLimits
 from speculation.verifying.calibration import Calibration
 
@@ -32,6 +33,8 @@ class DraftLimits:
     """Alternatives at one place."""
     width: int = 4
     """Most places of one session expanded in one step."""
+    hungry_width: int = 1
+    """The same while its target has no drafts: the likeliest that follow each other are there the soonest."""
     min_weight: float = 0.01
     """Chance of being kept below which nothing is drafted; the baselines draft all they are told to."""
     hold: int = 4
@@ -42,8 +45,6 @@ class DraftLimits:
     """What may be pushed for every token committed, in bytes. Chains may exceed it: they are drafted to be sent."""
 
 
-PROPOSAL_BYTES = 26
-"""What a proposal costs on the wire, besides its nodes."""
 IGNORED_BEFORE_REPUSH = 3
 """Verifications in a row that ignore what was pushed, before it is pushed again; doubles each time."""
 
@@ -108,8 +109,8 @@ class DraftSession:
         self.opened = opened
         self.limits = limits
         self.calibration = Calibration(calibration or Calibration())
-        self.children, self.width = (1, 1) if opened.speculation.chains else (limits.children, limits.width)
-        """How many alternatives are drafted at a place, and how many places are expanded in one step."""
+        self.children = 1 if opened.speculation.chains else limits.children
+        """How many alternatives are drafted at a place."""
         self.price = 0.0
         """Tokens that one more draft costs where that is known: what is less likely to be kept is not worth drafting.
 
@@ -144,6 +145,12 @@ class DraftSession:
         return asked, min(self.trie.lead, asked)
 
     # -- drafting ------------------------------------------------------------------------------------------------------
+
+    @property
+    def width(self) -> int:
+        """How many places are expanded in one step."""
+        wide = self.limits.width if self._sent_lookahead else self.limits.hungry_width
+        return 1 if self.opened.speculation.chains else wide
 
     def frontier(self) -> list[Node]:
         """The places to expand now, best first by the chance that the text gets there; none if all is done."""
@@ -350,51 +357,3 @@ class DraftSession:
             if token not in node.children:
                 return
             node = node.children[token]
-
-
-def proposals_of(opened: Open, root: Node, nodes: Sequence[Node]) -> list[Proposal]:
-    """New ``nodes``, parents first: one proposal for each place they hang from, or one that spans them all.
-
-    The latter repeats the known nodes between, which does no harm, and is cheaper unless there are many. ``root``: of
-    the session's trie.
-    """
-    parts: dict[Node, list[Node]] = {}
-    anchors: dict[Node, Node] = {}
-    for node in nodes:
-        anchors[node] = anchors.get(node.above, node.above)
-        parts.setdefault(anchors[node], []).append(node)
-    # The deepest place above all of them, and everything between it and the nodes.
-    paths = [anchor.path_from(root) for anchor in parts]
-    shared = 0
-    while all(len(path) > shared and path[shared] is paths[0][shared] for path in paths):
-        shared += 1
-    common = paths[0][shared - 1] if shared else root
-    between = {node: None for path in paths for node in path[shared:]} | dict.fromkeys(nodes)
-    spanning = sorted(between, key=lambda node: node.end)
-    if sum(token_bytes(node.token) for node in spanning if node not in anchors) <= PROPOSAL_BYTES * (len(parts) - 1):
-        return [_proposal(opened, common, spanning)]
-    return [_proposal(opened, anchor, part) for anchor, part in parts.items()]
-
-
-def proposal_bytes(proposal: Proposal) -> int:
-    """What a proposal costs on the wire."""
-    return PROPOSAL_BYTES + sum(map(token_bytes, proposal.tokens))
-
-
-def token_bytes(token: Token) -> int:
-    """What a draft token costs on the wire: itself as a varint, its parent, its confidence."""
-    return (token.bit_length() + 6) // 7 + 2
-
-
-def _proposal(opened: Open, anchor: Node, nodes: Sequence[Node]) -> Proposal:
-    index = {node: i for i, node in enumerate(nodes)}
-    return Proposal(
-        session=opened.session,
-        epoch=opened.epoch,
-        anchor_position=anchor.end,
-        anchor_digest=anchor.digest,
-        tokens=tuple(node.token for node in nodes),
-        parents=tuple(ANCHOR if node.parent is anchor else index[node.above] for node in nodes),
-        confidence=tuple(node.confidence for node in nodes),
-        q=tuple(node.q for node in nodes if node.q is not None),
-    )

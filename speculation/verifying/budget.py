@@ -12,14 +12,13 @@ drafter's word is worth. Zero is a candidate like any other, so verification swi
 What is known fades, so it is tried again later. A draft worker divides its own steps by the same rule, but for a few
 places that it always expands (:func:`best_places`).
 
-A session that ran out of drafts may do better to wait than to compute a single token. Time has a price, the ``rate`` of
+A session with few drafts may do better to wait for more than to compute a step now. Time has a price, the ``rate`` of
 tokens a second that the session makes while it has drafts; so of all there is to do, take what maximises
 
     tokens gained  -  rate * seconds spent
 
-over "now" and "at a later moment, with the drafts that are likely to have come by then" (:func:`worth_waiting`). So
-may one whose drafts were made before its drafter knew the last outcome, if the drafter reads features
-(:func:`kept_if_drafted_again`).
+over "now" and "at a later moment, with the drafts that are likely to have come by then" (:func:`worth_waiting`,
+:func:`kept_if_drafted_again`).
 """
 
 from __future__ import annotations
@@ -257,24 +256,14 @@ def best_places(
     return chosen
 
 
-def kept_after_miss(shares: Sequence[float], agreement: float, behind: int) -> tuple[float, float]:
-    """How many drafts are expected to be kept, and to be there, at a moment; there are none now.
-
-    ``shares``: chance of a path of 1, 2, ... tokens by then; ``agreement``: that one draft token is kept. Drafts answer
-    the place where there were none; the text has gone on by ``behind`` tokens since, so that their first ones come too
-    late.
-    """
-    useful = shares[behind:]
-    return sum(share * agreement ** (behind + k) for k, share in enumerate(useful, start=1)), sum(useful)
-
-
 def kept_if_drafted_again(
     shares: Sequence[float], agreement: float, come: int, at_hand: Sequence[float]
 ) -> tuple[float, float]:
-    """The same where the end of the text is drafted for again, ``come`` tokens deep by now.
+    """How many drafts are expected to be kept, and to be there, at a moment; drafting begins anew with each commit.
 
-    ``at_hand``: odds of the drafts there are. What comes stands in for those from before; what comes behind drafts that
-    came already counts as far as the text gets there.
+    ``shares``: chance of a path of 1, 2, ... tokens by then, of which ``come`` have come since the last commit;
+    ``agreement``: that one draft token is kept. ``at_hand``: odds of the drafts there are. What comes stands in for
+    those from before; what comes behind drafts that came already counts as far as the text gets there.
     """
     further = shares[come:]
     kept = sum(share * agreement**k for k, share in enumerate(further, start=1))

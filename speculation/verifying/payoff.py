@@ -19,7 +19,7 @@ WEIGHT = 0.1
 DEEPEST = 8
 """Tokens of a path that are timed."""
 TIMES = tuple(0.0005 * 1.4**i for i in range(18))
-"""Seconds after a miss at which the path is looked at: half a millisecond to 150."""
+"""Seconds after a commit at which the path is looked at: half a millisecond to 150."""
 TICK = 1e-6
 """Seconds; a moment nearer than this is now, or a wait that ends on the dot would be followed by one of no length."""
 MAX_LOOKAHEAD = 48
@@ -54,13 +54,13 @@ GAIN_WEIGHT = 1 / 64
 
 
 @dataclass(slots=True)
-class Miss:
-    """A commit that left no drafts: when, where, and when a path of 1, 2, ... tokens was there."""
+class Answered:
+    """A commit that drafters answer: when, where, and when a path of 1, 2, ... tokens behind it came."""
 
     at: float
     position: int
     reached: list[float] = field(default_factory=list)
-    """Seconds after the miss."""
+    """Seconds after it."""
 
     def arrived(self, depth: int, at: float) -> None:
         """A path of ``depth`` tokens is there."""
@@ -74,10 +74,9 @@ Moment = tuple[float, Sequence[float]]
 class DraftLatencyEstimator:
     """By when how long a path is there. One for a worker, and one for each of its sessions that starts from it.
 
-    When a commit leaves a trie empty (a *miss*), the drafter hears of it and pushes what follows the new end: at once
-    if it has drafted that already, else after it has. Learned is the share of misses after which a path of 1, 2, ...
-    tokens was there by a given time, so that a target can tell whether waiting would pay. A dead drafter is waited for
-    in vain once or twice.
+    A drafter hears of every commit and pushes what follows the new end: at once if it has drafted that already, else
+    after it has. Learned is the share of commits after which a path of 1, 2, ... tokens had come by a given time, so
+    that a target can tell whether waiting would pay. A dead drafter is waited for in vain once or twice.
     """
 
     def __init__(self, wider: DraftLatencyEstimator | None = None) -> None:
@@ -85,34 +84,31 @@ class DraftLatencyEstimator:
         self._wider = wider
         unknown = [[0.0] * DEEPEST for _ in TIMES]
         self._shares: list[list[float]] = [list(row) for row in wider._shares] if wider else unknown
-        """Share of misses with a path of 1, 2, ... tokens (inner) by each of the times (outer)."""
+        """Share of commits with a path of 1, 2, ... tokens (inner) by each of the times (outer)."""
 
-    def moments(self, age: float, behind: int = 0) -> list[Moment]:
-        """Later moments, given that ``age`` seconds after the miss there is no path longer than ``behind`` tokens.
-
-        By so many the text itself has gone on since, so that a path of that length is always there.
-        """
-        if behind >= DEEPEST:
+    def moments(self, age: float, come: int = 0) -> list[Moment]:
+        """Later moments, given that ``age`` seconds after the commit a path of ``come`` tokens has come."""
+        if come >= DEEPEST:
             return []
         first = bisect_right(TIMES, age + TICK)
         passed = self._shares[first - 1] if first else [0.0] * DEEPEST
-        open_share = max(1.0 - passed[behind], WEIGHT)  # of the misses, those with nothing longer there by then
+        open_share = max(1.0 - passed[come], WEIGHT)  # of the commits, those with nothing longer there by then
         moments: list[Moment] = []
         for time, row in zip(TIMES[first:], self._shares[first:], strict=True):
-            more = (max(share - gone, 0.0) for share, gone in zip(row[behind:], passed[behind:], strict=True))
-            # Some misses with a short path by then have a long one later: a long one is no likelier than a short one.
+            more = (max(share - gone, 0.0) for share, gone in zip(row[come:], passed[come:], strict=True))
+            # Some with a short path by then have a long one later: a long one is no likelier than a short one.
             shares = [share / open_share for share in accumulate(more, min)]
-            moments.append((time - age, [1.0] * behind + shares))
+            moments.append((time - age, [1.0] * come + shares))
         return moments
 
-    def observe(self, miss: Miss) -> None:
-        """Learn from a miss that is over."""
+    def observe(self, answered: Answered) -> None:
+        """Learn from a commit whose answer is over."""
         for time, row in zip(TIMES, self._shares, strict=True):
-            there = bisect_right(miss.reached, time)
+            there = bisect_right(answered.reached, time)
             for depth in range(DEEPEST):
                 row[depth] += WEIGHT * ((depth < there) - row[depth])
         if self._wider:
-            self._wider.observe(miss)
+            self._wider.observe(answered)
 
 
 class LookaheadPolicy:

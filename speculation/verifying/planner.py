@@ -14,16 +14,13 @@ from speculation.frozen import frozen
 from speculation.messages import Open
 from speculation.sources.registry import LOOKUP, LocalSource, local_sources
 from speculation.trie import VerificationTree
-from speculation.verifying.budget import StepCost, choose, kept_after_miss, kept_if_drafted_again, worth_waiting
+from speculation.verifying.budget import StepCost, choose, kept_if_drafted_again, worth_waiting
 from speculation.verifying.calibration import Tally
 from speculation.verifying.payoff import SETTLE, Payoff
 from speculation.verifying.target_session import SharedEstimators, TargetSession
 
-LONGEST_WAIT = 1 / 3
-"""Share of a plain step beyond which drafts are not waited for: until then drafting goes on during that step."""
-LONGEST_WAIT_IF_FED = 1.0
-"""The same for those of a drafter that reads features: it knows nothing of a step under way that is worth going on
-with."""
+LONGEST_WAIT = 1.0
+"""Share of a plain step beyond which drafts are not waited for."""
 WAITS_PRIOR, WAITS_MEMORY, FORGIVEN = 4.0, 30.0, 200.0
 """Drafts that waits are taken to have brought as expected; waits after which one counts for a third; steps without any
 after which all that is known of them does, so that it is tried again."""
@@ -128,8 +125,7 @@ class Planner:
         trees = self._chosen([asked[i] for i in going], [candidates[i] for i in going], prefilled, room)
         chosen = dict(zip(going, trees, strict=True))
         if len(asked) == 1 and chosen and not prefilled:
-            session = asked[0].session
-            waits[0] = self._wait(session, chosen[0] if session.fed else candidates[0], now)
+            waits[0] = self._wait(asked[0].session, chosen[0], now)
             if waits[0] is not None:
                 chosen = {}
         wakes = [until for until in waits if until is not None]
@@ -193,40 +189,30 @@ class Planner:
         return chosen
 
     def _wait(self, session: TargetSession, tree: VerificationTree, now: float) -> float | None:
-        """Until when a session that computes alone does better to wait for drafts than to go on with ``tree``.
-
-        A drafter that reads features drafts again from the last outcome. What is at hand was drafted before that.
-        """
-        miss = session.miss
+        """Until when a session that computes alone does better to wait for drafts than to go on with ``tree``."""
+        answered = session.answered
         if not self._adaptive or not self._beside or not session.opened.speculation.ahead:
             return None
-        if miss is None or (tree.nodes and not session.fed) or not session.expects_drafts:
-            return None
-        if not session.throughput.rate:
+        if answered is None or not session.expects_drafts or not session.throughput.rate:
             return None
         cost, at_hand = self.cost(1), sum(tree.odds)
-        later = self._later(session, tree, now - miss.at, len(miss.reached), session.trie.position - miss.position)
+        later = self._later(session, tree, now - answered.at, len(answered.reached))
         rate = max(session.throughput.rate, 1.0 / cost(1))  # plain decoding is always to be had
         seconds = worth_waiting(rate, (at_hand, len(tree.nodes)), later, cost)
-        if session.fed:
-            self._learn_wait(at_hand, next((hoped for moment, hoped, _ in later if moment == seconds), None))
+        self._learn_wait(at_hand, next((hoped for moment, hoped, _ in later if moment == seconds), None))
         return None if seconds is None else now + seconds
 
     def _later(
-        self, session: TargetSession, tree: VerificationTree, age: float, come: int, behind: int
+        self, session: TargetSession, tree: VerificationTree, age: float, come: int
     ) -> list[tuple[float, float, float]]:
-        """Moments to wait for, in seconds from now, ``age`` seconds after a miss: drafts kept, and there, by then."""
-        plain = self.cost(1)(1)
-        if not session.fed:
-            moments = session.draft_latency.moments(age, behind)
-            allowed = [one for one in moments if one[0] <= LONGEST_WAIT * plain]
-            return [(seconds, *kept_after_miss(shares, session.agreement, behind)) for seconds, shares in allowed]
-        # What steps have committed is no bound here: many verified drafts that were made before the last outcome.
-        agreement = session.lookahead_policy.agreement
-        moments, at_hand = session.draft_latency.moments(age, come), sum(tree.odds)
+        """Moments to wait for, in seconds from now, ``age`` seconds after a commit: drafts kept, and there, by then.
+
+        What steps have committed is no bound here: many drafts that they verified were made before the last outcome.
+        """
+        plain, agreement, at_hand = self.cost(1)(1), session.lookahead_policy.agreement, sum(tree.odds)
         trust, found = self._waits.factor(WAITS_PRIOR), list[tuple[float, float, float]]()
-        for seconds, shares in moments:
-            if age + seconds <= LONGEST_WAIT_IF_FED * plain:
+        for seconds, shares in session.draft_latency.moments(age, come):
+            if age + seconds <= LONGEST_WAIT * plain:
                 hoped, drafts = kept_if_drafted_again(shares, agreement, come, tree.odds)
                 found.append((seconds, at_hand + trust * (hoped - at_hand), drafts))
         return found

@@ -30,7 +30,13 @@ from speculation.sources.lookup import confidence
 from speculation.sources.registry import Guarded, LocalSource, Suggestion, local_sources
 from speculation.trie import InsertResult, Node, SpeculationTrie, TrieLimits, VerificationTree
 from speculation.verifying.calibration import Calibration
-from speculation.verifying.payoff import BREAK_EVEN, DraftLatencyEstimator, LookaheadPolicy, Miss, ThroughputEstimator
+from speculation.verifying.payoff import (
+    BREAK_EVEN,
+    Answered,
+    DraftLatencyEstimator,
+    LookaheadPolicy,
+    ThroughputEstimator,
+)
 
 FORCED_CONFIDENCE = 0.9
 """That forced text is tokenised as proposed, for a start."""
@@ -95,13 +101,10 @@ class TargetSession:
         self.in_vain = False
         """A baseline schedule waited for a draft that did not come, and none has come since: it waits no more."""
         self.committed_at: float | None = None
-        self.miss: Miss | None = None
-        """The commit that left the trie empty, while its drafts are awaited; over with the first commit that could use
-        some. Of a session that is ``fed``, the last commit, whatever it left."""
-        self.fed = False
-        """Whether its drafter is sent features of what is committed, from which it drafts again."""
-        self._missed_before: Miss | None = None
-        """Where it is fed, the commit before the last one: what came while its step was under way is heard of now."""
+        self.answered: Answered | None = None
+        """The last commit, which drafters answer with what they make of it; None: drafting does not pay."""
+        self._answered_before: Answered | None = None
+        """The commit before: what came while the step was under way is heard of now."""
         self.constraint: Constraint | None = None
         """What its text is held to. The worker draws accordingly."""
         self._tree: VerificationTree | None = None
@@ -137,11 +140,6 @@ class TargetSession:
         """Whether a draft worker may be at work for it, and is not told to rest."""
         return self.opened.speculation.takes(Source.DRAFT) and self._sent_lookahead != 0
 
-    @property
-    def agreement(self) -> float:
-        """Chance of one draft token to be kept, no higher than what steps with drafts have really committed allows."""
-        return min(self.lookahead_policy.agreement, 1.0 - 1.0 / max(self.throughput.tokens, 1.0))
-
     def waits_since(self, now: float) -> float:
         """Since when a session that must have drafts has waited for them: since its last commit, or since ``now``."""
         if self.committed_at is None:
@@ -167,22 +165,13 @@ class TargetSession:
         return result
 
     def _arrived(self, proposal: Proposal, at: float) -> None:
-        """Time the drafts after a miss.
-
-        What arrives during a step is looked at after it. So drafts may turn out to have been here before the commit
-        that seemed to leave none: then that was no miss.
-        """
+        """Time the drafts that answer a commit; what arrives during a step is looked at after it."""
         self.in_vain = False
-        if self.miss is None or not proposal.tokens:
-            return
-        miss: Miss | None = self.miss
-        if at < self.miss.at and not self.fed:
-            self.miss = None if len(self.trie) else self.miss
-            return
-        if at < self.miss.at:
-            miss = self._missed_before
-        if miss is not None and at >= miss.at:
-            miss.arrived(proposal.anchor_position + max(depths_of(proposal.parents)) - miss.position, at)
+        answered = self.answered
+        if answered is not None and at < answered.at:
+            answered = self._answered_before
+        if answered is not None and proposal.tokens and at >= answered.at:
+            answered.arrived(proposal.anchor_position + max(depths_of(proposal.parents)) - answered.position, at)
 
     def candidates(self, budget: int) -> VerificationTree:
         """The at most ``budget`` draft tokens most likely to be kept, best first.
@@ -310,24 +299,14 @@ class TargetSession:
             self.lookahead_policy.observe(matched, diverged, of_drafters, self._shared.break_even)
 
     def _clock(self, at: float, count: int, offered: int) -> None:
-        """Measure the throughput of steps with drafts, and note whether this one left some."""
+        """Measure the throughput of steps with drafts, and have drafters timed that answer this one."""
         previous, self.committed_at = self.committed_at, at
-        if offered and previous is not None and (self.miss is None or self.fed):
+        if offered and previous is not None:
             self.throughput.observe(count, at - previous)
-        if self.fed:
-            if self._missed_before is not None:
-                self.draft_latency.observe(self._missed_before)
-            self._missed_before = self.miss
-            self.miss = Miss(at, self.trie.position) if self._shared.drafting_pays else None
-            return
-        if self.miss is not None:
-            if not offered and not len(self.trie):
-                return  # nothing has come yet
-            # Drafts in the very next step and none from a drafter: a source here had them. Says nothing of drafters.
-            filled_here = not self.miss.reached and previous == self.miss.at
-            if not filled_here:
-                self.draft_latency.observe(self.miss)
-        self.miss = None if len(self.trie) or not self._shared.drafting_pays else Miss(at, self.trie.position)
+        if self._answered_before is not None:
+            self.draft_latency.observe(self._answered_before)
+        self._answered_before = self.answered
+        self.answered = Answered(at, self.trie.position) if self._shared.drafting_pays else None
 
 
 def _unless_drafted(sources: tuple[SourceName, ...]) -> tuple[SourceName, ...]:

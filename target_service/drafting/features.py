@@ -59,7 +59,6 @@ class FeatureSender(StateReader):
             return []
         session = self._sessions.setdefault(sequence, _SentSession())
         session.subscribed = message if message.head == self._fingerprint else None
-        sequence.session.fed = session.subscribed is not None
         self._counters.features_refused += message.head not in (0, self._fingerprint)
         if session.subscribed is None or not session.kept:
             return []

@@ -19,9 +19,9 @@ from engine.build import build
 from engine.cache.kv_cache import KVCache
 from engine.cache.kv_store import PAGE
 from engine.cuda.graphs import CudaRecorder, Record
-from engine.cuda.level_memory import LevelExpansion, TreePlace
 from engine.exactness import EXACT, warm_up
 from engine.interface import Chunk
+from engine.levels.level_memory import LevelExpansion, TreePlace
 from engine.loading.loader import Model, load
 from engine.sampling.rejection import verify_chains
 from engine.sampling.sampling import Draw, candidates, drawn, filtered_log_probs, sample

@@ -24,8 +24,9 @@ from engine.eagle.loading import save
 from engine.model import ModelError
 from engine.settings import EngineSettings
 from router.service import Router, RouterSettings
-from speculation.drafting.draft_session import FIRST_CREDIT, DraftLimits, proposal_bytes
+from speculation.drafting.draft_session import FIRST_CREDIT, DraftLimits
 from speculation.drafting.heads import MORE, PUSHED, WIDER
+from speculation.drafting.proposals import proposal_bytes
 from speculation.messages import (
     Close,
     FeatureFormat,
@@ -199,7 +200,7 @@ def test_a_head_may_hold_and_expand_more_drafts_than_a_draft_model(folders: Fold
     one = opening(1, GREEDY)
     drafter.receive("r", one)
     session = drafter._sequences["r", one.session].session
-    assert (session.trie.limits.nodes, session.width, session.children) == (10 * WIDER, WIDER, 2 + MORE)
+    assert (session.trie.limits.nodes, session.limits.width, session.children) == (10 * WIDER, WIDER, 2 + MORE)
 
 
 def test_the_head_reads_what_the_target_has_of_committed_tokens(folders: Folders) -> None:

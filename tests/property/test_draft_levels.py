@@ -19,10 +19,14 @@ from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.sequence import DraftSequence
 from engine.attention.triton_rows import TritonRows
 from engine.build import welcome
-from engine.cuda.levels import Levels
+from engine.cache.kv_cache import KVCache
+from engine.cpu.library import find_library
+from engine.cpu.rows import CpuRows
+from engine.cuda.recorded_levels import RecordedLevels
 from engine.exactness import warm_up
 from engine.model import Model
 from engine.settings import EngineSettings
+from engine.step import Engine
 from speculation import digest as digests
 from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import (
@@ -43,20 +47,40 @@ from tests.by_rows import PlainRows, by_rows
 from tests.unit.engine.engine_models import load_tiny, random_tokens
 
 ROUTER = "router"
-LIMITS = DraftLimits(lead=12, nodes=400, children=3, width=4, min_weight=0.001)
+LIMITS = DraftLimits(lead=12, nodes=400, children=3, width=4, hungry_width=4, min_weight=0.001)
 GREEDY, WARM = Sampling(temperature=0.0), Sampling(temperature=0.8, seed=5)
 FILTERED, PENALISED = replace(WARM, top_k=9), replace(GREEDY, frequency_penalty=0.4)
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2"])
+IN_CPP: dict[str, Any] = {"by_rows": True, "head_dim": 32}
+"""What has a model computed in C++, as long as it may choose."""
+
+
+def tiny(family: str, folder: Path, **how: Any) -> Model:
+    if "by_rows" in how and find_library() is None:
+        pytest.skip("no C++ compiler, or a processor without AVX2")
+    return load_tiny(family, folder, **how)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("llama", {}), ("gemma2", {}), ("qwen3", IN_CPP), ("mistral", IN_CPP)],
+    ids=["llama", "gemma2", "qwen3 in C++", "mistral in C++"],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Gemma slides and caps scores."""
-    return load_tiny(request.param, tmp_path_factory.mktemp(request.param), num_hidden_layers=2)
+    """Gemma slides and caps scores, Qwen has norms of its own, Mistral slides."""
+    family, how = request.param
+    return tiny(family, tmp_path_factory.mktemp(family), num_hidden_layers=2, **how)
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return load_tiny("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=1)
+    return tiny("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module", params=[{}, IN_CPP], ids=["by rows", "in C++"])
+def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return tiny("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=1, **request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +92,7 @@ def _rows_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _all_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch knows of all leaves that it could expand, as single steps do."""
-    monkeypatch.setattr("engine.cuda.levels.LEAVES", 28)
+    monkeypatch.setattr("engine.levels.levels.LEAVES", 28)
 
 
 @dataclass
@@ -99,9 +123,12 @@ class Counted(DraftLevels):
     """Says how many levels the last step had."""
 
     expanded = 1
+    launched = 0
+    """All that were more than one, together."""
 
     def fetch(self) -> None:
         self.expanded = max((entry.levels for entry in self._launched), default=1)
+        self.launched += self.expanded if self.expanded > 1 else 0
         super().fetch()
 
 
@@ -112,8 +139,12 @@ class Drafter:
         self, model: Model, levels: int, *, capacity: int = 1200, limits: DraftLimits = LIMITS, **how: Any
     ) -> None:
         self.recorder = Recorder()
-        attention = how.pop("attention", None) or FewRows(2)
-        self.engine = by_rows(model, capacity, attention, **{"record": self.recorder, **how})
+        if isinstance(model.attention, CpuRows):
+            cache = KVCache(model.layers, capacity, block=model.block, dtype=model.dtype, device=model.device)
+            self.engine = Engine(model, cache)
+        else:
+            attention = how.pop("attention", None) or FewRows(2)
+            self.engine = by_rows(model, capacity, attention, **{"record": self.recorder, **how})
         self.launches = Counted(self.engine.levels(limits.width, limits.children) if levels > 1 else None)
         self.launches._times = defaultdict(partial(Fixed, levels))
         introduction = welcome(EngineSettings("draft"), model, "draft")
@@ -174,7 +205,7 @@ def assert_same(one: Drafter, other: Drafter) -> None:
         assert ours.keys() == theirs.keys()
         for path, node in ours.items():
             assert node.confidence == pytest.approx(theirs[path].confidence, rel=1e-5, abs=1e-6)
-            assert node.weight == pytest.approx(theirs[path].weight, rel=1e-5)
+            assert node.weight == pytest.approx(theirs[path].weight, rel=1e-4)
             assert (node in one.sequence(number).pending) == (theirs[path] in other.sequence(number).pending)
         assert one.sequence(number).cached.length == other.sequence(number).cached.length
 
@@ -210,7 +241,6 @@ def test_the_trees_are_those_of_single_steps(model: Model, levels: int, seed: in
     """Sessions of several lengths, greedy and not; commits that follow the drafts, part of them, or none."""
     rng = Random(seed)
     one, other = Drafter(model, 1), Drafter(model, levels)
-    before = other.recorder.replayed
     for number in range(3):
         prompt = random_tokens(rng.choice([1, 7, 8, 30, 40]), seed=10 * seed + number)
         for each in (one, other):
@@ -226,14 +256,14 @@ def test_the_trees_are_those_of_single_steps(model: Model, levels: int, seed: in
             for each in (one, other):
                 each.commit(number, tokens)
         assert_same(one, other)
-    assert other.recorder.replayed - before > 8, "nothing was launched"
+    assert other.launches.launched > 8, "nothing was launched"
     one.close()
     other.close()
 
 
-def test_more_sessions_than_a_class_holds_and_chains(llama: Model) -> None:
+def test_more_sessions_than_a_class_holds_and_chains(either: Model) -> None:
     """Five sessions are padded to eight; those of the baselines draft chains."""
-    one, other = (Drafter(llama, levels, attention=PlainRows(2)) for levels in (1, 4))
+    one, other = (Drafter(either, levels, attention=PlainRows(2)) for levels in (1, 4))
     for number in range(5):
         how = {"speculation": Speculation(max_depth=7, schedule=Schedule.SEQUENTIAL)} if number == 2 else {}
         for each in (one, other):
@@ -261,7 +291,7 @@ def test_too_many_sessions_draft_level_by_level(llama: Model) -> None:
 
 
 @pytest.mark.usefixtures("_all_leaves")
-def test_other_sessions_of_a_step_are_drafted_one_level_further(llama: Model) -> None:
+def test_other_sessions_of_a_step_are_drafted_one_level_further(either: Model) -> None:
     """Filters, penalties, the rejection rule, many stop tokens; they share steps with one that is launched."""
     stops = Limits(200, stop_tokens=frozenset(range(20, 40)))
     others: list[tuple[Sampling, dict[str, Any]]] = [
@@ -270,7 +300,7 @@ def test_other_sessions_of_a_step_are_drafted_one_level_further(llama: Model) ->
         (WARM, {"speculation": Speculation(rule=Rule.REJECTION)}),
         (GREEDY, {"limits": stops}),
     ]
-    launched, single, mixed = Drafter(llama, 1), Drafter(llama, 1), Drafter(llama, 3)
+    launched, single, mixed = Drafter(either, 1), Drafter(either, 1), Drafter(either, 3)
     for each in (launched, mixed):
         each.open(9, random_tokens(11, seed=9), WARM)
     for number, (sampling, how) in enumerate(others):
@@ -288,9 +318,9 @@ def test_other_sessions_of_a_step_are_drafted_one_level_further(llama: Model) ->
         each.close()
 
 
-def test_a_cache_without_room_for_levels_drafts_one(llama: Model) -> None:
+def test_a_cache_without_room_for_levels_drafts_one(either: Model) -> None:
     """Two sessions of 20 tokens in 64 slots: a level of each has room, eight have not."""
-    one, other = Drafter(llama, 1, capacity=64), Drafter(llama, 8, capacity=64)
+    one, other = Drafter(either, 1, capacity=64), Drafter(either, 8, capacity=64)
     for number in range(2):
         for each in (one, other):
             each.open(number, random_tokens(20, seed=number), GREEDY)
@@ -302,10 +332,10 @@ def test_a_cache_without_room_for_levels_drafts_one(llama: Model) -> None:
     other.close()
 
 
-def test_a_text_near_the_end_of_the_context_is_drafted_level_by_level(llama: Model) -> None:
-    one, other = Drafter(llama, 1), Drafter(llama, 8)
+def test_a_text_near_the_end_of_the_context_is_drafted_level_by_level(either: Model) -> None:
+    one, other = Drafter(either, 1), Drafter(either, 8)
     for each in (one, other):
-        each.open(0, random_tokens(llama.context - 5, seed=3), GREEDY)
+        each.open(0, random_tokens(either.context - 5, seed=3), GREEDY)
     for _ in range(6):
         assert other.step() == 1
         one.step()
@@ -313,10 +343,10 @@ def test_a_text_near_the_end_of_the_context_is_drafted_level_by_level(llama: Mod
     other.close()
 
 
-def test_a_full_tree_takes_no_more(llama: Model) -> None:
+def test_a_full_tree_takes_no_more(either: Model) -> None:
     """What a launch expanded beyond it is in neither the tree nor the cache."""
     limits = replace(LIMITS, nodes=20, min_weight=0.0)
-    other = Drafter(llama, 8, limits=limits)
+    other = Drafter(either, 8, limits=limits)
     other.open(0, random_tokens(9, seed=1), WARM)
     for _ in range(3):
         other.step()
@@ -325,10 +355,10 @@ def test_a_full_tree_takes_no_more(llama: Model) -> None:
     other.close()
 
 
-def test_what_comes_between_two_launches(llama: Model) -> None:
+def test_what_comes_between_two_launches(either: Model) -> None:
     """A session is closed, opened anew, or verified against all drafts: the others go on as before."""
     rng = Random(4)
-    one, other = Drafter(llama, 1), Drafter(llama, 4)
+    one, other = Drafter(either, 1), Drafter(either, 4)
     for number in range(3):
         for each in (one, other):
             each.open(number, random_tokens(9 + number, seed=number), GREEDY)
@@ -357,8 +387,8 @@ class Failing(Counted):
             raise RuntimeError("the device is out of everything")
 
 
-def test_a_launch_that_fails_is_made_up_for_by_single_levels(llama: Model) -> None:
-    one, other = Drafter(llama, 1), Drafter(llama, 5)
+def test_a_launch_that_fails_is_made_up_for_by_single_levels(either: Model) -> None:
+    one, other = Drafter(either, 1), Drafter(either, 5)
     failing = Failing(other.worker._levels._levels)
     failing.time = Fixed(5)
     other.worker._levels = failing
@@ -374,9 +404,10 @@ def test_a_launch_that_fails_is_made_up_for_by_single_levels(llama: Model) -> No
     other.close()
 
 
-def test_what_is_no_number_deep_below_ends_its_own_session_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [{}, IN_CPP], ids=["by rows", "in C++"])
+def test_what_is_no_number_deep_below_ends_its_own_session_only(tmp_path: Path, how: dict[str, Any]) -> None:
     """The likeliest draft of one session has an embedding that is none: what hangs below it is dropped and cleared."""
-    model = load_tiny("llama", tmp_path / "model", num_hidden_layers=1)
+    model = tiny("llama", tmp_path / "model", num_hidden_layers=1, **how)
     sound = Drafter(model, 1)
     for number in range(2):
         sound.open(number, random_tokens(9 + number, seed=number), GREEDY)
@@ -423,7 +454,7 @@ def test_the_kernels_draft_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         found = Drafter(model, 1, attention=attention, record=None)
         if levels > 1:
             steps: Any = found.engine._rows
-            found.launches._levels = Levels(
+            found.launches._levels = RecordedLevels(
                 steps,
                 model.vocabulary,
                 torch.float32,

@@ -10,8 +10,8 @@ import torch
 from draft_service import levels
 from draft_service.levels import DraftAccount, DraftLevels, LaunchTime
 from draft_service.sequence import DraftBatchEntry, DraftCounters
-from engine.cuda.level_memory import MAX_LEVELS
-from engine.cuda.level_ops import best_draws
+from engine.levels.level_memory import MAX_LEVELS
+from engine.levels.level_ops import best_draws
 from engine.sampling.noise import keys_at
 from engine.sampling.sampling import Draw, candidates
 from speculation.messages import Sampling, SessionId
@@ -36,7 +36,7 @@ def test_a_launch_grows_from_one_level_to_what_there_is_time_for() -> None:
     time.observe(1, 1.0)
     assert time.levels(None) == MAX_LEVELS
     time.observe(2, 1.25)
-    assert time.levels(5.0) == 7, "1 + 4 of half of 5"
+    assert time.levels(10.0) == 7, "1 + 6 of a quarter of 10"
     assert time.levels(1.0) == 5, "as long again as the first one"
 
 

@@ -9,7 +9,6 @@ from speculation.verifying.budget import (
     best_places,
     best_prefix,
     choose,
-    kept_after_miss,
     kept_if_drafted_again,
     room_for_drafts,
     worth_waiting,
@@ -198,11 +197,9 @@ def test_a_draft_step_expands_a_few_places_always_and_more_where_they_make_more_
     assert expanded([], 3, 3, FLAT) == 0
 
 
-def wait(
-    *moments: tuple[float, list[float]], rate: float = 0.1, agreement: float = 0.8, behind: int = 0
-) -> float | None:
+def wait(*moments: tuple[float, list[float]], rate: float = 0.1, agreement: float = 0.8) -> float | None:
     """How long to wait where a step takes ten seconds; moments as (seconds from now, chance of 1, 2, ... tokens)."""
-    later = [(seconds, *kept_after_miss(shares, agreement, behind)) for seconds, shares in moments]
+    later = [(seconds, *kept_if_drafted_again(shares, agreement, 0, ())) for seconds, shares in moments]
     return worth_waiting(rate, (0.0, 0), later, lambda tokens: 10.0)
 
 
@@ -229,17 +226,6 @@ def test_time_without_a_price_is_waited_for_at_any_length():
 
 def test_one_does_not_wait_for_drafts_that_are_always_wrong():
     assert wait((0.2, [1.0] * 8), agreement=0.01) is None
-
-
-def test_what_the_text_has_gone_on_by_comes_too_late():
-    assert wait((1.0, [1.0])) == 1.0
-    assert wait((1.0, [1.0]), behind=1) is None
-    assert wait((1.0, [1.0, 1.0]), behind=1) == 1.0
-
-
-def test_a_draft_that_reaches_beyond_the_text_must_have_been_right_all_along():
-    assert wait((7.0, [1.0])) == 7.0  # 0.8 tokens against 0.7
-    assert wait((7.0, [1.0, 1.0]), behind=1) is None  # 0.64
 
 
 def test_verifying_what_one_waited_for_is_paid_for_too():

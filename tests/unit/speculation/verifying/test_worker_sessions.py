@@ -32,7 +32,7 @@ from speculation.messages import (
     Verification,
 )
 from speculation.trie import InsertResult, VerificationTree
-from speculation.verifying.payoff import DraftLatencyEstimator, Miss
+from speculation.verifying.payoff import Answered, DraftLatencyEstimator
 from speculation.verifying.target_session import TargetSession
 from transport.codec import encode_to_worker
 
@@ -70,7 +70,9 @@ def target(**kwargs) -> TargetSession:
 
 
 def draft(lead: int = 8, hold: int = 1, enough: int = 20, **kwargs) -> DraftSession:
-    return DraftSession(opened(**kwargs), vocabulary=100, limits=DraftLimits(lead=lead, hold=hold, enough=enough))
+    return DraftSession(
+        opened(**kwargs), vocabulary=100, limits=DraftLimits(lead=lead, hold=hold, enough=enough, hungry_width=4)
+    )
 
 
 def test_a_target_commits_accepted_drafts_and_its_own_token():
@@ -199,69 +201,53 @@ def with_drafts(session: TargetSession, *drawn: int, at: float | None = None) ->
 
 
 def share_by(draft_latency: DraftLatencyEstimator, seconds: float, length: int = 1) -> float:
-    """Believed chance of a path of this length within so many seconds of a miss."""
+    """Believed chance of a path of this length within so many seconds of a commit."""
     return [moment[1][length - 1] for moment in draft_latency.moments(0.0) if moment[0] <= seconds][-1]
 
 
-def test_a_miss_lasts_over_plain_steps_and_its_drafts_are_timed_from_its_beginning():
+def test_drafts_are_timed_from_the_commit_that_they_answer():
     session = target(speculation=DRAFTS_ONLY)
     without_drafts(session, 4, at=1.000)
-    assert session.miss == Miss(1.000, position=4)
-    miss, answer = session.miss, follow(session, 5, 6, 7)
+    assert session.answered == Answered(1.000, position=4)
+    first, answer = session.answered, follow(session, 5, 6, 7)
     without_drafts(session, 5, at=1.030)
-    assert session.miss is miss
     session.propose(answer, at=1.005)  # it came during the step, and is looked at after it
-    assert miss.reached == pytest.approx([0.005] * 3)
+    assert first.reached == pytest.approx([0.005] * 3)
     assert share_by(session.draft_latency, 0.010) == 0.0  # not learned before it is over
     with_drafts(session, 6, 7, 9, at=1.060)
     assert share_by(session.draft_latency, 0.010, length=3) == pytest.approx(0.1)
     assert share_by(session.draft_latency, 0.010, length=4) == share_by(session.draft_latency, 0.004) == 0.0
-    assert session.miss == Miss(1.060, position=8)
+    assert session.answered == Answered(1.060, position=8)
 
 
-def test_drafts_that_the_text_left_meanwhile_do_not_end_a_miss():
+def test_what_comes_after_the_next_commit_answers_that_one():
+    """As far as it reaches beyond."""
     session = target(speculation=DRAFTS_ONLY)
     without_drafts(session, 4, at=1.000)
-    answer = follow(session, 5, 6)
-    without_drafts(session, 9, at=1.030)
-    session.propose(answer, at=1.005)
-    without_drafts(session, 9, at=1.060)
-    assert session.miss is not None
-    assert (session.miss.at, session.miss.position) == (1.000, 4)
-
-
-def test_a_miss_ends_when_there_are_drafts_even_if_they_do_not_pay():
-    session = target(speculation=DRAFTS_ONLY)
-    without_drafts(session, 4, at=1.000)
-    session.propose(follow(session, 5, 6), at=1.005)
+    late = follow(session, 5, 6, 7)
     without_drafts(session, 5, at=1.030)
-    assert session.miss is None
-    assert share_by(session.draft_latency, 0.010) == pytest.approx(0.1)
+    session.propose(late, at=1.032)
+    assert session.answered is not None
+    assert session.answered.reached == pytest.approx([0.002] * 2)
 
 
-def test_drafts_that_were_here_before_the_commit_were_not_missed():
+def test_drafts_from_before_both_commits_answer_none():
     session = target(speculation=DRAFTS_ONLY)
     without_drafts(session, 4, at=1.000)
     session.propose(follow(session, 5, 6), at=0.999)
-    assert session.miss is None
-    other = target(speculation=DRAFTS_ONLY)
-    without_drafts(other, 4, at=1.000)
-    other.propose(chain(5, 6), at=0.999)  # of a text that is no more: nothing has come
-    assert other.miss == Miss(1.000, position=4)
+    assert session.answered == Answered(1.000, position=4)
 
 
 def test_what_lookup_finds_at_once_says_nothing_of_when_drafts_come():
-    for plain_steps, share in ((0, 0.1), (1, 0.09)):
-        session = TargetSession(replace(opened(end=50), tokens=(7, 8, 9, 5, 6, 7, 8, 9, 5)), vocabulary=100)
-        session.draft_latency.observe(Miss(0.0, 4, [0.002]))
-        now = 1.000
-        for token in (6, 7)[: 1 + plain_steps]:
-            without_drafts(session, token, at=now)
-            now += 0.030
-        found = session.begin_verification(session.candidates(2))
-        assert {node.source for node in found.nodes} == {Source.LOOKUP}
-        session.commit([99, 99, 99], now)
-        assert share_by(session.draft_latency, 0.010) == pytest.approx(share)
+    session = TargetSession(replace(opened(end=50), tokens=(7, 8, 9, 5, 6, 7, 8, 9, 5)), vocabulary=100)
+    without_drafts(session, 6, at=1.000)
+    found = session.begin_verification(session.candidates(2))
+    assert {node.source for node in found.nodes} == {Source.LOOKUP}
+    session.commit([99, 99, 99], 1.030)
+    assert session.answered == Answered(1.030, position=session.trie.position)
+    session.begin_verification(VerificationTree())
+    session.commit([8], 1.060)
+    assert share_by(session.draft_latency, 0.010) == 0.0
 
 
 # -- drafting ----------------------------------------------------------------------------------------------------------
@@ -288,6 +274,15 @@ def test_a_drafter_runs_ahead_until_its_lead_is_spent():
     assert session.frontier() == []
     assert [proposal.anchor_position for proposal in proposals] == [3, 4, 5]
     assert proposals[2].anchor_digest == digests.of((*PROMPT, 4, 5))
+
+
+def test_a_target_without_drafts_is_given_the_likeliest_chain_first():
+    """What is expanded besides takes its time; there is some once the target has drafts to verify."""
+    session = DraftSession(opened(), vocabulary=100, limits=DraftLimits(hold=1))
+    session.expand(session.trie.root, [Candidate(4, 0.6), Candidate(5, 0.3)])
+    assert [node.token for node in session.frontier()] == [4]
+    assert session.pushes()
+    assert [node.token for node in session.frontier()] == [4, 5]
 
 
 def test_the_likeliest_places_come_first_and_hopeless_ones_not_at_all():
@@ -459,7 +454,7 @@ def test_an_alternative_that_is_hopeless_near_the_text_too_stays_away():
 
 
 def test_places_that_found_no_room_for_their_drafts_get_them_when_there_is_some_and_are_not_drafted_again():
-    limits = DraftLimits(nodes=4, hold=1)
+    limits = DraftLimits(nodes=4, hold=1, hungry_width=4)
     drafting, verifying = DraftSession(opened(), vocabulary=100, limits=limits), target(speculation=DRAFTS_ONLY)
     (root,) = drafting.frontier()
     drafting.expand(root, [Candidate(4, 0.9)])
@@ -479,7 +474,7 @@ def test_places_that_found_no_room_for_their_drafts_get_them_when_there_is_some_
 
 
 def test_a_place_without_room_that_becomes_the_end_of_the_text_is_not_drafted_again():
-    limits = DraftLimits(nodes=3, hold=1)
+    limits = DraftLimits(nodes=3, hold=1, hungry_width=4)
     drafting, verifying = DraftSession(opened(), vocabulary=100, limits=limits), target(speculation=DRAFTS_ONLY)
     (root,) = drafting.frontier()
     drafting.expand(root, [Candidate(4, 0.5), Candidate(5, 0.4)])

@@ -1,12 +1,12 @@
 """What a launch of several draft levels computes beside the model: what a level says, and which rows the next one has.
 
-:class:`LevelOps` defines it in plain torch; :mod:`engine.cuda.level_kernels` must agree. Both read what
-:class:`engine.cuda.levels.Levels` uploads and write to :class:`~engine.cuda.level_memory.LevelMemory` alone, so that
-what was launched can be replayed. Decided here: what may follow a place, what that is worth, and which leaves are
-expanded next. Of equal logits the token with the lower number comes first, of equally likely leaves the one that was
-there first.
+:class:`LevelOps` defines it in plain torch; :mod:`engine.cuda.level_kernels` and :mod:`engine.cpu.levels` must agree.
+All read what :class:`engine.levels.levels.Levels` uploads and write to
+:class:`~engine.levels.level_memory.LevelMemory` alone, so that what was launched can be replayed. Decided here: what
+may follow a place, what that is worth, and which leaves are expanded next. Of equal logits the token with the lower
+number comes first, of equally likely leaves the one that was there first.
 
-Tensor legend: as in :mod:`engine.cuda.level_memory`.
+Tensor legend: as in :mod:`engine.levels.level_memory`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.cuda.level_memory import GIVEN, MAX_BRANCH, MAX_LEVELS, NO_LEAF, NO_LIMIT, TOLD, LevelMemory
 from engine.host.upload import upload
+from engine.levels.level_memory import GIVEN, MAX_BRANCH, MAX_LEVELS, NO_LEAF, NO_LIMIT, TOLD, LevelMemory
 from engine.sampling.noise import gumbel, keys_at
 from engine.sampling.sampling import RIVALS
 from speculation.trie import MIN_CONFIDENCE

@@ -92,7 +92,7 @@ class LevelExpansion:
     weights: Sequence[float]
     """Of the places."""
     leaves: Sequence[Leaf]
-    """Best first; those beyond :data:`~engine.cuda.levels.LEAVES` are left out."""
+    """Best first; those beyond :data:`~engine.levels.levels.LEAVES` are left out."""
     slots: Sequence[int]
     """Where what is expanded goes: of every further level as many as the launch is wide."""
 

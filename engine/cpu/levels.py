@@ -1,0 +1,134 @@
+"""Several levels of draft trees on a CPU: one call of :mod:`engine.cpu.library` for all of them.
+
+Of a small model Python takes ten times as long for a draft step as the model itself. For models whose layers and output
+layer are computed there, with embeddings and angles that follow from a table and from frequencies alone.
+
+Tensor legend: as in :mod:`engine.levels.level_memory`; E head size, D hidden size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.attention.attention import PagedLayers
+from engine.cpu.library import CDrafter, CLaunch, Library
+from engine.cpu.stack import CpuStack, RowLinear
+from engine.cpu.thread_choice import COUNTS
+from engine.host.upload import upload
+from engine.levels.level_memory import GIVEN, MAX_BRANCH, MAX_LEVELS, MAX_STOPS, NO_LEAF, TOLD, LevelMemory
+from engine.levels.level_ops import LevelOps
+from engine.levels.levels import Levels
+from engine.sampling.sampling import RIVALS
+from speculation.trie import MIN_CONFIDENCE
+from speculation.verifying.calibration import BINS, DEPTHS, MAX_ODDS, MIN_ODDS, RANKS
+
+ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64)
+"""Rows that there is memory for; only those that there are get computed."""
+
+FIXED_ANGLES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Kinds of rotation that do not change with the length of a text."""
+
+MAX_KEPT = 32
+"""Draws that are looked at of a row, ``KEPT`` in ``levels.h``."""
+
+FIELDS = {
+    "factor": "factor",
+    "temperature": "temperature",
+    "min_weight": "min_weight",
+    "weight": "weight",
+    "leaf_weight": "leaf_weight",
+    "seed": "seed",
+    "max_width": "width",
+    "max_children": "children",
+    "position": "position",
+    "max_end": "max_end",
+    "table": "table",
+    "stop": "stop",
+    "leaf_token": "leaf_token",
+    "slot": "slot",
+    "given_end": "end",
+    "given_home": "home",
+    "given_branch": "branch",
+}
+"""What is told of a session, as ``levels.h`` calls it."""
+
+
+class CpuLevelOps(LevelOps):
+    """The operations beside the model alone."""
+
+    def __init__(self, library: Library) -> None:
+        self._library, self._depths = library, upload(DEPTHS, torch.device("cpu"))
+
+    def described(self, memory: LevelMemory, *, noisy: bool) -> CLaunch:
+        """A launch as the library reads it, as long as its memory stays."""
+        rows, fields = memory.rows, memory.fields
+        state = {
+            "level": memory.level_N, "branches": memory.branch_NLB, "home": memory.home_NL, "end": memory.end_NL,
+            "leaf_chance": memory.weight_NP, "token": memory.token_NP, "place_weight": memory.place_weight_NW,
+            "found": memory.found_KNWX, "tokens": rows.tokens_T, "positions": rows.positions_T, "slots": rows.slots_T,
+            "keys": rows.keys_T, "homes": rows.home_T, "pages": rows.pages_T, "groups": rows.group_T,
+            "commons": rows.common_T, "numbers": rows.numbers_F, "odds": memory.odds_F, "depths": self._depths,
+        }  # fmt: skip
+        told = {name: fields[field].data_ptr() for name, field in FIELDS.items()}
+        return CLaunch(
+            sessions=memory.sessions, width=memory.width, children=memory.children, leaves=memory.leaves,
+            levels=MAX_LEVELS, group=memory.group, spare=memory.spare, vocabulary=memory.logits_MV.shape[1],
+            record=memory.record_NS.shape[1], branch=MAX_BRANCH, stops=MAX_STOPS, told=TOLD, noisy=noisy,
+            ranks=RANKS, bins=BINS, distances=len(DEPTHS) + 1, rivals=RIVALS, no_leaf=NO_LEAF, given=GIVEN,
+            min_confidence=MIN_CONFIDENCE, min_odds=MIN_ODDS, max_odds=MAX_ODDS,
+            **told, **{name: tensor.data_ptr() for name, tensor in state.items()},
+        )  # fmt: skip
+
+    def begin(self, memory: LevelMemory) -> None:
+        """See :meth:`.LevelOps.begin`."""
+        self._library.begin_launch(self.described(memory, noisy=False))
+
+    def expand(self, memory: LevelMemory, logits_MX: Tensor, *, noisy: bool) -> None:
+        """See :meth:`.LevelOps.expand`."""
+        self._library.expand_level(self.described(memory, noisy=noisy), logits_MX.float().contiguous())
+
+
+class CpuLevels(Levels):
+    """Launches of a model that the library computes all of."""
+
+    def __init__(
+        self, base: Any, stack: CpuStack, head: RowLinear, layers: PagedLayers, vocabulary: int, **sizes: int
+    ) -> None:
+        """``base``: transformers' model of ``stack``, before ``head``; ``sizes``: as of a :class:`.Levels`."""
+        super().__init__(layers, vocabulary, torch.float32, ROW_CLASSES, **sizes)
+        self._stack = stack
+        self._ops = CpuLevelOps(stack.library)
+        self._embedding_VD = base.embed_tokens.weight.detach()
+        self._frequencies_E = base.rotary_emb.inv_freq.detach().float().contiguous()
+        self._drafter = CDrafter(
+            stack=ctypes.pointer(stack.described),
+            head=head.packed.data_ptr(),
+            head_bias=None if head.bias is None else head.bias.data_ptr(),
+            embedding=self._embedding_VD.data_ptr(),
+            frequencies=self._frequencies_E.data_ptr(),
+            rotary_scale=base.rotary_emb.attention_scaling,
+            page=layers.attention.page,
+        )
+
+    def _expand(self, memory: LevelMemory, levels: int, *, noisy: bool) -> None:
+        self._stack.reads(self._layers.store)
+        launch = self._ops.described(memory, noisy=noisy)
+        self._stack.library.launch(launch, self._drafter, memory.logits_MV, levels, COUNTS.few)
+
+
+def cpu_levels(module: Any, layers: PagedLayers, vocabulary: int, *, width: int, children: int) -> CpuLevels | None:
+    """What expands several levels of a model in one call; None if the library does not compute all of it."""
+    base, head = module.base_model, module.get_output_embeddings()
+    stack = next(iter(getattr(base, "layers", ())), None)
+    if not isinstance(stack, CpuStack) or not isinstance(head, RowLinear) or children + RIVALS > MAX_KEPT:
+        return None
+    embedding, angles = base.embed_tokens, base.rotary_emb
+    if type(embedding) is not nn.Embedding or embedding.weight.dtype != head.weight.dtype:
+        return None
+    if angles.rope_type not in FIXED_ANGLES:
+        return None
+    return CpuLevels(base, stack, head, layers, vocabulary, width=width, children=children)
