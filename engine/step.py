@@ -21,6 +21,7 @@ from engine.cuda.graphs import Record
 from engine.eagle.head import EagleHead
 from engine.forward import Chunk, ForwardPass, StepInput, checked
 from engine.leader import Leader
+from engine.levels.levels import Levels
 from engine.medusa import MedusaHeads
 from engine.model import Model
 
@@ -98,6 +99,10 @@ class Engine(ForwardPass):
             for sequence, count in states:
                 sequence.retract(count)
             raise
+
+    def levels(self, width: int, children: int) -> Levels | None:
+        """See :meth:`.ForwardPass.levels`; None with other ranks, which compute whole steps."""
+        return super().levels(width, children) if self._leader is None else None
 
     def check(self) -> None:
         """Raise :class:`engine.parallel.group.RankError` if a rank does not answer. Not while a step is computed."""

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -487,3 +488,10 @@ def test_a_launch_whose_recordings_differ_is_not_used(llama: Model, caplog: pyte
     assert engine.levels(4, 3) is None
     assert "draft levels are computed one by one: replayed ones are off by 1" in caplog.text
     assert by_rows(llama).levels(4, 3) is None, "nothing is recorded"
+
+
+def test_nothing_is_launched_where_other_ranks_compute_every_step(either: Model) -> None:
+    leader = Mock(all_agree=bool)
+    engine = by_rows(either, record=Recorder(), leader=leader)
+    assert engine.levels(4, 3) is None
+    assert not leader.step.called
