@@ -125,7 +125,7 @@ class Planner:
         trees = self._chosen([asked[i] for i in going], [candidates[i] for i in going], prefilled, room)
         chosen = dict(zip(going, trees, strict=True))
         if len(asked) == 1 and chosen and not prefilled:
-            waits[0] = self._wait(asked[0].session, chosen[0], now)
+            waits[0] = self._wait(asked[0], chosen[0], now)
             if waits[0] is not None:
                 chosen = {}
         wakes = [until for until in waits if until is not None]
@@ -188,32 +188,32 @@ class Planner:
             chosen[i] = tree
         return chosen
 
-    def _wait(self, session: TargetSession, tree: VerificationTree, now: float) -> float | None:
+    def _wait(self, asked: Asked, tree: VerificationTree, now: float) -> float | None:
         """Until when a session that computes alone does better to wait for drafts than to go on with ``tree``."""
+        session = asked.session
         answered = session.answered
         if not self._adaptive or not self._beside or not session.opened.speculation.ahead:
             return None
         if answered is None or not session.expects_drafts or not session.throughput.rate:
             return None
         cost, at_hand = self.cost(1), sum(tree.odds)
-        later = self._later(session, tree, now - answered.at, len(answered.reached))
+        later = self._later(asked, tree, now - answered.at, len(answered.reached))
         rate = max(session.throughput.rate, 1.0 / cost(1))  # plain decoding is always to be had
         seconds = worth_waiting(rate, (at_hand, len(tree.nodes)), later, cost)
         self._learn_wait(at_hand, next((hoped for moment, hoped, _ in later if moment == seconds), None))
         return None if seconds is None else now + seconds
 
-    def _later(
-        self, session: TargetSession, tree: VerificationTree, age: float, come: int
-    ) -> list[tuple[float, float, float]]:
+    def _later(self, asked: Asked, tree: VerificationTree, age: float, come: int) -> list[tuple[float, float, float]]:
         """Moments to wait for, in seconds from now, ``age`` seconds after a commit: drafts kept, and there, by then.
 
         What steps have committed is no bound here: many drafts that they verified were made before the last outcome.
         """
-        plain, agreement, at_hand = self.cost(1)(1), session.lookahead_policy.agreement, sum(tree.odds)
+        session, plain, at_hand = asked.session, self.cost(1)(1), sum(tree.odds)
+        deepest, agreement = min(asked.drafts, session.deepest), session.lookahead_policy.agreement
         trust, found = self._waits.factor(WAITS_PRIOR), list[tuple[float, float, float]]()
         for seconds, shares in session.draft_latency.moments(age, come):
-            if age + seconds <= LONGEST_WAIT * plain:
-                hoped, drafts = kept_if_drafted_again(shares, agreement, come, tree.odds)
+            if come < deepest and age + seconds <= LONGEST_WAIT * plain:
+                hoped, drafts = kept_if_drafted_again(shares[:deepest], agreement, come, tree.odds)
                 found.append((seconds, at_hand + trust * (hoped - at_hand), drafts))
         return found
 

@@ -310,10 +310,23 @@ def test_what_steps_have_committed_does_not_bound_what_drafts_made_again_are_exp
     served = DraftedAgain(after=0.003)
     served.steps(20)
     one, made = served.session, served.planner
-    expected = made._later(one, VerificationTree(), 0.0, 0)
+    expected = made._later(Asked(one, 8), VerificationTree(), 0.0, 0)
     assert max(kept for _, kept, _ in expected) > 1.0
     one.throughput.tokens = 1.01
-    assert made._later(one, VerificationTree(), 0.0, 0) == expected
+    assert made._later(Asked(one, 8), VerificationTree(), 0.0, 0) == expected
+
+
+def test_what_a_step_has_no_room_for_is_not_waited_for():
+    """However deep the drafts that come: a session that may verify one token has all it can use in one at hand."""
+    served = DraftedAgain(after=0.003)
+    served.steps(20)
+    one, made = served.session, served.planner
+    (deep,), (shallow,) = (
+        {round(drafts, 3) for _, _, drafts in made._later(Asked(one, count), VerificationTree(), 0.0, 0)[-1:]}
+        for count in (8, 1)
+    )
+    assert deep > 3.0 and shallow <= 1.0
+    assert made._later(Asked(one, 1), VerificationTree(), 0.0, 1) == []
 
 
 def test_waits_that_have_brought_less_than_hoped_for_are_not_repeated():
