@@ -47,8 +47,7 @@ MAX_REST_SECONDS = 4.0
 def limits_in_turn(draft: DraftLimits, sessions: int = 256) -> LookaheadLimits:
     """What is drafted at once and read in between: everything is handed over at once, nothing is held back."""
     lead = min(draft.lead, 2 * MAX_LEVELS)
-    wide = replace(draft, hungry_width=draft.width, bytes_a_token=math.inf)
-    bounded = replace(wide, lead=lead, hold=1, enough=draft.nodes)
+    bounded = replace(draft, lead=lead, hungry_width=draft.width, hold=1, enough=draft.nodes, bytes_a_token=math.inf)
     return LookaheadLimits(sessions=sessions, prefill=256, draft=bounded)
 
 

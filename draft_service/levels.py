@@ -2,9 +2,9 @@
 
 :mod:`engine.levels.levels` expands them without Python, for sessions under the coupled rule whose logits are drawn
 from as they are, in the draft model's own vocabulary, without guesses in the step; all others are drafted level by
-level.
-What a commit contradicts is drafted for nothing and no commit is heard meanwhile: so a launch has as many levels as fit
-into a part of the time between two verifications, or take as long as the first, most of which is the host's time.
+level. What a commit contradicts is drafted for nothing and no commit is heard meanwhile: so a launch has as many levels
+as fit into a part of the time between two verifications, or take as long as the first, most of which is the host's
+time.
 
 The trees that come of it are those of so many steps: the same calls in the same order, with what was drawn.
 """
@@ -60,6 +60,11 @@ class LaunchTime:
         known = [seconds for seconds in (self.step, self.level) if seconds is not None]
         return min(known, default=0.0)
 
+    @property
+    def cheap(self) -> bool:
+        """Whether a further level is known to take so little that guesses would save nothing."""
+        return self.step is not None and self.level is not None and 2 * self.level <= self.step
+
     def levels(self, interval: float | None) -> int:
         """How many the next launch has, at most. ``interval``: of verifications of a session; None: unknown."""
         self._asked += 1
@@ -89,11 +94,6 @@ class DraftLevels:
     def max_sessions(self) -> int:
         """Of a launch of several levels; 0: none has several."""
         return 0 if self._levels is None else self._levels.max_sessions
-
-    def cheap(self, sessions: int) -> bool:
-        """Whether a further level of a launch over about so many takes so little that guesses would save nothing."""
-        time = self.time_of(sessions)
-        return None not in (time.step, time.level) and 2 * time.further <= (time.step or 0.0)
 
     def verified(self, sequence: DraftSequence, now: float) -> None:
         """A verification of a session was heard ``now``."""

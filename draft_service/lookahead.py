@@ -246,7 +246,7 @@ class Lookahead:
         self._constrain(started)
         entries = self._plan()
         context = self._engine.model.context
-        if launched := self._levels.cheap(len(entries)):
+        if launched := self._levels.time_of(len(entries)).cheap:
             self._levels.plan(entries, context)
         self._staged.hang(entries, self._cost, context)
         if not launched:

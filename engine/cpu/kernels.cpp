@@ -180,11 +180,10 @@ void run_product(const Product& product, bool half, const float* x, int rows, fl
 // A level of drafts: its rows without those that no place is behind, and what they say.
 class DraftLevel {
  public:
+  // Rows that are computed already.
   void first(const Launch& l, const float* logits) {
-    rows_.clear();
-    logits_.clear();
-    for (int m = 0; m < l.rows(); ++m)
-      if (l.place_weight[m] > 0.0) rows_.push_back(m), logits_.push_back(logits + (size_t)m * l.vocabulary);
+    find_rows(l);
+    for (int m : rows_) logits_.push_back(logits + (size_t)m * l.vocabulary);
   }
 
   void say(const Launch& l) {
@@ -208,17 +207,7 @@ class DraftLevel {
   // The rows that were chosen last.
   void compute(const Launch& l, const Drafter& drafter) {
     const Stack& s = *drafter.stack;
-    const int* columns[COLUMNS] = {l.slots, l.keys, l.homes, l.pages, l.groups, l.commons};
-    rows_.clear();
-    logits_.clear();
-    for (auto& column : columns_) column.clear();
-    for (int m = 0; m < l.rows(); ++m) {
-      if (l.place_weight[m] == 0.0) continue;
-      rows_.push_back(m);
-      for (int i = 0; i < COLUMNS; ++i) columns_[i].push_back(columns[i][m]);
-      columns_[COLUMNS].push_back(m * l.branch);
-      columns_[COLUMNS + 1].push_back(0);
-    }
+    find_rows(l);
     const int count = (int)rows_.size();
     if (!count) return;
     room(hidden_, (size_t)count * s.hidden);
@@ -238,14 +227,37 @@ class DraftLevel {
       }
       logits_.push_back(said_.data() + (size_t)t * l.vocabulary);
     }
-    const auto column = [&](int i) { return columns_[i].data(); };
-    const Rows rows{count,     drafter.page, column(0), column(1), column(2), column(3), column(6), column(4),
-                    column(5), column(7),    l.numbers, nullptr,   nullptr,   0};
+    const auto column = [&](int number, auto&& of_row) -> const int* {
+      columns_[number].clear();
+      for (int m : rows_) columns_[number].push_back(of_row(m));
+      return columns_[number].data();
+    };
+    const Rows rows{.count = count,
+                    .page = drafter.page,
+                    .slots = column(0, [&](int m) { return l.slots[m]; }),
+                    .keys = column(1, [&](int m) { return l.keys[m]; }),
+                    .home = column(2, [&](int m) { return l.homes[m]; }),
+                    .pages = column(3, [&](int m) { return l.pages[m]; }),
+                    .branch = column(4, [&](int m) { return m * l.branch; }),
+                    .group = column(5, [&](int m) { return l.groups[m]; }),
+                    .common = column(6, [&](int m) { return l.commons[m]; }),
+                    .reach = column(7, [](int) { return 0; }),
+                    .numbers = l.numbers,
+                    .kept = nullptr,
+                    .states = nullptr,
+                    .kept_count = 0};
     run_step(&s, &rows, hidden_.data(), cos_.data(), sin_.data(), normed_.data());
     run_product({drafter.head, drafter.head_bias, s.hidden, l.vocabulary}, s.half, normed_.data(), count, said_.data());
   }
 
  private:
+  void find_rows(const Launch& l) {
+    rows_.clear();
+    logits_.clear();
+    for (int m = 0; m < l.rows(); ++m)
+      if (l.place_weight[m] > 0.0) rows_.push_back(m);
+  }
+
   static float as_stored(float x, bool half) { return half ? widened(rounded(x)) : x; }
 
   static void embed(const Drafter& drafter, int token, float* out) {
@@ -258,10 +270,9 @@ class DraftLevel {
     for (int i = 0; i < size; i += WIDTH) store(out + i, widened(row + i));
   }
 
-  static constexpr int COLUMNS = 6;
-  std::vector<int> rows_;               // of the launch, that there are
-  std::vector<int> columns_[COLUMNS + 2];  // slots, keys, home, pages, group, common; branch, reach
-  std::vector<const float*> logits_;    // what they said
+  std::vector<int> rows_;             // of the launch, that there are
+  std::vector<int> columns_[8];       // of these alone, as attention reads them
+  std::vector<const float*> logits_;  // what they said
   std::vector<float> hidden_, normed_, cos_, sin_, said_;
 };
 
@@ -317,7 +328,7 @@ void paceline_expand(const Launch* launch, const float* logits, int stride) {
 void paceline_launch(const Launch* launch, const Drafter* drafter, const float* logits, int levels, int threads) {
   std::lock_guard<std::mutex> lock(one_at_a_time);
   team = team_of(threads);
-  for (int n = 0; n < launch->sessions; ++n) begin_session(*launch, n);
+  paceline_begin(launch);
   static DraftLevel level;
   level.first(*launch, logits);
   for (int done = 1; level.say(*launch), done < levels; ++done) level.compute(*launch, *drafter);

@@ -19,6 +19,7 @@ from engine.cpu.library import CDrafter, CLaunch, Library
 from engine.cpu.stack import CpuStack, RowLinear
 from engine.cpu.thread_choice import COUNTS
 from engine.host.upload import upload
+from engine.layers.fused import fused_stack
 from engine.levels.level_memory import GIVEN, MAX_BRANCH, MAX_LEVELS, MAX_STOPS, NO_LEAF, TOLD, LevelMemory
 from engine.levels.level_ops import LevelOps
 from engine.levels.levels import Levels
@@ -35,26 +36,14 @@ FIXED_ANGLES = frozenset({"default", "linear", "llama3", "yarn"})
 MAX_KEPT = 32
 """Draws that are looked at of a row, ``KEPT`` in ``levels.h``."""
 
-FIELDS = {
-    "factor": "factor",
-    "temperature": "temperature",
-    "min_weight": "min_weight",
-    "weight": "weight",
-    "leaf_weight": "leaf_weight",
-    "seed": "seed",
-    "max_width": "width",
-    "max_children": "children",
-    "position": "position",
-    "max_end": "max_end",
-    "table": "table",
-    "stop": "stop",
-    "leaf_token": "leaf_token",
-    "slot": "slot",
-    "given_end": "end",
-    "given_home": "home",
-    "given_branch": "branch",
+RENAMED = {
+    "width": "max_width",
+    "children": "max_children",
+    "end": "given_end",
+    "home": "given_home",
+    "branch": "given_branch",
 }
-"""What is told of a session, as ``levels.h`` calls it."""
+"""Of what is told of a session, what ``levels.h`` calls otherwise."""
 
 
 class CpuLevelOps(LevelOps):
@@ -62,10 +51,17 @@ class CpuLevelOps(LevelOps):
 
     def __init__(self, library: Library) -> None:
         self._library, self._depths = library, upload(DEPTHS, torch.device("cpu"))
+        self._described: dict[LevelMemory, CLaunch] = {}  # where each memory is never changes
 
     def described(self, memory: LevelMemory, *, noisy: bool) -> CLaunch:
         """A launch as the library reads it, as long as its memory stays."""
-        rows, fields = memory.rows, memory.fields
+        if memory not in self._described:
+            self._described[memory] = self._describe(memory)
+        self._described[memory].noisy = noisy
+        return self._described[memory]
+
+    def _describe(self, memory: LevelMemory) -> CLaunch:
+        rows = memory.rows
         state = {
             "level": memory.level_N, "branches": memory.branch_NLB, "home": memory.home_NL, "end": memory.end_NL,
             "leaf_chance": memory.weight_NP, "token": memory.token_NP, "place_weight": memory.place_weight_NW,
@@ -73,11 +69,11 @@ class CpuLevelOps(LevelOps):
             "keys": rows.keys_T, "homes": rows.home_T, "pages": rows.pages_T, "groups": rows.group_T,
             "commons": rows.common_T, "numbers": rows.numbers_F, "odds": memory.odds_F, "depths": self._depths,
         }  # fmt: skip
-        told = {name: fields[field].data_ptr() for name, field in FIELDS.items()}
+        told = {RENAMED.get(name, name): field.data_ptr() for name, field in memory.fields.items()}
         return CLaunch(
             sessions=memory.sessions, width=memory.width, children=memory.children, leaves=memory.leaves,
             levels=MAX_LEVELS, group=memory.group, spare=memory.spare, vocabulary=memory.logits_MV.shape[1],
-            record=memory.record_NS.shape[1], branch=MAX_BRANCH, stops=MAX_STOPS, told=TOLD, noisy=noisy,
+            record=memory.record_NS.shape[1], branch=MAX_BRANCH, stops=MAX_STOPS, told=TOLD,
             ranks=RANKS, bins=BINS, distances=len(DEPTHS) + 1, rivals=RIVALS, no_leaf=NO_LEAF, given=GIVEN,
             min_confidence=MIN_CONFIDENCE, min_odds=MIN_ODDS, max_odds=MAX_ODDS,
             **told, **{name: tensor.data_ptr() for name, tensor in state.items()},
@@ -122,8 +118,7 @@ class CpuLevels(Levels):
 
 def cpu_levels(module: Any, layers: PagedLayers, vocabulary: int, *, width: int, children: int) -> CpuLevels | None:
     """What expands several levels of a model in one call; None if the library does not compute all of it."""
-    base, head = module.base_model, module.get_output_embeddings()
-    stack = next(iter(getattr(base, "layers", ())), None)
+    base, head, stack = module.base_model, module.get_output_embeddings(), fused_stack(module)
     if not isinstance(stack, CpuStack) or not isinstance(head, RowLinear) or children + RIVALS > MAX_KEPT:
         return None
     embedding, angles = base.embed_tokens, base.rotary_emb

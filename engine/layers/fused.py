@@ -139,12 +139,16 @@ def fuse(module: Any, dtypes: Collection[torch.dtype], build: Callable[[Any], Fu
 
 def unfuse(module: Any) -> bool:
     """Have a fused model compute as transformers does again, with the same weights; False: it does."""
-    base = module.base_model
-    stack = next(iter(getattr(base, "layers", ())), None)
-    if not isinstance(stack, FusedStack):
+    if (stack := fused_stack(module)) is None:
         return False
-    base.layers, base.norm = stack.restore()
+    module.base_model.layers, module.base_model.norm = stack.restore()
     return True
+
+
+def fused_stack(module: Any) -> FusedStack | None:
+    """What a model has in the place of its decoder layers, if it is fused."""
+    stack = next(iter(getattr(module.base_model, "layers", ())), None)
+    return stack if isinstance(stack, FusedStack) else None
 
 
 def fused_logits(module: Any, tokens_T: Tensor, positions_T: Tensor, rows_R: Tensor) -> Tensor | None:
@@ -153,9 +157,8 @@ def fused_logits(module: Any, tokens_T: Tensor, positions_T: Tensor, rows_R: Ten
     As its own forward computes it, which in all families known here is no more than this, without what that prepares
     for caches and masks: as long as all layers of a small model take.
     """
-    base = module.base_model
-    stack = next(iter(getattr(base, "layers", ())), None)
-    if not isinstance(stack, FusedStack) or type(module).__module__ != type(base).__module__:
+    base, stack = module.base_model, fused_stack(module)
+    if stack is None or type(module).__module__ != type(base).__module__:
         return None
     hidden_1TD = base.embed_tokens(tokens_T[None])
     angles = base.rotary_emb(hidden_1TD, position_ids=positions_T[None])

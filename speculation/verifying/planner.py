@@ -211,8 +211,10 @@ class Planner:
         session, plain, at_hand = asked.session, self.cost(1)(1), sum(tree.odds)
         deepest, agreement = min(asked.drafts, session.deepest), session.lookahead_policy.agreement
         trust, found = self._waits.factor(WAITS_PRIOR), list[tuple[float, float, float]]()
+        if come >= deepest:
+            return found
         for seconds, shares in session.draft_latency.moments(age, come):
-            if come < deepest and age + seconds <= LONGEST_WAIT * plain:
+            if age + seconds <= LONGEST_WAIT * plain:
                 hoped, drafts = kept_if_drafted_again(shares[:deepest], agreement, come, tree.odds)
                 found.append((seconds, at_hand + trust * (hoped - at_hand), drafts))
         return found
