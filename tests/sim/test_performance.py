@@ -34,10 +34,11 @@ def speed(
     coverage: float | None = None,
     costs: str = "usual",
     bounds: Bounds = Bounds(),
+    tokens: int | None = None,
 ) -> Report:
     rng = Random(SEED)
     outcomes = made_up(rng, acceptance, coverage)
-    tokens = 600 if setting.sessions == 1 else 250
+    tokens = tokens or (600 if setting.sessions == 1 else 250)
     return simulate(setting, COSTS[costs], outcomes, rng, tokens=tokens, bounds=bounds)
 
 
@@ -121,12 +122,14 @@ def test_the_trie_beats_the_baselines_at_a_distance(schedule):
 
 
 @pytest.mark.parametrize(
-    ("acceptance", "rtt", "min_gain"), [(0.6, 0.0, 1.0), (0.9, 0.0, 0.98), (0.6, FAR, 0.98), (0.9, FAR, 0.97)]
+    ("acceptance", "rtt", "min_gain", "tokens"),
+    [(0.6, 0.0, 1.0, 600), (0.9, 0.0, 0.98, 600), (0.6, FAR, 0.98, 600), (0.9, FAR, 0.98, 4000)],
 )
-def test_waiting_pays_next_door_and_costs_next_to_nothing_far_away(monkeypatch, acceptance, rtt, min_gain):
-    waiting = speed(SimulationSettings(rtt=rtt), acceptance)
+def test_waiting_pays_next_door_and_costs_nothing_far_away(monkeypatch, acceptance, rtt, min_gain, tokens):
+    """In 600 tokens the last of these varies by 2 % from seed to seed."""
+    waiting = speed(SimulationSettings(rtt=rtt), acceptance, tokens=tokens)
     monkeypatch.setattr(planner, "worth_waiting", lambda *arguments: None)
-    never = speed.__wrapped__(SimulationSettings(rtt=rtt), acceptance)
+    never = speed.__wrapped__(SimulationSettings(rtt=rtt), acceptance, tokens=tokens)
     if min_gain == 1:
         assert never.target_busy > waiting.target_busy, "nothing was waited for"
     assert waiting.rate > min_gain * never.rate
