@@ -148,7 +148,8 @@ def build(name: str, gpu: TimedDevice) -> Subject:
     """A model of random weights on the device, its steps recorded. Raises ModelError, and what the device does."""
     shape = SHAPES[name]
     module = random_module(shape, gpu)
-    how = Treatment(gpu.quantization, pack=False)
+    # What quantising does to random weights says nothing of a model's.
+    how = Treatment(gpu.quantization, pack=False, self_test=gpu.quantization == NONE)
     model = from_module(name, module, {}, gpu.dtype, gpu.device, how)
     record: Record = lambda compute: compute  # noqa: E731
     if gpu.on_cuda:

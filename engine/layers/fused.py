@@ -90,6 +90,11 @@ class RowOpsStack(FusedStack):
     def __init__(self, stock: Any, ops: LayerOps) -> None:
         super().__init__(stock)
         self._ops = ops
+        for layer in self.layers:
+            for name in ("qkv", "output", "gate_up", "down"):
+                product = getattr(layer, name)
+                parts = product.parts if isinstance(product, _SideBySide) else [product]
+                setattr(layer, name, ops.product(list(parts)) or product)
 
     def forward(
         self,

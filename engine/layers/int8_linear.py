@@ -16,6 +16,8 @@ Tensor legend: N tokens, I inputs, O outputs, P planes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -41,23 +43,36 @@ def has_kernel() -> bool:
 
 def planes_of(weight: Tensor) -> int:
     """In how many planes :class:`Int8Linear` would read activations for this weight; 0: it cannot multiply it."""
-    if not is_traceable_wrapper_subclass(weight):
+    if not _by_row(weight) or weight.device.type != "cpu" or weight.shape[-1] > MAX_INPUTS or not has_kernel():
         return 0
-    from torchao.quantization import Int8Tensor, PerRow
+    if weights_alone(weight):
+        return 2
+    from torchao.quantization import PerRow
     from torchao.quantization.quant_primitives import MappingType
 
-    if not isinstance(weight, Int8Tensor) or weight.device.type != "cpu" or not has_kernel():
-        return 0
-    plain = weight.act_pre_scale is None and weight.act_quant_scale is None
-    centred = weight.zero_point is None or not weight.zero_point.any()
-    inputs = weight.shape[-1]
-    if not (plain and centred and list(weight.block_size) == [1, inputs] and inputs <= MAX_INPUTS):
-        return 0
-    activations = weight.act_quant_kwargs
-    if activations is None:
-        return 2
+    quantised: Any = weight
+    activations = quantised.act_quant_kwargs
     usual = activations.mapping_type == MappingType.SYMMETRIC and not activations.reduce_range
     return 1 if usual and isinstance(activations.granularity, PerRow) else 0
+
+
+def weights_alone(weight: Tensor) -> bool:
+    """Whether it is ``values * scale``, with a scale for each row, and wants activations as they are."""
+    quantised: Any = weight
+    return _by_row(weight) and quantised.act_quant_kwargs is None
+
+
+def _by_row(weight: Tensor) -> bool:
+    """Whether torchao made it int8 with a scale for each row and nothing else."""
+    if not is_traceable_wrapper_subclass(weight):
+        return False
+    from torchao.quantization import Int8Tensor
+
+    if not isinstance(weight, Int8Tensor):
+        return False
+    plain = weight.act_pre_scale is None and weight.act_quant_scale is None
+    centred = weight.zero_point is None or not weight.zero_point.any()
+    return bool(plain and centred and list(weight.block_size) == [1, weight.shape[-1]])
 
 
 class Int8Linear(nn.Module):

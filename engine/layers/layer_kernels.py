@@ -12,11 +12,15 @@ Tensor legend: as in :mod:`engine.layers.layer_ops`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
+from engine.layers.int8_kernels import Int8Product
+from engine.layers.int8_linear import weights_alone
 from engine.layers.layer_ops import Activation, LayerOps, Norm, Norms, Pair
 
 GATE_BLOCK = 1024
@@ -127,6 +131,11 @@ class TritonOps(LayerOps):
             queries, heads, size, triton.next_power_of_2(size // 2), norms[0] is not None, num_warps=1, **EXACT,
         )  # fmt: skip
         return query_TQE
+
+    def product(self, parts: Sequence[nn.Module]) -> nn.Module | None:
+        """See :meth:`engine.layers.layer_ops.LayerOps.product`."""
+        taken = all(type(part) is nn.Linear and weights_alone(part.weight) for part in parts)
+        return Int8Product(parts) if taken else None
 
     def gate(self, gate_up_T2I: Tensor, activation: Activation) -> Tensor:
         """See :meth:`engine.layers.layer_ops.LayerOps.gate`."""

@@ -10,6 +10,7 @@ I intermediate size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -65,6 +66,14 @@ class LayerOps:
         keys_SHE.index_copy_(0, slots_T.long(), rotated(key_THE, cos_T1E, sin_T1E))
         values_SHE.index_copy_(0, slots_T.long(), value_THE)
         return rotated(query_TQE, cos_T1E, sin_T1E)
+
+    def product(self, parts: Sequence[nn.Module]) -> nn.Module | None:
+        """Linear layers of the same inputs as one product, side by side; None, as here: they stay as they are.
+
+        Their weights may become views of the joined one.
+        """
+        del parts
+        return None
 
     def gate(self, gate_up_T2I: Tensor, activation: Activation) -> Tensor:
         """The activated first half of each row times its second half, ``[T, I]``."""

@@ -3,7 +3,8 @@
 torchao decides the numbers; it is imported only where something is quantised. Decides which layers are quantised:
 every linear layer but the last, which maps to the vocabulary. Its errors reach the logits as they are: with the bundled
 target and int8-dynamic, quantising it as well raises the divergence from the original by 45 percent. Knows nothing
-about how quantised layers are multiplied fast: on a CPU that is :mod:`engine.layers.int8_linear`'s business.
+about how quantised layers are multiplied fast: on a CPU that is :mod:`engine.layers.int8_linear`'s business, on a GPU
+:mod:`engine.layers.int8_kernels`'.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_noise_words_are_the_references_bit_for_bit():
+def test_noise_words_are_the_references_bit_for_bit() -> None:
     keys = [noise.key(seed, position) for seed in (0, 1, 2**64 - 1) for position in (0, 5, 100_000)]
     words_NV = noise_bits(keys, 4096, torch.device("cuda")).cpu() & noise.MASK32
     for row, key in enumerate(keys):
@@ -34,13 +34,13 @@ def test_noise_words_are_the_references_bit_for_bit():
         Sampling(temperature=1.2, top_k=40, top_p=0.9, min_p=0.01, seed=4),
     ],
 )
-def test_coupled_draws_are_the_same(sampling):
+def test_coupled_draws_are_the_same(sampling: Sampling) -> None:
     logits_NV = torch.randn(64, 4000, generator=torch.Generator().manual_seed(1)) * 3
     draws = [Draw(sampling, position) for position in range(64)]
     assert sample(logits_NV.cuda(), draws) == sample(logits_NV, draws)
 
 
-def test_greedy_text_is_the_same_in_float32():
+def test_greedy_text_is_the_same_in_float32() -> None:
     texts = []
     for device in ("cpu", "cuda"):
         engine = build(EngineSettings(str(MODELS / "target"), dtype="float32", device=device))
@@ -56,7 +56,7 @@ def test_greedy_text_is_the_same_in_float32():
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_a_quantised_model_still_says_the_same(quantization):
+def test_a_quantised_model_still_says_the_same(quantization: str) -> None:
     if quantization == "fp8" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
         pytest.skip("this GPU does not multiply fp8")
     predictions = []

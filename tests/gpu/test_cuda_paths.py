@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,19 +17,19 @@ import torch
 from engine.attention.row_attention import RowAttention
 from engine.attention.triton_rows import TritonRows, find_attention, trial_error
 from engine.build import build
-from engine.cache.kv_cache import KVCache
 from engine.cache.kv_store import PAGE
 from engine.cuda.graphs import CudaRecorder, Record
-from engine.exactness import EXACT, warm_up
+from engine.exactness import warm_up
 from engine.interface import Chunk
 from engine.levels.level_memory import LevelExpansion, TreePlace
-from engine.loading.loader import Model, load
+from engine.loading.loader import load
+from engine.model import Model
 from engine.sampling.rejection import verify_chains
 from engine.sampling.sampling import Draw, candidates, drawn, filtered_log_probs, sample
 from engine.settings import EngineSettings
 from engine.step import Engine
 from speculation.acceptance import Chosen
-from speculation.messages import Sampling, Source
+from speculation.messages import EXACT, Sampling, Source
 from speculation.verifying.calibration import Calibration
 from tests.bundled import MODELS, held_out_prompts
 from tests.by_rows import Twins, by_rows
@@ -65,8 +66,8 @@ def engine_of(model: Model, record: Record | None = None) -> Engine:
 
 
 def plain_engine_of(model: Model) -> Engine:
-    """Sequence by sequence."""
-    return Engine(model, KVCache(model.layers, 40 * PAGE * 4, block=PAGE, dtype=model.dtype, device=model.device))
+    """Sequence by sequence, with pages as large: what is cached is found again alike."""
+    return by_rows(model, 40 * PAGE * 4, RowAttention(page=PAGE))
 
 
 @contextmanager
@@ -93,7 +94,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, told: str) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("heads_per_key", [1, 3, 4, 8])
 @pytest.mark.parametrize("context", [400, 131_072])
-def test_the_kernels_are_found_and_right(dtype, heads_per_key, context):
+def test_the_kernels_are_found_and_right(dtype: torch.dtype, heads_per_key: int, context: int) -> None:
     assert find_attention(context, heads_per_key, dtype, CUDA) is not None
     attention = TritonRows(context, heads_per_key, CUDA)
     assert trial_error(attention, heads_per_key, dtype, CUDA) < {torch.float32: 1e-4}.get(dtype, 0.03)
@@ -101,7 +102,7 @@ def test_the_kernels_are_found_and_right(dtype, heads_per_key, context):
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["computed", "replayed"])
 @pytest.mark.parametrize("seed", range(3))
-def test_steps_by_rows(model, recorded, seed, caplog):
+def test_steps_by_rows(model: Model, recorded: bool, seed: int, caplog: pytest.LogCaptureFixture) -> None:
     """Prompts, decoding, chains and trees, mixed; every one of them is replayed where any is."""
     engine = engine_of(model, CudaRecorder(CUDA) if recorded else None)
     warm_up(engine)
@@ -115,7 +116,7 @@ def test_steps_by_rows(model, recorded, seed, caplog):
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["computed", "replayed"])
-def test_a_token_has_the_same_bits_however_it_is_computed(tmp_path, recorded, monkeypatch):
+def test_a_token_has_the_same_bits_however_it_is_computed(tmp_path: Path, recorded: bool) -> None:
     """Also with the recordings of every number of rows: none had to be given up."""
     folder = save_model("llama", tmp_path, head_dim=64, max_position_embeddings=4096)
     model = load(folder, dtype="bf16", device="cuda", self_test=False, by_rows=False)
@@ -140,7 +141,7 @@ def clear_of_top_p(logits_NV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_draws_and_candidates_are_the_cpus(sampling):
+def test_draws_and_candidates_are_the_cpus(sampling: Sampling) -> None:
     logits_NV = torch.randn(48, 32_000, generator=torch.Generator().manual_seed(2)) * 3
     draws = [Draw(sampling, position) for position in range(48)]
     assert sample(logits_NV.cuda(), draws) == sample(logits_NV, draws)
@@ -152,7 +153,7 @@ def test_draws_and_candidates_are_the_cpus(sampling):
     assert torch.equal(kept[clear], filtered_log_probs(logits_NV, draws).isfinite()[clear])
 
 
-def test_verdicts_of_the_rejection_rule_are_the_cpus():
+def test_verdicts_of_the_rejection_rule_are_the_cpus() -> None:
     logits_RV = torch.randn(40, 500, generator=torch.Generator().manual_seed(3))
     draws = [Draw(Sampling(temperature=1.0, seed=6), position) for position in range(40)]
     chains = [
@@ -162,7 +163,7 @@ def test_verdicts_of_the_rejection_rule_are_the_cpus():
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["computed", "replayed"])
-def test_a_step_waits_for_the_device_only_to_fetch_its_tokens(model, recorded):
+def test_a_step_waits_for_the_device_only_to_fetch_its_tokens(model: Model, recorded: bool) -> None:
     engine = engine_of(model, CudaRecorder(CUDA) if recorded else None)
     sequences = [engine.cache.sequence() for _ in range(4)]
 
@@ -189,7 +190,7 @@ def test_a_step_waits_for_the_device_only_to_fetch_its_tokens(model, recorded):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[:2])
-def test_draft_levels_of_one_launch(model, sampling):
+def test_draft_levels_of_one_launch(model: Model, sampling: Sampling) -> None:
     """Recorded, and asked for without waiting: each place that was expanded draws what one step says of all of them."""
     engine, count = engine_of(model, CudaRecorder(CUDA)), 8
     levels = engine.levels(4, 3)
@@ -223,6 +224,7 @@ def test_draft_levels_of_one_launch(model, sampling):
     for number, level in enumerate(expanded[1:], start=1):
         for place, one in enumerate(level):
             if one is not None:
+                assert one.above is not None
                 node_of[number, place] = len(tokens)
                 parents.append(node_of[one.above])
                 ends.append(ends[parents[-1]] + 1)
@@ -231,14 +233,16 @@ def test_draft_levels_of_one_launch(model, sampling):
     logits_RV = engine.run([Chunk(sequence, tokens, parents, range(len(tokens)))])
     expected = candidates(logits_RV, [Draw(sampling, end) for end in ends], 3)
     for (number, place), node in node_of.items():
-        draws = expanded[number][place].draws
+        reached = expanded[number][place]
+        assert reached is not None
+        draws = reached.draws
         assert [token for token, _ in draws] == [each.token for each in expected[node]]
         assert [confidence for _, confidence in draws] == pytest.approx(
             [each.confidence for each in expected[node]], rel=2e-2
         )
 
 
-def test_draws_recorded_with_a_step_are_those_made_behind_it(model):
+def test_draws_recorded_with_a_step_are_those_made_behind_it(model: Model) -> None:
     """Greedy and at temperatures, also side by side; and nothing waits before they are fetched."""
     engine = engine_of(model, CudaRecorder(CUDA))
     sequence = engine.cache.sequence()
@@ -255,7 +259,7 @@ def test_draws_recorded_with_a_step_are_those_made_behind_it(model):
         sequence.rollback()
 
 
-def test_no_waiting_would_be_noticed():
+def test_no_waiting_would_be_noticed() -> None:
     with pytest.raises(RuntimeError, match="synchroniz"), no_waiting():
         torch.ones(3, device=CUDA).tolist()
 
@@ -263,7 +267,7 @@ def test_no_waiting_would_be_noticed():
 # -- from the settings on ----------------------------------------------------------------------------------------------
 
 
-def test_a_built_engine_says_what_a_plain_one_says():
+def test_a_built_engine_says_what_a_plain_one_says() -> None:
     settings = EngineSettings(str(MODELS / "target"), dtype="bfloat16", device="cuda", cache_tokens=8192)
     fast, plain = build(settings), build(replace(settings, plain_cuda=True))
     assert type(plain.model.attention) is RowAttention and isinstance(fast.model.attention, TritonRows)

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.attention.row_attention import RowAttention
 from engine.cache.kv_cache import KVCache
 from engine.interface import Chunk, StepEngine
-from engine.loading.loader import Model, load
+from engine.loading.loader import load
+from engine.model import Model
 from engine.step import Engine
 
 TINY: dict[str, Any] = {
