@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from speculation.messages import SourceName, Token
@@ -35,10 +34,13 @@ MIN_ODDS = 1e-4
 """No token is hopeless: what is never tried is never learned."""
 MAX_ODDS = 0.999
 
-CELLS = RANKS * BINS * (len(DEPTHS) + 1)
+DISTANCES = len(DEPTHS) + 1
+CELLS = RANKS * BINS * DISTANCES
 
-Cell = tuple[object, ...]
-Cells = tuple[Cell, Cell, Cell]
+Kind = tuple[SourceName, int]
+Margin = tuple[SourceName, int, int]
+Cell = Kind | Margin | tuple[SourceName, int, int, int]
+Cells = tuple[Kind, Margin, Cell]
 """What is learned from a token, and by: its source and rank; its claim besides; and how far ahead it was drafted."""
 
 
@@ -51,9 +53,9 @@ class OddsTable:
     :data:`MAX_ODDS`; and within these again once multiplied by the factor that its session has for its rank.
     """
 
-    factors: Sequence[float]
-    slopes: Sequence[float]
-    offsets: Sequence[float]
+    factors: list[float]
+    slopes: list[float]
+    offsets: list[float]
 
 
 class Tally:
@@ -94,31 +96,34 @@ class Calibration:
         """``wider``: what is believed before this session has shown otherwise."""
         self._wider = wider
         self._tallies: defaultdict[Cell, Tally] = defaultdict(Tally)
+        self._tables: defaultdict[SourceName, OddsTable] = defaultdict(_unlearned)
+        self._stale: set[Margin] = set()
+        """Where tables do not say yet what was learned."""
 
     def __call__(self, node: Node) -> float:
         """Probability that the node is kept if its parent is and the siblings before it are not."""
         return self._odds(node.claim, _cells(node))
 
     def table(self, source: SourceName) -> OddsTable:
-        """All that it believes of a source now; of a session's, see :meth:`factors`."""
+        """All that it believes of a source, which is kept up to date; of a session's, see :meth:`factors`."""
         assert self._wider is None, "a session has factors"
-        cells = [
-            self._corrections((source, rank), tenth, depth)
-            for rank in range(RANKS)
-            for tenth in range(BINS)
-            for depth in range(len(DEPTHS) + 1)
-        ]
-        factors = [self._factor((source, rank), self.PRIOR) for rank in range(RANKS)]
-        return OddsTable(factors, [slope for slope, _ in cells], [offset for _, offset in cells])
+        for margin in self._stale:
+            kind, tenth = margin[:2], margin[2]
+            table, first = self._tables[margin[0]], (kind[1] * BINS + tenth) * DISTANCES
+            table.factors[kind[1]] = self._factor(kind, self.PRIOR)
+            for depth in range(DISTANCES):
+                table.slopes[first + depth], table.offsets[first + depth] = self._corrections(margin, depth)
+        self._stale.clear()
+        return self._tables[source]
 
     def factors(self, source: SourceName) -> list[float]:
         """By rank, what a session makes of the wider belief."""
         return [self._factor((source, rank), self.SESSION_PRIOR) for rank in range(RANKS)]
 
-    def _corrections(self, kind: Cell, tenth: int, depth: int) -> tuple[float, float]:
+    def _corrections(self, margin: Margin, depth: int) -> tuple[float, float]:
         """Slope and offset of what the second and third step make of a belief."""
         slope, offset = 1.0, 0.0
-        for cell in ((*kind, tenth), (*kind, tenth, depth)):
+        for cell in (margin, (*margin, depth)):
             if cell in self._tallies:
                 tally = self._tallies[cell]
                 at_0, at_1 = tally.share(0.0, self.PRIOR), tally.share(1.0, self.PRIOR)
@@ -141,6 +146,7 @@ class Calibration:
         self._tallies[kind].add(kept, claim, self.MEMORY)
         self._tallies[margin].add(kept, 0.0, self.MEMORY)
         self._tallies[depth].add(kept, 0.0, self.MEMORY)
+        self._stale.add(margin)
 
     def _odds(self, claim: float, cells: Cells) -> float:
         kind, margin, depth = cells
@@ -154,9 +160,13 @@ class Calibration:
                     odds = tally.share(odds, self.PRIOR)
         return min(max(odds, MIN_ODDS), MAX_ODDS)
 
-    def _factor(self, kind: Cell, prior: float) -> float:
+    def _factor(self, kind: Kind, prior: float) -> float:
         tally = self._tallies.get(kind)
         return 1.0 if tally is None else tally.factor(prior)
+
+
+def _unlearned() -> OddsTable:
+    return OddsTable([1.0] * RANKS, [1.0] * CELLS, [0.0] * CELLS)
 
 
 def _cells(node: Node) -> Cells:

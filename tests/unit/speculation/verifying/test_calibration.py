@@ -144,6 +144,8 @@ def test_as_numbers_it_makes_the_same_of_a_claim():
     for _ in range(300):
         children = [node(rng.random(), rank, rng.choice([0, 3, 9, 30])) for rank in range(rng.randint(1, 4))]
         (session if rng.random() < 0.5 else wider).observe(place(*children), rng.randrange(6))
+        if rng.random() < 0.1:
+            wider.table(Source.DRAFT)  # which is kept, and has to follow
     table, factors = wider.table(Source.DRAFT), session.factors(Source.DRAFT)
     assert len(set(table.slopes)) > 20 and len(set(factors)) == RANKS
     for _ in range(200):
