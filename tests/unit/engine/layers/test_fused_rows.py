@@ -9,6 +9,9 @@ import torch
 
 from engine.attention.row_attention import RowAttention
 from engine.layers.fused import FusedStack
+from engine.layers.int8_kernels import Int8Product
+from engine.layers.int8_linear import has_kernel
+from engine.layers.layer_kernels import TritonOps
 from engine.layers.layer_ops import LayerOps
 from engine.loading import loader
 from engine.model import Model
@@ -45,6 +48,18 @@ def test_known_models_are_served_fused_and_by_rows(family: str, tmp_path: Path) 
     for step in range(8):
         found, expected = twins.step()
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4, msg=f"step {step}")
+
+
+@pytest.mark.skipif(not has_kernel(), reason="here no model is quantised on a CPU")
+def test_int8_weights_are_multiplied_by_kernels_and_pass_the_self_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("engine.layers.layer_kernels.TritonOps", TritonOps)
+    model = load(save_model("llama", tmp_path, num_hidden_layers=1), quantization="int8")
+    assert fused(model) and not caplog.records
+    layer = model.module.base_model.layers[0].layers[0]  # type: ignore[union-attr, index]
+    products = (layer.qkv, layer.output, layer.gate_up, layer.down)  # type: ignore[union-attr]
+    assert all(isinstance(product, Int8Product) for product in products)
 
 
 def test_others_run_as_they_are_inside_the_same_steps(tmp_path: Path) -> None:
