@@ -102,7 +102,7 @@ class TargetSession:
         """A baseline schedule waited for a draft that did not come, and none has come since: it waits no more."""
         self.committed_at: float | None = None
         self.answered: Answered | None = None
-        """The last commit, which drafters answer with what they make of it; None: drafting does not pay."""
+        """The last commit, which drafters answer with what they make of it; None: none is asked to."""
         self._answered_before: Answered | None = None
         """The commit before: what came while the step was under way is heard of now."""
         self.constraint: Constraint | None = None
@@ -306,7 +306,8 @@ class TargetSession:
         if self._answered_before is not None:
             self.draft_latency.observe(self._answered_before)
         self._answered_before = self.answered
-        self.answered = Answered(at, self.trie.position) if self._shared.drafting_pays else None
+        asked = self._shared.drafting_pays and self.expects_drafts
+        self.answered = Answered(at, self.trie.position) if asked else None
 
 
 def _unless_drafted(sources: tuple[SourceName, ...]) -> tuple[SourceName, ...]:

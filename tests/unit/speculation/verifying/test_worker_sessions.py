@@ -33,7 +33,7 @@ from speculation.messages import (
 )
 from speculation.trie import InsertResult, VerificationTree
 from speculation.verifying.payoff import Answered, DraftLatencyEstimator
-from speculation.verifying.target_session import TargetSession
+from speculation.verifying.target_session import SharedEstimators, TargetSession
 from transport.codec import encode_to_worker
 
 PROMPT = (1, 2, 3)
@@ -236,6 +236,25 @@ def test_drafts_from_before_both_commits_answer_none():
     without_drafts(session, 4, at=1.000)
     session.propose(follow(session, 5, 6), at=0.999)
     assert session.answered == Answered(1.000, position=4)
+
+
+def test_requests_without_drafts_teach_nothing_of_when_drafts_come():
+    shared = SharedEstimators()
+    drafted, plain = (
+        TargetSession(replace(opened(end=50), speculation=wanted), vocabulary=100, shared_estimators=shared)
+        for wanted in (DRAFTS_ONLY, Speculation(sources=frozenset()))
+    )
+    without_drafts(drafted, 4, at=1.000)
+    answer = follow(drafted, 5, 6, 7)
+    drafted.propose(answer, at=1.005)
+    without_drafts(drafted, 5, at=1.030)
+    without_drafts(drafted, 6, at=1.060)
+    known = share_by(shared.draft_latency, 0.010)
+    assert known > 0.0
+    for step in range(9):
+        without_drafts(plain, 4, at=2.0 + step)
+    assert plain.answered is None
+    assert share_by(shared.draft_latency, 0.010) == known
 
 
 def test_what_lookup_finds_at_once_says_nothing_of_when_drafts_come():
