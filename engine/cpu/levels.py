@@ -25,7 +25,7 @@ from engine.levels.level_ops import LevelOps
 from engine.levels.levels import Levels
 from engine.sampling.sampling import RIVALS
 from speculation.trie import MIN_CONFIDENCE
-from speculation.verifying.calibration import BINS, DEPTHS, MAX_ODDS, MIN_ODDS, RANKS
+from speculation.verifying.calibration import BINS, DEPTHS, DISTANCES, MAX_ODDS, MIN_ODDS, RANKS
 
 ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64)
 """Rows that there is memory for; only those that there are get computed."""
@@ -74,7 +74,7 @@ class CpuLevelOps(LevelOps):
             sessions=memory.sessions, width=memory.width, children=memory.children, leaves=memory.leaves,
             levels=MAX_LEVELS, group=memory.group, spare=memory.spare, vocabulary=memory.logits_MV.shape[1],
             record=memory.record_NS.shape[1], branch=MAX_BRANCH, stops=MAX_STOPS, told=TOLD,
-            ranks=RANKS, bins=BINS, distances=len(DEPTHS) + 1, rivals=RIVALS, no_leaf=NO_LEAF, given=GIVEN,
+            ranks=RANKS, bins=BINS, distances=DISTANCES, rivals=RIVALS, no_leaf=NO_LEAF, given=GIVEN,
             min_confidence=MIN_CONFIDENCE, min_odds=MIN_ODDS, max_odds=MAX_ODDS,
             **told, **{name: tensor.data_ptr() for name, tensor in state.items()},
         )  # fmt: skip

@@ -32,7 +32,7 @@ NO_LEAF, GIVEN, NO_LIMIT = (
 MIN_CONFIDENCE = tl.constexpr(trie.MIN_CONFIDENCE)
 MIN_ODDS, MAX_ODDS = tl.constexpr(calibration.MIN_ODDS), tl.constexpr(calibration.MAX_ODDS)
 RANKS, BINS, CELLS = (tl.constexpr(each) for each in (calibration.RANKS, calibration.BINS, calibration.CELLS))
-DISTANCES = tl.constexpr(len(calibration.DEPTHS) + 1)
+DISTANCES = tl.constexpr(calibration.DISTANCES)
 
 
 @triton.jit

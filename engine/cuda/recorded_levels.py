@@ -22,7 +22,7 @@ from engine.levels.level_ops import LevelOps
 from engine.levels.levels import Levels
 from engine.model import kind_and_line
 from speculation.messages import Sampling
-from speculation.verifying.calibration import CELLS, RANKS, OddsTable
+from speculation.verifying.calibration import RANKS, OddsTable
 
 log = logging.getLogger(__name__)
 
@@ -141,8 +141,7 @@ class RecordedLevels(Levels):
             )
             for session in range(kind.sessions)
         ]
-        odds = OddsTable([1.0] * RANKS, [1.0] * CELLS, [0.0] * CELLS)
-        self._fill(memory, to_device(logits_MV.to(self._dtype), self._device), growths, odds)
+        self._fill(memory, to_device(logits_MV.to(self._dtype), self._device), growths, OddsTable())
         first, further = self._recordings.get(kind) or self._functions(memory, kind)
         first()
         return further()[:2].clone()

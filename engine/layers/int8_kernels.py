@@ -63,7 +63,7 @@ def _multiply(
     if WHOLE:
         sum_OT = sum_OT * tl.load(scale_ptr + outputs, mask=wanted, other=0.0)[:, None]
         if BIAS:
-            sum_OT += tl.load(bias_ptr + outputs, mask=wanted, other=0.0).to(tl.float32)[:, None]
+            sum_OT += tl.load(bias_ptr + outputs, mask=wanted, other=0.0)[:, None]
         tl.store(out_ptr + at, sum_OT.to(out_ptr.dtype.element_ty), mask=inside_OT)
     else:
         tl.store(out_ptr + piece.to(tl.int64) * T * SIZE_O + at, sum_OT, mask=inside_OT)
@@ -82,7 +82,7 @@ def _add(
         sum_O += tl.load(sums_ptr + (t + piece * T) * SIZE_O + o, mask=wanted, other=0.0)
     sum_O *= tl.load(scale_ptr + o, mask=wanted, other=0.0)
     if BIAS:
-        sum_O += tl.load(bias_ptr + o, mask=wanted, other=0.0).to(tl.float32)
+        sum_O += tl.load(bias_ptr + o, mask=wanted, other=0.0)
     tl.store(out_ptr + t * SIZE_O + o, sum_O.to(out_ptr.dtype.element_ty), mask=wanted)
 
 
@@ -92,7 +92,7 @@ class Int8Product(nn.Module):
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         """``parts``: linear layers of the same inputs, whose weights become views of the joined ones.
 
-        :func:`engine.layers.int8_linear.weights_alone` must hold of these.
+        :func:`engine.layers.int8_linear.weights_alone` must hold of these. All have a bias, or none.
         """
         super().__init__()
         weights: list[Any] = [part.weight for part in parts]
@@ -104,12 +104,7 @@ class Int8Product(nn.Module):
         self.values_OI = nn.Parameter(values_OI, requires_grad=False)
         self.scale_O = nn.Parameter(scale_O, requires_grad=False)
         biases: list[Any] = [part.bias for part in parts]
-        self.bias_O: Tensor | None = None
-        if any(bias is not None for bias in biases):
-            told = zip(biases, sizes, strict=True)
-            self.bias_O = torch.cat(
-                [self.scale_O.new_zeros(size) if bias is None else bias.detach().float() for bias, size in told]
-            )
+        self.bias_O = None if biases[0] is None else torch.cat([bias.detach().float() for bias in biases])
         self.out_features, self.in_features = self.values_OI.shape
         tiles = -(-self.out_features // OUTPUTS)
         pieces = max(1, min(-(-PROGRAMS // tiles), self.in_features // SHORTEST))

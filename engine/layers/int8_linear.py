@@ -45,13 +45,13 @@ def planes_of(weight: Tensor) -> int:
     """In how many planes :class:`Int8Linear` would read activations for this weight; 0: it cannot multiply it."""
     if not _by_row(weight) or weight.device.type != "cpu" or weight.shape[-1] > MAX_INPUTS or not has_kernel():
         return 0
-    if weights_alone(weight):
+    quantised: Any = weight
+    activations = quantised.act_quant_kwargs
+    if activations is None:
         return 2
     from torchao.quantization import PerRow
     from torchao.quantization.quant_primitives import MappingType
 
-    quantised: Any = weight
-    activations = quantised.act_quant_kwargs
     usual = activations.mapping_type == MappingType.SYMMETRIC and not activations.reduce_range
     return 1 if usual and isinstance(activations.granularity, PerRow) else 0
 

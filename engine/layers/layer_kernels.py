@@ -134,8 +134,8 @@ class TritonOps(LayerOps):
 
     def product(self, parts: Sequence[nn.Module]) -> nn.Module | None:
         """See :meth:`engine.layers.layer_ops.LayerOps.product`."""
-        taken = all(type(part) is nn.Linear and weights_alone(part.weight) for part in parts)
-        return Int8Product(parts) if taken else None
+        known = all(type(part) is nn.Linear and weights_alone(part.weight) for part in parts)
+        return Int8Product(parts) if known and len({part.bias is None for part in parts}) == 1 else None
 
     def gate(self, gate_up_T2I: Tensor, activation: Activation) -> Tensor:
         """See :meth:`engine.layers.layer_ops.LayerOps.gate`."""

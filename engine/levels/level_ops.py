@@ -19,7 +19,7 @@ from engine.levels.level_memory import GIVEN, MAX_BRANCH, MAX_LEVELS, NO_LEAF, N
 from engine.sampling.noise import gumbel, keys_at
 from engine.sampling.sampling import RIVALS
 from speculation.trie import MIN_CONFIDENCE
-from speculation.verifying.calibration import BINS, CELLS, DEPTHS, MAX_ODDS, MIN_ODDS, RANKS
+from speculation.verifying.calibration import BINS, CELLS, DEPTHS, DISTANCES, MAX_ODDS, MIN_ODDS, RANKS
 
 
 class LevelOps:
@@ -137,7 +137,7 @@ def _worth(
         rank, said_NW = min(number, RANKS - 1), said_NWC[..., number]
         claim_NW = said_NW / torch.maximum(1.0 - before_NW, said_NW)
         tenth_NW = (claim_NW * BINS).long().clamp_(0, BINS - 1)
-        cell_NW = (rank * BINS + tenth_NW) * (len(DEPTHS) + 1) + depth_NW
+        cell_NW = (rank * BINS + tenth_NW) * DISTANCES + depth_NW
         odds_NW = (claim_NW * wide_factor[rank]).clamp(max=1.0)
         odds_NW = (odds_NW * slope[cell_NW] + offset[cell_NW]).clamp(MIN_ODDS, MAX_ODDS)
         odds_NW = (odds_NW * fields["factor"][:, rank, None]).clamp(MIN_ODDS, MAX_ODDS)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from speculation.messages import SourceName, Token
 from speculation.trie import Node
@@ -50,12 +50,13 @@ class OddsTable:
 
     A claim is multiplied by the factor of its rank, and is at most 1. By rank, tenth of the claim and class of distance
     (the last changes fastest, ``CELLS`` in all) follows ``slope * that + offset``, within :data:`MIN_ODDS` and
-    :data:`MAX_ODDS`; and within these again once multiplied by the factor that its session has for its rank.
+    :data:`MAX_ODDS`; and within these again once multiplied by the factor that its session has for its rank. By default
+    nothing was learned.
     """
 
-    factors: list[float]
-    slopes: list[float]
-    offsets: list[float]
+    factors: list[float] = field(default_factory=lambda: [1.0] * RANKS)
+    slopes: list[float] = field(default_factory=lambda: [1.0] * CELLS)
+    offsets: list[float] = field(default_factory=lambda: [0.0] * CELLS)
 
 
 class Tally:
@@ -96,7 +97,7 @@ class Calibration:
         """``wider``: what is believed before this session has shown otherwise."""
         self._wider = wider
         self._tallies: defaultdict[Cell, Tally] = defaultdict(Tally)
-        self._tables: defaultdict[SourceName, OddsTable] = defaultdict(_unlearned)
+        self._tables: defaultdict[SourceName, OddsTable] = defaultdict(OddsTable)
         self._stale: set[Margin] = set()
         """Where tables do not say yet what was learned."""
 
@@ -163,10 +164,6 @@ class Calibration:
     def _factor(self, kind: Kind, prior: float) -> float:
         tally = self._tallies.get(kind)
         return 1.0 if tally is None else tally.factor(prior)
-
-
-def _unlearned() -> OddsTable:
-    return OddsTable([1.0] * RANKS, [1.0] * CELLS, [0.0] * CELLS)
 
 
 def _cells(node: Node) -> Cells:

@@ -194,7 +194,7 @@ class Planner:
         answered = session.answered
         if not self._adaptive or not self._beside or not session.opened.speculation.ahead:
             return None
-        if answered is None or not session.expects_drafts or not session.throughput.rate:
+        if answered is None or not session.throughput.rate:
             return None
         cost, at_hand = self.cost(1), sum(tree.odds)
         later = self._later(asked, tree, now - answered.at, len(answered.reached))
