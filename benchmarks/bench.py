@@ -25,7 +25,7 @@ measures servers that run already. Keep the machine quiet meanwhile.
   paceline bench engine --quick
   paceline bench speculation --quick --json figures.json
   paceline bench speculation
-  paceline bench drafting --only medusa
+  paceline bench drafting --only eagle
   paceline bench gpu --json figures.json
   paceline bench scale --streams 512
   paceline bench serve --url http://127.0.0.1:8000 --against-plain
@@ -34,7 +34,7 @@ measures servers that run already. Keep the machine quiet meanwhile.
 """
 HIDDEN_MULTIPLE = 256
 """Of the engine benchmark's model: four heads of 64 share a key head."""
-PARTS = ("medusa", "eagle", "steps", "repetition", "vocabularies", "structured", "placement")
+PARTS = ("eagle", "steps", "repetition", "vocabularies", "structured", "placement")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,26 +83,6 @@ async def compared(
     return found
 
 
-# -- Medusa heads ------------------------------------------------------------------------------------------------------
-
-MEDUSA = {
-    "plain": Speculation(enabled=False),
-    "medusa alone": Speculation(sources=frozenset({Source.MEDUSA})),
-    "lookup alone": Speculation(sources=frozenset({Source.LOOKUP})),
-    "medusa and lookup": Speculation(sources=frozenset({Source.MEDUSA, Source.LOOKUP})),
-}
-
-
-async def medusa(size: Size) -> AsyncIterator[Sequence[Row]]:
-    """The bundled heads, stretched as the target; without noise, so that they are those of its own function."""
-    shape = Shape(acceptance=1.0)
-    async with serving(_told(shape), "--medusa", str(pairs.stretched_heads(shape))) as dispatcher:
-        runners = {name: served(dispatcher, speculation) for name, speculation in MEDUSA.items()}
-        for seed, temperature in enumerate(size.temperatures):
-            batches = [Batch((prompt,), size.tokens, temperature, seed) for prompt in held_out(size.rounds)]
-            yield await compared(runners, batches, places=True, temperature=temperature)
-
-
 # -- an EAGLE-3 head, at the target and away from it -------------------------------------------------------------------
 
 REMOTE, LOCAL = "head at a draft worker", "head at the target"
@@ -149,7 +129,7 @@ async def steps(size: Size) -> AsyncIterator[Sequence[Row]]:
     """What drafting takes from a target's steps, on the stretched target, one session and eight."""
     shape = Shape()
     target = noiseless_target(shape.hidden, shape.layers)
-    loops = step_costs.costed_loops(target, stretched_eagle(shape), pairs.stretched_heads(shape))
+    loops = step_costs.costed_loops(target, stretched_eagle(shape))
     prompts = itertools.cycle(held_out())
     for sessions in (1, 8):
         yield step_costs.measure(loops, prompts, sessions, size.rounds, size.tokens)
@@ -324,7 +304,6 @@ def _dearest_step(found: Found) -> float | None:
 
 
 PARTS = (
-    Part("medusa", medusa, Size(12, 96, (0.0, 0.8)), Size(3, 48, (0.0, 0.8))),
     Part("eagle", eagle, Size(12, 96, (0.0, 0.8)), Size(3, 48, (0.0,))),
     Part("steps", steps, Size(6, 96, ()), Size(1, 48, ())),
     Part("repetition", repetition, Size(6, 200, (0.0, 0.7)), Size(2, 200, (0.0,))),
@@ -333,7 +312,6 @@ PARTS = (
     Part("placement", placement, Size(4, 64, (0.0, 0.8))),
 )
 GOALS: tuple[Goal[Found], ...] = (
-    Goal("medusa", "Medusa heads alone over plain decoding", 1.3, False, _alone("medusa", "medusa alone")),
     Goal("eagle", "an EAGLE-3 head at a draft worker over plain decoding", 2.5, False, _alone("eagle", REMOTE)),
     Goal("steps", "a target's step with such a head over one without any", 1.02, True, _dearest_step),
     *(

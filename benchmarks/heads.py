@@ -1,4 +1,4 @@
-"""How many tokens a step each way to draft gives by itself: a draft model, Medusa heads, an EAGLE-3 head; in chains.
+"""How many tokens a step each way to draft gives by itself: a draft model, an EAGLE-3 head; in chains.
 
     python -m benchmarks.heads --tokens 128
 
@@ -29,7 +29,7 @@ from benchmarks.fit import teacher
 from benchmarks.fit.command import FitOptions
 from benchmarks.fit.serving import TargetText
 from benchmarks.harness.measure import reached
-from benchmarks.harness.pair import BUNDLED, EAGLE, HEADS, ROOT, held_out
+from benchmarks.harness.pair import BUNDLED, EAGLE, ROOT, held_out
 from benchmarks.harness.report import tell
 from cluster.console import say
 from engine.eagle.cached import packed, unpacked
@@ -90,9 +90,6 @@ def main(prompts: int, tokens: int, depth: int) -> None:
 
     drafted = teacher.passages(told, DRAFT, texts)
     show("draft model", drafted, lambda one, place, k: one.places[place + k])
-    guesses = teacher.guesses(replace(told, medusa=str(HEADS)), texts)
-    asked = [replace(one, guesses=each) for one, each in zip(drafted, guesses, strict=True)]
-    show("medusa", asked, lambda one, place, k: (*one.guesses[place], *((),) * depth)[k])
     for sent in (None, *FeatureFormat):
         fuse = partialmethod(_sent, sent)
         with patch.object(EagleHead, "fuse", fuse) if sent is not None else nullcontext():

@@ -5,7 +5,7 @@
 The bundled target and a drafter are the loops that serve; what is between them, and time, is made up: a step of the
 target takes ``--step`` ms and ``--row`` ms for each of its rows, a forward of a drafter ``--forward`` ms, a message
 half a round trip. So what is counted does not depend on the machine, and comes out the same again. Measured beside it
-are what a target that never waits for drafts makes of the head, and heads in the target's process.
+are what a target that never waits for drafts makes of the head, and the head in the target's process.
 
 With ``--simulated`` only the head at the target is measured, for its text, and of all ways it is said what the
 simulator (:mod:`simulation.simulate`) expects: how near it comes to what was measured is how far it can be believed.
@@ -29,7 +29,7 @@ from benchmarks.fit import teacher
 from benchmarks.fit.command import FitOptions
 from benchmarks.fit.serving import TargetText
 from benchmarks.harness.measure import reached
-from benchmarks.harness.pair import BUNDLED, EAGLE, HEADS, ROOT, held_out
+from benchmarks.harness.pair import BUNDLED, EAGLE, ROOT, held_out
 from benchmarks.harness.report import tell
 from cluster.config.config import SpeculationConfig
 from draft_service.eagle import HeadLookahead
@@ -67,10 +67,10 @@ LIMITS = TargetLimits(budget=Budget(drafts_per_session=SpeculationConfig().max_d
 LINK = "router"
 PLACES = 8
 """At which it is told how many steps kept a draft there."""
-HERE = {"eagle local": Source.EAGLE, "medusa": Source.MEDUSA}
-"""Ways that draft in the target's process, whose time is left out."""
+LOCAL = "eagle local"
+"""Drafts in the target's process; its time is left out."""
 NEVER_WAITING = "eagle remote, never waiting"
-WAYS = (*HERE, "eagle remote", NEVER_WAITING, "draft model")
+WAYS = (LOCAL, "eagle remote", NEVER_WAITING, "draft model")
 SOON = 1e-5
 """Seconds after which a worker that computed nothing looks again."""
 
@@ -176,10 +176,8 @@ class World:
 def world(way: str, clock: Clock, options: argparse.Namespace, one_way: float) -> World:
     """The loops of a way to draft, ``one_way`` seconds apart."""
     settings = TARGET_SETTINGS
-    if way == "medusa":
-        settings = replace(settings, medusa=str(HEADS))
-    elif way != "draft model":
-        settings = replace(settings, eagle=str(EAGLE), eagle_away=way not in HERE)
+    if way != "draft model":
+        settings = replace(settings, eagle=str(EAGLE), eagle_away=way != LOCAL)
     engine = build_target(settings)
     told, drafter = welcome(settings, engine.model, TARGET), None
     forward = options.forward / 1e3
@@ -188,7 +186,7 @@ def world(way: str, clock: Clock, options: argparse.Namespace, one_way: float) -
         own: Any = build(small, invariant=False)
         timed: Any = Timed(own, clock, forward)
         drafter = Lookahead(timed, welcome(small, own.model, DRAFT))
-    elif way not in HERE:
+    elif way != LOCAL:
         head, introduction = load_head(DraftSettings(settings, eagle_format=options.format))
         computes: Any = Timed(head._head, clock, forward)
         head._head = computes
@@ -231,7 +229,7 @@ def _row(way: str, trip: float, said: int, steps: int, seconds: float, offered: 
 
 def sources_of(way: str) -> frozenset[Source]:
     """What its requests allow."""
-    return frozenset({HERE.get(way, Source.DRAFT)})
+    return frozenset({Source.EAGLE if way == LOCAL else Source.DRAFT})
 
 
 def simulated(
@@ -251,12 +249,12 @@ def simulated(
 def simulate_all(options: argparse.Namespace) -> None:
     """Tell what is expected of every way."""
     texts: list[TargetText] = []
-    tell(measure("eagle local", 0.0, options, texts))
+    tell(measure(LOCAL, 0.0, options, texts))
     draft = str(ROOT / "models" / "draft")
     told = FitOptions(target=str(BUNDLED), drafts=(draft,), eagle=str(EAGLE), dtype="float32", device="cpu")
     drafted, by_age = teacher.passages(told, draft, texts), teacher.by_age(told, texts)
     by_head = [replace(one, places=(), by_age=said) for one, said in zip(drafted, by_age, strict=True)]
-    tell(simulated("eagle local", 0.0, options, by_head))
+    tell(simulated(LOCAL, 0.0, options, by_head))
     for way, passages in (("eagle remote", by_head), ("draft model", drafted)):
         for trip in options.trips:
             tell(simulated(way, trip, options, passages))
@@ -279,5 +277,5 @@ if __name__ == "__main__":
         simulate_all(chosen)
         raise SystemExit
     for one in chosen.ways:
-        for each in chosen.trips if one not in HERE else (0.0,):
+        for each in chosen.trips if one != LOCAL else (0.0,):
             tell(measure(one, each, chosen))

@@ -37,7 +37,7 @@ from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from transport.codec import encode_from_worker
 
-NONE, TWIN, REMOTE, LOCAL, MEDUSA = "none", "none, its twin", "eagle remote", "eagle local", "medusa"
+NONE, TWIN, REMOTE, LOCAL = "none", "none, its twin", "eagle remote", "eagle local"
 DRAFTS = 5
 """Of each session in each step; a head drafts as deep."""
 LINK = "router"
@@ -121,7 +121,7 @@ class CostedLoop:
         return texts
 
 
-def costed_loops(target: Path, eagle: Path, medusa: Path) -> dict[str, CostedLoop]:
+def costed_loops(target: Path, eagle: Path) -> dict[str, CostedLoop]:
     """All of them, the one without any drafting first."""
     plain = EngineSettings(str(target), dtype="bfloat16", device="cpu", cache_tokens=16384)
     headed = replace(plain, eagle=str(eagle))
@@ -130,7 +130,6 @@ def costed_loops(target: Path, eagle: Path, medusa: Path) -> dict[str, CostedLoo
         TWIN: CostedLoop(plain),
         REMOTE: CostedLoop(replace(headed, eagle_away=True)),
         LOCAL: CostedLoop(headed, Source.EAGLE),
-        MEDUSA: CostedLoop(replace(plain, medusa=str(medusa)), Source.MEDUSA),
     }
 
 

@@ -23,7 +23,6 @@ from random import Random
 from speculation import digest as digests
 from speculation import noise
 from speculation.drafting.draft_session import NONE_RIGHT, Candidate, Outcome
-from speculation.drafting.heads import HeadGuesses
 from speculation.messages import Token
 
 VOCABULARY = 4096
@@ -142,15 +141,12 @@ class AgreementPassage:
     tokens: tuple[Token, ...]
     places: tuple[tuple[Candidate, ...], ...] = ()
     """Best first; ``places[i]`` stands for ``tokens[i]``. Empty: no drafter was asked."""
-    guesses: tuple[HeadGuesses, ...] = ()
-    """What the target's Medusa heads say of ``tokens[i]`` and those after it. Empty: it has none."""
     by_age: ByAge = ()
     """What an EAGLE head would say. Empty: there is none."""
 
     def __post_init__(self) -> None:
         assert self.prompt and len(self.tokens) > 1, "a text without a prompt, or of one token, has no pace"
         assert len(self.places) in (0, len(self.tokens))
-        assert len(self.guesses) in (0, len(self.tokens))
         assert all(len(places) == len(self.tokens) for places in self.by_age)
 
     def said(self, age: int) -> tuple[tuple[Candidate, ...], ...]:
@@ -189,8 +185,6 @@ class ReplayedRequest:
     text: ReplayedText
     prompt: tuple[Token, ...]
     end: int
-    guesses: tuple[HeadGuesses, ...] = ()
-    """Of Medusa heads, for each position from the end of the prompt on."""
     head: ReplayedText | None = None
     """What an EAGLE head says at the target, if there is one."""
     scope: str = ""
@@ -230,7 +224,7 @@ class Passages:
         end = len(passage.prompt) + len(passage.tokens)
         text = Spoken(passage, self.vocabulary, seed)
         head = Spoken(replace(passage, places=()), self.vocabulary, seed) if passage.by_age else None
-        return ReplayedRequest(text, passage.prompt, end, passage.guesses, head, scope=str(lap))
+        return ReplayedRequest(text, passage.prompt, end, head, scope=str(lap))
 
 
 Texts = Replays | Passages

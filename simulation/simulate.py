@@ -25,7 +25,7 @@ from simulation.agreement import ReplayedRequest, Replays, Texts
 from simulation.costs import Costs
 from simulation.simulated_draft import SimulatedDrafter
 from simulation.simulated_world import Bounds as Bounds
-from simulation.simulated_world import OwnSources, RecordedHeads, SimulatedWorld, SimulationTotals
+from simulation.simulated_world import OwnSources, RecordedEagle, SimulatedWorld, SimulationTotals
 from simulation.simulated_world import SimulationSettings as SimulationSettings
 from speculation.drafting.draft_session import Outcome
 from speculation.messages import Limits, Open, Proposal, Sampling, Schedule, SessionId, Verification
@@ -160,14 +160,14 @@ class _Verified:
     request: ReplayedRequest
     slot: int
     drafter: SimulatedDrafter | None
-    heads: RecordedHeads | None
+    head: RecordedEagle | None
     fed: bool
     """Whether its drafter is sent features of what is committed."""
 
     @property
     def read(self) -> bool:
         """Whether a head reads the hidden states of its next step."""
-        return self.fed or (self.heads is not None and self.heads.guessing)
+        return self.fed or (self.head is not None and self.head.guessing)
 
 
 class _Target:
@@ -184,12 +184,12 @@ class _Target:
         self._woken = 0
 
     def open(self, opened: Open, request: ReplayedRequest, slot: int, drafter: SimulatedDrafter | None) -> None:
-        heads, outputs = self._sources.heads(request), self._sources.outputs(request)
+        head, outputs = self._sources.head(request), self._sources.outputs(request)
         session = self._planner.session(
-            opened, request.text.vocabulary, [one for one in (heads, outputs) if one is not None]
+            opened, request.text.vocabulary, [one for one in (head, outputs) if one is not None]
         )
         fed = drafter is not None and self._world.setting.features
-        self._held[opened.session] = _Verified(session, request, slot, drafter, heads, fed)
+        self._held[opened.session] = _Verified(session, request, slot, drafter, head, fed)
         self._wake()
 
     def hear(self, proposal: Proposal) -> None:
@@ -249,8 +249,8 @@ class _Target:
             drawn = [one.request.text.drawn(node.end, node.digest) for node in (root, *tree.nodes)]
             before = one.session.committed_at
             verification = one.session.commit(drawn, world.now).verification
-            if one.heads is not None:
-                one.heads.stepped(verified=any(node.source is one.heads.source for node in tree.nodes))
+            if one.head is not None:
+                one.head.stepped(verified=any(node.source is one.head.source for node in tree.nodes))
             if before is not None:
                 world.totals.count(verification, world.now - before)
             committed += len(verification.tokens)

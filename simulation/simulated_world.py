@@ -1,9 +1,9 @@
 """What all simulated workers share: what is simulated, the clock, the sums of what has happened, and sources.
 
 A part of :mod:`simulation.simulate`. The draft sources at a target are those that need more than the text of their
-session. What heads say was recorded along the text, or made up; earlier outputs are those of
-the requests that a target has ended, in the very store that serves. What indexing takes is left out: an output can be
-found as soon as its request has ended.
+session. What a head says was recorded along the text, or made up; earlier outputs are those of the requests that a
+target has ended, in the very store that serves. What indexing takes is left out: an output can be found as soon as its
+request has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from simulation.agreement import ReplayedRequest, ReplayedText
 from simulation.costs import Costs
 from speculation import digest as digests
 from speculation.drafting.draft_session import Candidate, DraftLimits
-from speculation.drafting.heads import MAX_LEVELS, NODES, GrowingTree, GuessTree, HeadGuesses, StateDrafts, likeliest
+from speculation.drafting.heads import MAX_LEVELS, NODES, GrowingTree, GuessTree, StateDrafts
 from speculation.messages import Schedule, Source, Sources, Speculation, Token, Verification
 from speculation.sources.suffix import SuffixLookup, SuffixStore
 from speculation.verifying.budget import room_for_drafts
@@ -63,7 +63,7 @@ class SimulationSettings:
     max_depth: int = Speculation().max_depth
     """Longest path of drafts verified in one step, under the trie."""
     sources: frozenset[Source] = frozenset({Source.DRAFT})
-    """Draft sources, under the trie: of those at the target, such as read the text, what was recorded of heads along
+    """Draft sources, under the trie: of those at the target, such as read the text, what was recorded of a head along
     it, or earlier outputs."""
     features: bool = False
     """Whether drafters have an EAGLE head in place of a draft model, which reads what the target sends it."""
@@ -145,42 +145,27 @@ class SimulatedWorld:
         return seconds * self._rng.lognormvariate(-(jitter**2) / 2, jitter) if jitter else seconds
 
 
-class RecordedHeads(StateDrafts):
-    """Heads that say at each place what was recorded there. A :class:`speculation.sources.registry.LocalSource`."""
+class RecordedEagle(StateDrafts):
+    """An EAGLE head at the target, which grows its tree as the one that serves does, to its full depth every time.
 
-    def __init__(self, first: int, guesses: Sequence[HeadGuesses]) -> None:
-        """``guesses[i]`` are those for position ``first + i``; none for a place where the heads had nothing to read."""
-        super().__init__(Source.MEDUSA, max(map(len, guesses), default=0))
-        self._first, self._guesses = first, guesses
-
-    @property
-    def guessing(self) -> bool:
-        """Whether they guess at this place: they do not rest, and there is something to read."""
-        at = self._end - self._first
-        return 0 <= at < len(self._guesses) and bool(self._guesses[at]) and not self.rests
-
-    def propose(self, depth: int) -> GuessTree:
-        """The likeliest of what was guessed for this very place."""
-        if self.guessing:
-            self.guess(self._end, self._grown(depth))
-        return super().propose(depth)
-
-    def _grown(self, depth: int) -> GuessTree:
-        return likeliest(self._guesses[self._end - self._first][:depth], NODES)
-
-
-class RecordedEagle(RecordedHeads):
-    """An EAGLE head at the target, which grows its tree as the one that serves does, to its full depth every time."""
+    A :class:`speculation.sources.registry.LocalSource`.
+    """
 
     def __init__(self, first: int, text: ReplayedText) -> None:
         """``text``: what it says; it has something to read behind position ``first``."""
-        super().__init__(first, ())
-        self.source, self.depth, self._text = Source.EAGLE, MAX_LEVELS, text
+        super().__init__(Source.EAGLE, MAX_LEVELS)
+        self._first, self._text = first, text
 
     @property
     def guessing(self) -> bool:
-        """As of other heads."""
+        """Whether it guesses at this place: it does not rest, and there is something to read."""
         return self._end > self._first and not self.rests
+
+    def propose(self, depth: int) -> GuessTree:
+        """The likeliest of what it guesses for this very place."""
+        if self.guessing:
+            self.guess(self._end, self._grown(depth))
+        return super().propose(depth)
 
     def _grown(self, depth: int) -> GuessTree:
         tree = GrowingTree()
@@ -201,13 +186,11 @@ class OwnSources:
         self._allowed = allowed
         self._store = SuffixStore(capacity) if Source.SUFFIX in allowed else None
 
-    def heads(self, request: ReplayedRequest) -> RecordedHeads | None:
-        """What the heads say for a request that is opened, if there are any."""
-        if Source.EAGLE in self._allowed and request.head is not None:
-            return RecordedEagle(len(request.prompt), request.head)
-        if Source.MEDUSA in self._allowed and request.guesses:
-            return RecordedHeads(len(request.prompt), request.guesses)
-        return None
+    def head(self, request: ReplayedRequest) -> RecordedEagle | None:
+        """What the head says for a request that is opened, if there is one."""
+        if Source.EAGLE not in self._allowed or request.head is None:
+            return None
+        return RecordedEagle(len(request.prompt), request.head)
 
     def outputs(self, request: ReplayedRequest) -> SuffixLookup | None:
         """What it can find in earlier outputs, if any are kept."""

@@ -34,14 +34,14 @@ steps cost on this machine, and simulates the rest. Prints tables, one line of a
   paceline fit
   paceline fit --target ./llama-8b --draft ./llama-1b --draft ./llama-3b --prompts traffic.jsonl --out fit
   paceline fit --target ./llama-8b --draft ./qwen-0.5b --source lookup --round-trip 20 --validate
-  paceline fit --target ./llama-8b --medusa ./llama-8b-medusa --source lookup,medusa,suffix
+  paceline fit --target ./llama-8b --eagle ./llama-8b-eagle --source lookup,eagle,suffix
   paceline fit --target ./llama-8b --draft ./llama-1b --eagle ./llama-8b-eagle --eagle-at drafter
 
 Prompts: JSON lines with "prompt" or "messages" and perhaps "kind", or plain text with a prompt a line. Without any,
 short sets of code, JSON, prose and creative writing are taken. Keep the machine quiet meanwhile.
 """
 NONE = "none"
-SOURCES = {str(source): source for source in (Source.LOOKUP, Source.MEDUSA, Source.EAGLE, Source.SUFFIX)}
+SOURCES = {str(source): source for source in (Source.LOOKUP, Source.EAGLE, Source.SUFFIX)}
 """Sources at the target that can be compared, by the names of the flag."""
 DEPTH = Speculation().max_depth
 """Longest path of drafts that is tried: what a request gets that asks for nothing."""
@@ -99,9 +99,9 @@ _compared, _case, _workers, _results = (
 )
 _DRAFTS = "folder or hub id of a draft model; repeat (default: the bundled draft, for the bundled target)"
 _SOURCES = (
-    "sources at the target, compared in every combination, beside each draft and alone: lookup, medusa, eagle, suffix "
-    "(earlier answers to these prompts); none: also each draft alone; repeat (default: none,lookup, and medusa or "
-    "eagle where heads are given)"
+    "sources at the target, compared in every combination, beside each draft and alone: lookup, eagle, suffix "
+    "(earlier answers to these prompts); none: also each draft alone; repeat (default: none,lookup, and eagle where a "
+    "head is given)"
 )
 _EAGLE_AT = "where that head drafts: target, as a source, or drafter: on a draft worker, as a draft does"
 _PROMPTS = "file with prompts of your traffic; repeat (default: bundled ones, by kind of text)"
@@ -118,7 +118,6 @@ class FitOptions(Options):
     MODULE = "benchmarks.fit.main"
     target: str = _compared("", "folder or hub id (default: the bundled target)", metavar="MODEL")
     drafts: tuple[str, ...] = _compared((), _DRAFTS, name="--draft", metavar="MODEL", whole=True)
-    medusa: str = _compared("", "folder of Medusa heads for the target (default: none)", metavar="DIR")
     eagle: str = _compared("", "folder of an EAGLE-3 head for the target (default: none)", metavar="DIR")
     eagle_at: str = _compared(AT_TARGET, _EAGLE_AT, choices=(AT_TARGET, AT_DRAFTER))
     sources: tuple[str, ...] = _compared((), _SOURCES, name="--source", metavar="X,Y", parse=_source)
@@ -148,7 +147,7 @@ class FitOptions(Options):
             self,
             target=self.target or str(BUNDLED / "target"),
             drafts=self.drafts or (() if self.target else (str(BUNDLED / "draft"),)),
-            sources=self.sources or ("none", "lookup", *map(str, self.heads)),
+            sources=self.sources or ("none", "lookup", *(["eagle"] if self.at_target else [])),
             prompts=tuple(_prompts([Path(str(file)) for file in self.prompts])),
             sessions=tuple(sorted({1, *self.sessions})),
         )
@@ -173,10 +172,9 @@ class FitOptions(Options):
         return self.eagle if self.eagle_at == AT_DRAFTER else ""
 
     @property
-    def heads(self) -> dict[Source, str]:
-        """The folders of heads that guess at the target, by what they are as a source."""
-        given = {Source.MEDUSA: self.medusa, Source.EAGLE: "" if self.away else self.eagle}
-        return {source: folder for source, folder in given.items() if folder}
+    def at_target(self) -> str:
+        """The EAGLE head that drafts at the target, if one does."""
+        return self.eagle if self.eagle_at == AT_TARGET else ""
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -213,18 +211,13 @@ def _prompts(files: Sequence[Path]) -> list[Prompt]:
 def _check_models(options: FitOptions) -> None:
     check_model(options.target, "--target")
     check_tokenizer(options.target)
-    if options.medusa and options.eagle:
-        raise BadInput("--medusa and --eagle: a target has one of them; give one at a time")
-    for source, what in ((Source.MEDUSA, "Medusa heads"), (Source.EAGLE, "an EAGLE-3 head")):
-        folder = options.heads.get(source, "")
-        if folder and source not in options.sources:
-            given = f"--source has {', '.join(options.sources)}"
-            raise BadInput(f"--{source} {folder}: {given}; add {source}, or leave --{source} out")
-        if not folder and source in options.sources:
-            at = f" and --eagle-at {AT_TARGET}" if options.away else ""
-            raise BadInput(f"--source {source}: give the folder of the heads with --{source} DIR{at}")
-        check_heads(folder, f"--{source}", what)
-    check_heads(options.away, "--eagle", "an EAGLE-3 head")
+    if options.at_target and Source.EAGLE not in options.sources:
+        given = f"--source has {', '.join(options.sources)}"
+        raise BadInput(f"--eagle {options.eagle}: {given}; add eagle, or leave --eagle out")
+    if not options.at_target and Source.EAGLE in options.sources:
+        at = f" and --eagle-at {AT_TARGET}" if options.away else ""
+        raise BadInput(f"--source eagle: give the folder of the head with --eagle DIR{at}")
+    check_heads(options.eagle, "--eagle", "an EAGLE-3 head")
     for draft in options.drafts:
         check_model(draft, "--draft")
 

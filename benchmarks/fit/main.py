@@ -44,8 +44,6 @@ def fit(options: FitOptions) -> report.FitResult:
     with stages() as progress, tempfile.TemporaryDirectory(prefix="paceline-fit-") as name:
         progress("comparing tokenizers")
         translated = teacher.translated(options)
-        if options.medusa:
-            teacher.check_heads(options)
         watched = asyncio.run(watch(options, prompts, Path(name), progress))
         texts = spread(watched.texts, len(watched.texts))
         known = replace(learned(options, watched, texts, progress), translated=translated)
@@ -60,11 +58,8 @@ def fit(options: FitOptions) -> report.FitResult:
 def learned(
     options: FitOptions, watched: Watched, texts: Sequence[TargetText], progress: Callable[[str], None]
 ) -> Known:
-    """Costs from the records, and what each draft model, and heads, say along the texts."""
+    """Costs from the records, and what each draft model, and a head, say along the texts."""
     alone = [AgreementPassage(text.prompt, text.tokens) for text in texts]
-    if options.medusa:
-        progress(f"what the heads of {options.medusa} say along the text")
-        alone = [replace(one, guesses=said) for one, said in zip(alone, teacher.guesses(options, texts), strict=True)]
     if options.eagle:
         progress(f"what {options.eagle} says along the text")
         alone = [replace(one, by_age=said) for one, said in zip(alone, teacher.by_age(options, texts), strict=True)]

@@ -97,7 +97,7 @@ def _is_right(passage: AgreementPassage, place: int, age: int) -> bool:
 def _local(way: Way, request: ReplayedRequest, sources: OwnSources) -> list[LocalSource]:
     """The way's sources at the target."""
     opened = Open(SessionId(1), 1, request.prompt, Sampling(), Limits(request.end))
-    found = (*local_sources(opened), sources.heads(request), sources.outputs(request))
+    found = (*local_sources(opened), sources.head(request), sources.outputs(request))
     return [one for one in found if one is not None and one.source in way.local]
 
 
@@ -165,7 +165,7 @@ class Known:
     translated: frozenset[str] = frozenset()
     """Draft models with another tokenizer than the target."""
     heads: Mapping[int, Curve] = field(default_factory=dict)
-    """A step of the target in which heads of its own guess, by sessions and tokens; empty: it has none."""
+    """A step of the target in which a head of its own guesses, by sessions and tokens; empty: it has none."""
     away: str = ""
     """The EAGLE head among the draft models, if one is."""
 

@@ -67,9 +67,8 @@ def configuration(
         found["speculation"] = {"enabled": False}
     else:
         way = chosen.way
-        found["target"] |= {
-            str(source): _path(folder) for source, folder in options.heads.items() if source in way.local
-        }
+        if Source.EAGLE in way.local:
+            found["target"]["eagle"] = _path(options.eagle)
         if way.draft is not None:
             paid = [one for one in loaded if one.speedup >= PAYS] or list(loaded[:1])
             found["draft"] = _worker(options, way.draft) | {"replicas": paid[-1].drafters}
@@ -168,7 +167,7 @@ def _costs(result: FitResult) -> Table:
     alone, target = result.known.costs[None], short(result.options.target)
     verifying = {f"{target} verifies, each": alone}
     if result.known.heads:
-        verifying[f"{target} with heads, each"] = replace(alone, verify=result.known.heads)
+        verifying[f"{target} with a head, each"] = replace(alone, verify=result.known.heads)
     lines = [
         (name, str(n), *(_ms(costs.verify_seconds(n, n * (1 + drafts))) for drafts in (0, *SHOWN)))
         for name, costs in verifying.items()
@@ -296,7 +295,7 @@ def as_json(result: FitResult) -> dict[str, Any]:
     """Everything, in seconds and shares."""
     options, chosen = result.options, result.chosen
     drafts: Sequence[str | None] = (None, *options.drafters)
-    models = ("target", "drafts", "medusa", "eagle", "eagle_at")
+    models = ("target", "drafts", "eagle", "eagle_at")
     named = (*models, "tokens", "temperature", "seed", "dtype", "device", "threads")
     heads = replace(result.known.costs[None], verify=result.known.heads)
     return {

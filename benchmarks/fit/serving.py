@@ -2,7 +2,7 @@
 
 The text is decoded plainly. What a target's step costs by the tokens that it verifies is then found without any
 drafter: requests carry the text just decoded as their ``prediction``, so every draft is right and the depth allowed
-sets the size of the step. With heads at the target, each such run is followed by one in which they guess, too. What a
+sets the size of the step. With a head at the target, each such run is followed by one in which it guesses, too. What a
 drafter's steps cost, and messages between the two, shows when it drafts for a few of the prompts, in turn with plain
 decoding and with drafting and verification in turn, where one waits for the other.
 """
@@ -72,20 +72,20 @@ class Watched:
     ahead: dict[str, list[Span]] = field(default_factory=dict)
     """When the draft drafted while the target verified."""
     guessing: list[Span] = field(default_factory=list)
-    """When heads guessed in each step of the target, and no drafter was there."""
+    """When a head guessed in each step of the target, and no drafter was there."""
 
     @property
     def heads(self) -> Mapping[int, Curve]:
-        """What steps take in which heads guess; nothing without any."""
+        """What steps take in which a head guesses; nothing without one."""
         steps = _within(self.lines[None], self.guessing)
         return costs_in(steps, drafter=False).verify if self.guessing else {}
 
     def costs(self, draft: str | None) -> Costs:
         """Of the target with a drafter, or alone. What its steps cost by themselves is the same for all."""
         undisturbed = [line for there in self.plainly for line in _within(self.lines[there], self.plainly[there])]
-        with_heads = {id(line) for line in _within(self.lines[None], self.guessing)}
-        without_heads = [line for line in self.lines[None] if id(line) not in with_heads]
-        alone = costs_in([*without_heads, *undisturbed], drafter=False)
+        with_head = {id(line) for line in _within(self.lines[None], self.guessing)}
+        without_head = [line for line in self.lines[None] if id(line) not in with_head]
+        alone = costs_in([*without_head, *undisturbed], drafter=False)
         if draft is None:
             return alone
         lines = self.lines[draft]
@@ -141,7 +141,6 @@ def serving(options: FitOptions, role: Role, model: str, record: Path) -> Abstra
     elif role is Role.DRAFT:
         flags += ["--target-tokenizer", options.target]  # translates nothing if it is its own
     else:
-        flags += ["--medusa", options.medusa] if options.medusa else []
         flags += ["--draft-eagle", options.eagle, "--eagle-at", options.eagle_at] if options.eagle else []
         flags += ["--suffix-tokens", str(kept(options))]
     return running(WorkerPlan(role, Path(model), core, record, flags))
@@ -202,7 +201,7 @@ async def _decode(requests: Requests, prompts: Sequence[tuple[Token, ...]], watc
 
 
 async def _time_verification(requests: Requests, watched: Watched, report: Report) -> None:
-    """Steps of every size, for every number of requests at a time; in turn with those in which heads guess, if any."""
+    """Steps of every size, for every number of requests at a time; in turn with those in which a head guesses."""
     texts = watched.texts
     for sessions in requests.options.sessions:
         report(f"what verification costs, {sessions} at a time")
@@ -213,14 +212,13 @@ async def _time_verification(requests: Requests, watched: Watched, report: Repor
                     enabled=depth > 0, max_depth=max(depth, 1), sources=frozenset({Source.PREDICTION})
                 )
                 await requests.run(texts_of_run, speculation, predicted=depth > 0)
-                if requests.options.heads:
-                    await _time_heads(requests, texts_of_run, speculation, watched)
+                if requests.options.at_target:
+                    await _time_head(requests, texts_of_run, speculation, watched)
 
 
-async def _time_heads(requests: Requests, texts: Sequence[TargetText], without: Speculation, watched: Watched) -> None:
-    """The same with heads; where nothing is predicted, their guesses alone are verified, as far as that pays."""
-    sources = frozenset({Source.PREDICTION, *requests.options.heads})
-    speculation = replace(without, enabled=True, sources=sources)
+async def _time_head(requests: Requests, texts: Sequence[TargetText], without: Speculation, watched: Watched) -> None:
+    """The same with a head; where nothing is predicted, its guesses alone are verified, as far as that pays."""
+    speculation = replace(without, enabled=True, sources=frozenset({Source.PREDICTION, Source.EAGLE}))
     began = time.perf_counter()
     await requests.run(texts, speculation, predicted=without.enabled)
     watched.guessing.append((began, time.perf_counter()))

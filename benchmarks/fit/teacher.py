@@ -1,4 +1,4 @@
-"""What draft models and heads say along the target's text: a forward over prompt and text, all places at once.
+"""What draft models and EAGLE heads say along the target's text: a forward over prompt and text, all places at once.
 
 The model, the shape of its candidates and the noise are those of a draft worker, so what it says at a place is what it
 would say there while serving, whatever was drafted before.
@@ -8,11 +8,10 @@ drafted stays as it is, and where the text leaves its drafts the end is cut anew
 (:mod:`draft_service.translation`). Its first choice is taken to have been read ahead, as by a worker that is
 not late.
 
-Heads are those of a target worker (:mod:`target_service.drafting.medusa`), in model, guesses and noise. What an EAGLE
-head says of a place depends on how far it has gone on by itself to get there, and on that alone as long as its guesses
-before were right, which is all that counts; so each place is asked once for each such age.
+What an EAGLE head says of a place depends on how far it has gone on by itself to get there, and on that alone as long
+as its guesses before were right, which is all that counts; so each place is asked once for each such age.
 
-Tensor legend: R places, T tokens, N rows, D hidden size, H heads, V vocabulary.
+Tensor legend: R places, T tokens, N rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -35,22 +33,16 @@ from engine.cache.kv_cache import CachedSequence
 from engine.cache.kv_store import PAGE
 from engine.eagle.head import EagleHead
 from engine.interface import Chunk
-from engine.loading.checkpoint import read_config
-from engine.medusa import MedusaHeads, read
 from engine.sampling.sampling import Draw, candidates
 from engine.settings import EngineSettings
 from engine.step import Engine
 from simulation.agreement import AgreementPassage, ByAge
 from speculation.drafting.draft_session import Candidate, DraftLimits
-from speculation.drafting.heads import WIDTH as EAGLE_WIDTH
-from speculation.drafting.heads import HeadGuesses
+from speculation.drafting.heads import WIDTH
 from speculation.messages import Sampling, Token
 from target_service.drafting.features import KEPT
-from target_service.drafting.medusa import WIDTH
 
 FED = 512
-PLACES = 32
-"""At which the heads are asked at once; each gives as many rows of logits as there are heads."""
 AGES = 16
 """At which an EAGLE head is asked: twice as far as it guesses at a target, as drafters run ahead of their features."""
 
@@ -96,10 +88,10 @@ def _length(text: TargetText, known: Vocabularies | None) -> int:
     return len(own) + len(text.tokens)
 
 
-def _along(engine: Engine, text: TargetText, left_out: int) -> Iterator[tuple[range, Tensor]]:
-    """Read prompt and text but for their last tokens; yields the places, by position, whose rows were computed."""
+def _along(engine: Engine, text: TargetText) -> Iterator[tuple[range, Tensor]]:
+    """Read prompt and text but for the last token; yields the places, by position, whose rows were computed."""
     words, first = text.prompt + text.tokens, len(text.prompt)
-    sequence, end = engine.cache.sequence(), len(text.prompt + text.tokens) - left_out
+    sequence, end = engine.cache.sequence(), len(words) - 1
     for start in range(0, end, FED):
         fed = words[start : min(start + FED, end)]
         # The row of a token says what follows it.
@@ -111,7 +103,7 @@ def _along(engine: Engine, text: TargetText, left_out: int) -> Iterator[tuple[ra
 
 def _passage(engine: Engine, text: TargetText, sampling: Sampling) -> AgreementPassage:
     places: list[tuple[Candidate, ...]] = []
-    for positions, logits_RV in _along(engine, text, 1):
+    for positions, logits_RV in _along(engine, text):
         draws = [Draw(sampling, position) for position in positions]
         places += map(tuple, candidates(logits_RV, draws, DraftLimits().children))
     return AgreementPassage(text.prompt, text.tokens, tuple(places))
@@ -149,44 +141,20 @@ def _fed(engine: Engine, cached: CachedSequence, tokens: Sequence[Token]) -> Ten
             return logits_RV
 
 
-def check_heads(options: FitOptions) -> None:
-    """Whether the heads are of the target's size. Raises FitError or :class:`engine.model.ModelError`."""
-    found = read(Path(options.medusa).expanduser())
-    wanted = read_config(options.target).get_text_config(decoder=True).hidden_size
-    if found.hidden != wanted:
-        reads = f"these heads read hidden states of {found.hidden} numbers, {options.target} has {wanted}"
-        raise FitError(f"--medusa {options.medusa}: {reads}; give heads that were trained for it")
-
-
-def guesses(options: FitOptions, texts: Sequence[TargetText]) -> list[tuple[HeadGuesses, ...]]:
-    """For each text what the heads say at every place; nothing at the first. Raises :class:`engine.model.ModelError`.
-
-    There the target has only just read the prompt, and nothing of its own was drawn yet.
-    """
-    with _target(options, texts) as engine:
-        assert engine.heads is not None
-        return [((), *_said(engine, engine.heads, text, options.sampling)) for text in texts]
-
-
 def by_age(options: FitOptions, texts: Sequence[TargetText]) -> list[ByAge]:
     """For each text what the EAGLE head says at every place, by age. Raises :class:`engine.model.ModelError`."""
-    with _target(options, texts) as engine:
+    longest = max(len(text.prompt) + len(text.tokens) for text in texts)
+    settings = replace(_settings(options, options.target, longest), eagle=options.eagle)
+    with closing(build(settings)) as engine:
         assert engine.eagle is not None
         return [_said_by_age(engine, engine.eagle, text, options.sampling) for text in texts]
-
-
-def _target(options: FitOptions, texts: Sequence[TargetText]) -> closing[Engine]:
-    """The target with its heads, with room for each of the texts."""
-    longest = max(len(text.prompt) + len(text.tokens) for text in texts)
-    settings = _settings(options, options.target, longest)
-    return closing(build(replace(settings, medusa=options.medusa, eagle=options.eagle)))
 
 
 @torch.inference_mode()
 def _said_by_age(engine: Engine, head: EagleHead, text: TargetText, sampling: Sampling) -> ByAge:
     """Of a prompt it reads as much as targets send to one elsewhere."""
     aux: list[Tensor] = []
-    for _ in _along(engine, text, 1):
+    for _ in _along(engine, text):
         assert engine.aux is not None
         aux.append(engine.aux)
     cut = max(len(text.prompt) - KEPT, 0)
@@ -200,32 +168,6 @@ def _said_by_age(engine: Engine, head: EagleHead, text: TargetText, sampling: Sa
         logits_RV.index_copy_(1, head.target_ids, rows_RV)
         missing = len(text.tokens) - len(rows_RV)
         draws = [Draw(sampling, len(text.prompt) + place) for place in range(missing, len(text.tokens))]
-        said = candidates(logits_RV[:, : engine.model.vocabulary], draws, EAGLE_WIDTH)
+        said = candidates(logits_RV[:, : engine.model.vocabulary], draws, WIDTH)
         found.append(((),) * missing + tuple(map(tuple, said)))
     return tuple(found)
-
-
-def _said(engine: Engine, heads: MedusaHeads, text: TargetText, sampling: Sampling) -> list[HeadGuesses]:
-    """At the places from the second on.
-
-    Heads guess from the state that the last token was drawn from, which the model was in when it had read the one
-    before that.
-    """
-    found: list[HeadGuesses] = []
-    for positions, _ in _along(engine, text, 2):
-        if positions:
-            assert engine.hidden is not None
-            for some_RD in torch.split(engine.hidden, PLACES):
-                position = len(text.prompt) + 1 + len(found)
-                found += _asked(heads, some_RD, engine.model.vocabulary, position, sampling)
-    return found
-
-
-@torch.inference_mode()
-def _asked(heads: MedusaHeads, hidden: Tensor, vocabulary: int, position: int, sampling: Sampling) -> list[HeadGuesses]:
-    """What the heads say at the places from ``position`` on; ``hidden``: their states, ``[R, D]``."""
-    logits_HRV = heads(hidden)[..., :vocabulary].float()
-    count = len(hidden)
-    draws = [Draw(sampling, position + row + head) for head in range(len(heads)) for row in range(count)]
-    said = candidates(logits_HRV.flatten(0, 1), draws, WIDTH)
-    return [tuple(said[row::count]) for row in range(count)]

@@ -20,15 +20,13 @@ from torch import nn
 
 from cluster.config.environment import CHECKOUT
 from engine.eagle import loading as eagle
-from engine.medusa import read, save
 from models.corpus import read_prompts
-from models.growth import grow_to, stretch, stretch_eagle, stretch_heads
+from models.growth import grow_to, stretch, stretch_eagle
 from models.pair import VOCABULARY, load, load_tokenizer, parameter_count, save_tokenizer
 from models.stretch import calibrate_noise, calibration_prompts
 
 ROOT = CHECKOUT
 BUNDLED = ROOT / "models" / "target"
-HEADS = ROOT / "models" / "medusa"
 EAGLE = ROOT / "models" / "eagle"
 CACHE = ROOT / "benchmarks" / ".cache"
 SEED = 0
@@ -105,13 +103,6 @@ def noiseless_target(hidden: int, layers: int, device: torch.device | None = Non
         save_tokenizer(load_tokenizer(BUNDLED), fresh)
 
     return _once(f"{_checkpoint(BUNDLED)}-h{hidden}-l{layers}-silent", build)
-
-
-def stretched_heads(shape: Shape) -> Path:
-    """The bundled Medusa heads for the stretched target of this shape; they compute what they do for the bundled."""
-    made = sha256((HEADS / "medusa_lm_head.pt").read_bytes()).hexdigest()[:8]
-    heads = stretch_heads(read(HEADS), shape.hidden)
-    return _once(f"{made}-medusa-h{shape.hidden}", lambda fresh: save(heads, fresh, "stretched target"))
 
 
 def stretched_eagle(shape: Shape) -> Path:

@@ -19,7 +19,6 @@ from draft_service.translation import read_vocabularies, translator
 from engine.build import build, build_target, welcome
 from engine.cache.kv_store import PAGE
 from engine.interface import Chunk
-from engine.medusa import MedusaHeads, save
 from engine.recorder import Recorder
 from router.text.tokenizer import Tokenizer
 from simulation.agreement import AgreementPassage
@@ -30,7 +29,6 @@ from speculation.events import Role
 from speculation.messages import ANCHOR, Limits, Open, SessionId, Source, Verification
 from speculation.sources.suffix import SuffixSettings
 from target_service.drafting.eagle import EagleDrafter
-from target_service.drafting.medusa import HeadDrafter
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.bundled import MODELS, held_out_prompts
 from tests.stack import settings
@@ -38,7 +36,7 @@ from transport.worker import Door, Worker
 
 TOKENS = 16
 TARGET, DRAFT, OTHER = (str(MODELS / name) for name in ("target", "draft", "draft_other"))
-HEADS, EAGLE = (str(MODELS / name) for name in ("medusa", "eagle"))
+EAGLE = str(MODELS / "eagle")
 PROMPTS = (
     Prompt("code", "code: line 1", "import re\nimport functools\n\n\ndef "),
     Prompt("json", "json: line 1", '{"a": 1, "b": 2}\n{"a": 1, "b": 2}\n{"a": 1, '),
@@ -64,7 +62,7 @@ def tokens_of(options: FitOptions) -> list[tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def engines():
     return {
-        Role.TARGET: build_target(replace(settings("target", 2048), medusa=HEADS)),
+        Role.TARGET: build_target(replace(settings("target", 2048), eagle=EAGLE)),
         Role.DRAFT: build(settings("draft", 2048), invariant=False),
     }
 
@@ -124,12 +122,13 @@ async def test_a_fit_of_real_workers_from_their_records_to_the_check(in_process,
     """Costs from the records, the draft's words, a forecast, the tables, and the same text when it is served."""
     for name in ("TIMED", "DRAFTED"):
         monkeypatch.setattr(serving, name, 1)
-    options = replace(OPTIONS, medusa=HEADS)
+    options = replace(OPTIONS, eagle=EAGLE)
     watched = await serving.watch(options, tokens_of(options), tmp_path, lambda _: None)
     assert [text.kind for text in watched.texts] == ["code", "json"]
     known = main.learned(options, watched, watched.texts, lambda _: None)
     assert set(known.costs[None].verify) == set(known.heads) == {1, 2}
-    assert all(len(passage.guesses) == TOKENS for passage in (*known.passages[None], *known.passages[DRAFT]))
+    for passage in (*known.passages[None], *known.passages[DRAFT]):
+        assert len(passage.by_age) == teacher.AGES and all(len(places) == TOKENS for places in passage.by_age)
     alone, drafted = known.costs[None], known.costs[DRAFT]
     assert alone.verify_seconds(2, 6) == drafted.verify_seconds(2, 6) >= alone.verify_seconds(2, 2) > 0
     assert 0 < drafted.draft(1) < 1
@@ -216,36 +215,10 @@ def learned_in(record) -> list:
     return [one for line in lines for session in line["learned"] for one in session["outcomes"]]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_what_heads_are_said_to_say_is_what_they_say_while_they_serve(engines, monkeypatch, temperature):
-    """Asked along the text, against a target worker that drafts with them and writes it."""
-    said = {}
-    guesses_of = HeadDrafter._guesses
-
-    def unused(drafter, sessions, hidden_ND):
-        said[sessions[0].session.trie.position] = guesses_of(drafter, sessions, hidden_ND)[0]
-        return [[]]
-
-    monkeypatch.setattr(HeadDrafter, "_guesses", unused)
-    options = replace(OPTIONS, temperature=temperature, seed=3, medusa=HEADS, sources=("medusa",))
-    prompt = tokens_of(options)[0]
-    text = serving.TargetText("code", prompt, written_with(Source.MEDUSA, engines[Role.TARGET], prompt, options))
-    (guesses,) = teacher.guesses(options, [text])
-    assert sorted(said) == [len(prompt) + place for place in range(1, TOKENS)], "at each step but that of the prompt"
-    assert guesses[0] == ()
-    for position, places in said.items():
-        expected = guesses[position - len(prompt)]
-        assert [[one.token for one in place] for place in places] == [
-            [one.token for one in place] for place in expected
-        ]
-        for place, other in zip(places, expected, strict=True):
-            assert [one.confidence for one in place] == pytest.approx([one.confidence for one in other], abs=2e-3)
-
-
-def written_with(heads: Source, engine, prompt, options: FitOptions) -> tuple[int, ...]:
-    """A text as a target worker writes it; whatever its heads say goes unused here, so every place has a step."""
+def written_with_a_head(engine, prompt, options: FitOptions) -> tuple[int, ...]:
+    """A text as a target worker writes it; whatever its head says goes unused here, so every place has a step."""
     loop = VerifyLoop(engine, welcome(settings("target"), engine.model, "target"), TargetLimits(adaptive=False))
-    alone = Way(None, frozenset({heads})).speculation()
+    alone = Way(None, frozenset({Source.EAGLE})).speculation()
     end = Limits(len(prompt) + TOKENS)
     loop.receive("router", Open(SessionId(1), 1, prompt, options.sampling, end, speculation=alone))
     found = []
@@ -267,7 +240,7 @@ def test_what_an_eagle_head_is_said_to_say_is_what_it_says_while_it_serves(monke
     options = replace(OPTIONS, temperature=temperature, seed=3, eagle=EAGLE, sources=("eagle",))
     engine = build_target(replace(settings("target", 2048), eagle=EAGLE))
     prompt = tokens_of(options)[0]
-    text = serving.TargetText("code", prompt, written_with(Source.EAGLE, engine, prompt, options))
+    text = serving.TargetText("code", prompt, written_with_a_head(engine, prompt, options))
     (by_age,) = teacher.by_age(options, [text])
     assert sorted(trees) == [len(prompt) + place for place in range(1, TOKENS - 1)], "before the last nothing fits"
     compared = [0] * MAX_LEVELS
@@ -283,14 +256,6 @@ def test_what_an_eagle_head_is_said_to_say_is_what_it_says_while_it_serves(monke
                 break
             node = next(i for i, parent in enumerate(tree.parents) if (parent, tree.tokens[i]) == (node, token))
     assert compared[0] == TOKENS - 2 and compared[3], compared
-
-
-def test_heads_of_another_size_are_refused_in_one_line(tmp_path):
-    save(MedusaHeads(8, 4000, 2, 1), tmp_path, "some target")
-    with pytest.raises(
-        FitError, match=r"these heads read hidden states of 8 numbers, .* has \d+; give heads that were"
-    ):
-        teacher.check_heads(replace(OPTIONS, medusa=str(tmp_path)))
 
 
 async def test_contenders_of_a_check_learn_nothing_from_each_other(in_process, texts, tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ from simulation.agreement import AgreementPassage, Passages, made_up
 from simulation.costs import Costs, Curve
 from simulation.simulate import SimulationSettings, simulate, simulate_texts
 from speculation.drafting.draft_session import Candidate, Outcome
-from speculation.drafting.heads import HeadGuesses
 from speculation.messages import Schedule, Source
 
 SEED = 7
@@ -17,7 +16,7 @@ VOCABULARY = 4000
 LENGTH = 100
 VERIFY = {1: Curve.straight(0.030, 0.01)}
 COSTS = Costs(VERIFY, Curve.straight(0.002, 0.04), to_target=0.0014, to_draft=0.0014, heads=VERIFY)
-LOOKUP, HEADS, SUFFIX = (frozenset({source}) for source in (Source.LOOKUP, Source.MEDUSA, Source.SUFFIX))
+LOOKUP, SUFFIX = (frozenset({source}) for source in (Source.LOOKUP, Source.SUFFIX))
 
 
 def spoken(outcomes: list[Outcome], rng: Random) -> AgreementPassage:
@@ -61,28 +60,6 @@ def words(rng: Random, length: int = LENGTH) -> tuple[int, ...]:
     return tuple(rng.randrange(VOCABULARY) for _ in range(length))
 
 
-def guessed(tokens: tuple[int, ...], right: float, rng: Random, heads: int = 3) -> tuple[HeadGuesses, ...]:
-    """What heads say along some tokens that are right so often, each by itself; nothing at the first place."""
-
-    def head(place: int) -> tuple[Candidate, ...]:
-        token = tokens[place] if place < len(tokens) else 0
-        return (Candidate(token if rng.random() < right else (token + 1) % VOCABULARY, 0.9), Candidate(7, 0.05))
-
-    return ((), *(tuple(head(place + ahead) for ahead in range(heads)) for place in range(1, len(tokens))))
-
-
-@pytest.mark.parametrize(("right", "depth", "expected"), [(1.0, 16, 4.0), (1.0, 2, 3.0), (0.0, 16, 1.0)])
-def test_heads_say_what_was_recorded_and_no_more_of_them_than_there_are(right, depth, expected):
-    rng = Random(SEED)
-    tokens = words(rng)
-    texts = Passages([AgreementPassage((1, 2), tokens, (), guessed(tokens, right, rng))], VOCABULARY)
-    setting = SimulationSettings(sources=HEADS, drafters=0, max_depth=depth)
-    report = simulate_texts(setting, COSTS, texts, Random(SEED), tokens=400)
-    assert report.tokens_per_verification == pytest.approx(expected, rel=0.08), f"seed {SEED}"
-    ignored = simulate_texts(SimulationSettings(sources=LOOKUP, drafters=0), COSTS, texts, Random(SEED), tokens=200)
-    assert ignored.tokens_per_verification == pytest.approx(1.0, abs=0.02), "requests that do not ask for heads"
-
-
 def aged(tokens: tuple[int, ...], right: int, ages: int = 8) -> AgreementPassage:
     """What an EAGLE head says that is right at so many ages, and wrong at those beyond."""
     wrong = tuple((token + 1) % VOCABULARY for token in tokens)
@@ -96,11 +73,13 @@ EAGLE = SimulationSettings(sources=frozenset({Source.EAGLE}), drafters=0)
 AWAY = SimulationSettings(features=True)
 
 
-@pytest.mark.parametrize(("right", "expected"), [(0, 1.0), (2, 3.0), (8, 9.0)])
-def test_a_head_at_the_target_is_asked_as_far_from_its_true_states_as_its_tree_is_deep(right, expected):
+@pytest.mark.parametrize(("right", "depth", "expected"), [(0, 16, 1.0), (2, 16, 3.0), (8, 16, 9.0), (8, 2, 3.0)])
+def test_a_head_at_the_target_is_asked_as_far_from_its_true_states_as_its_tree_is_deep(right, depth, expected):
     texts = Passages([aged(words(Random(SEED)), right)], VOCABULARY)
-    report = simulate_texts(EAGLE, COSTS, texts, Random(SEED), tokens=400)
+    report = simulate_texts(replace(EAGLE, max_depth=depth), COSTS, texts, Random(SEED), tokens=400)
     assert report.tokens_per_verification == pytest.approx(expected, rel=0.08)
+    ignored = simulate_texts(SimulationSettings(sources=LOOKUP, drafters=0), COSTS, texts, Random(SEED), tokens=200)
+    assert ignored.tokens_per_verification == pytest.approx(1.0, abs=0.02), "requests that do not ask for a head"
 
 
 def test_a_head_elsewhere_reads_features_as_they_come_and_distance_makes_what_it_says_old():

@@ -30,7 +30,7 @@ def started(monkeypatch):
 
 SERVE = "bench serve --url http://127.0.0.1:8000"
 GPU = "bench gpu --device cpu"
-EAGLE, MEDUSA = (str(MODELS / name) for name in ("eagle", "medusa"))
+EAGLE = str(MODELS / "eagle")
 NOWHERE = "--json /nowhere/figures.json: no such folder"
 MISTAKES = [
     ("bench speculation --prompts 0", "--prompts must be at least 1, got 0"),
@@ -40,7 +40,7 @@ MISTAKES = [
     (f"bench speculation --out {__file__}", f"--out {__file__}: {__file__} is not a folder"),
     (f"bench speculation --out {__file__}/below/it", f"{__file__} is not a folder"),
     ("bench speculation --quick --out results", "--out belongs to a full run"),
-    ("bench drafting --only nonsense", "--only nonsense: no such part; there are medusa, "),
+    ("bench drafting --only nonsense", "--only nonsense: no such part; there are eagle, "),
     ("bench drafting --device cuda", "part eagle alone is measured on a GPU; add --only eagle"),
     ("bench engine --hidden 100", "--hidden must be a multiple of 256, got 100"),
     ("bench engine --hidden 0", "--hidden must be a multiple of 256, got 0"),
@@ -88,14 +88,12 @@ MISTAKES = [
     ("bench serve --api-key-env NO_SUCH_KEY", "--api-key-env NO_SUCH_KEY: there is no such variable"),
     ("bench serve --process first", "--process first: must be the id of a process on this machine"),
     ("bench serve --process 0", "--process 0: is of this command's own process group"),
-    ("fit --source crystal-ball", "--source 'crystal-ball': must be one of none, lookup, medusa, eagle"),
-    ("fit --source medusa", "--source medusa: give the folder of the heads with --medusa DIR"),
-    (f"fit --medusa {MEDUSA} --source lookup", "--source has lookup; add medusa, or leave"),
-    ("fit --medusa /nowhere/heads", "--medusa /nowhere/heads: not a folder of Medusa heads"),
+    ("fit --source crystal-ball", "--source 'crystal-ball': must be one of none, lookup, eagle, suffix"),
+    ("fit --source eagle", "--source eagle: give the folder of the head with --eagle DIR"),
+    ("fit --eagle /nowhere/head", "--eagle /nowhere/head: not a folder of an EAGLE-3 head"),
     (f"fit --eagle {EAGLE} --source lookup", "--source has lookup; add eagle, or leave --eagle out"),
     (f"fit --eagle {EAGLE} --eagle-at drafter --source eagle", "with --eagle DIR and --eagle-at target"),
     ("fit --eagle /nowhere/head --eagle-at drafter", "--eagle /nowhere/head: not a folder of an EAGLE-3"),
-    (f"fit --eagle {EAGLE} --medusa {MEDUSA}", "--medusa and --eagle: a target has one of them"),
     (f"fit --source none --target {MODELS / 'target'}", "nothing to compare: give a --draft, or --source"),
     ("fit --round-trip 0,-5", "--round-trip '-5': must be milliseconds from 0 to"),
     ("fit --sessions 1,65", "--sessions '65': must be a whole number from 1 to 64"),

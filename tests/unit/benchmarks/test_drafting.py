@@ -14,7 +14,7 @@ from benchmarks import drafting, heads, remote_heads, step_costs
 from benchmarks.bench import PARTS, DraftingOptions
 from benchmarks.drafting import GOALS, NOT_COUNTED, REPETITION, Part, Row, Size
 from benchmarks.grammar_prompts import ROWS, edits, functions, rows
-from benchmarks.harness.pair import BUNDLED, EAGLE, HEADS, held_out
+from benchmarks.harness.pair import BUNDLED, EAGLE, held_out
 from benchmarks.harness.report import Goal
 from speculation.messages import FeatureFormat, Source
 
@@ -41,7 +41,7 @@ def test_only_the_greedy_run_of_the_contender_itself_counts() -> None:
             {"temperature": 0.8, "contender": name, "ratio_to_plain": 3.0},
         ]
 
-    assert judged("medusa", rows("medusa alone")) == [(1.25, False)]
+    assert judged("eagle", rows(drafting.REMOTE)) == [(1.25, False)]
     assert judged("vocabularies", rows("draft, another tokenizer")) == [(1.25, True)]
 
 
@@ -92,14 +92,14 @@ OPTIONS = Namespace(prompts=1, tokens=16, step=30.0, row=0.3, forward=1.25, form
 def test_ways_to_draft_are_compared_in_chains(capsys: pytest.CaptureFixture[str]) -> None:
     heads.main(prompts=1, tokens=24, depth=3)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert [row["way"] for row in rows][:3] == ["draft model", "medusa", "eagle"]
+    assert [row["way"] for row in rows][:2] == ["draft model", "eagle"]
     for row in rows:
         reached = row["steps_reaching_place"]
         assert 1.0 <= row["tokens_per_step"] <= 4.0 and len(reached) == 3
         assert reached == sorted(reached, reverse=True)
 
 
-@pytest.mark.parametrize("way", [*remote_heads.HERE, "eagle remote", "draft model"])
+@pytest.mark.parametrize("way", [remote_heads.LOCAL, "eagle remote", "draft model"])
 def test_a_way_gives_the_same_in_made_up_time_again(way: str) -> None:
     first, again = (remote_heads.measure(way, 5.0, OPTIONS) for _ in range(2))
     assert first == again
@@ -109,7 +109,7 @@ def test_a_way_gives_the_same_in_made_up_time_again(way: str) -> None:
 
 
 def test_every_loop_verifies_the_same_drafts() -> None:
-    loops = step_costs.costed_loops(BUNDLED, EAGLE, HEADS)
+    loops = step_costs.costed_loops(BUNDLED, EAGLE)
     rows = step_costs.measure(loops, iter(held_out(2)), sessions=2, rounds=1, tokens=24)
     assert [row["drafting"] for row in rows] == list(loops)
     assert len({row["steps"] for row in rows}) == 1

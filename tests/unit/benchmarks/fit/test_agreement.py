@@ -12,7 +12,7 @@ from speculation.messages import Source
 
 DRAFT = Way("draft")
 LOOKUP = Way(None, frozenset({Source.LOOKUP}))
-HEADS, EAGLE, SUFFIX = (Way(None, frozenset({one})) for one in (Source.MEDUSA, Source.EAGLE, Source.SUFFIX))
+EAGLE, SUFFIX = (Way(None, frozenset({one})) for one in (Source.EAGLE, Source.SUFFIX))
 BOTH = Way("draft", frozenset({Source.LOOKUP}))
 
 
@@ -70,16 +70,17 @@ def test_lookup_copies_what_stood_there_before():
     assert found.runs[7].offered == 3
 
 
-def test_heads_are_followed_along_their_first_guesses():
-    """At the second place they are right twice, at the third their second guess is, at the fourth nothing is said."""
-    guesses = (
-        (),
-        ((Candidate(12, 0.9), Candidate(99, 0.05)), (Candidate(13, 0.9), Candidate(98, 0.05))),
-        ((Candidate(99, 0.6), Candidate(13, 0.3)), (Candidate(14, 0.9),)),
-        (),
+def test_a_head_is_followed_along_its_first_guesses():
+    """At the second place it is right twice, at the third its second guess is, at the fourth nothing is said."""
+    by_age = (
+        ((), (Candidate(12, 0.9), Candidate(99, 0.05)), (Candidate(99, 0.6), Candidate(13, 0.3)), ()),
+        ((), (), (Candidate(13, 0.9), Candidate(98, 0.05)), (Candidate(14, 0.9),)),
+        ((),) * 4,
     )
-    found = agreement(HEADS, [AgreementPassage((1, 2), (11, 12, 13, 14), (), guesses)])
-    assert [(run.offered, run.right) for run in found.runs] == [(0, 0), (2, 2), (2, 0), (0, 0)]
+    found = agreement(EAGLE, [AgreementPassage((1, 2), (11, 12, 13, 14), by_age=by_age)])
+    assert [run.right for run in found.runs] == [0, 2, 0, 0]
+    assert [run.offered > 0 for run in found.runs] == [False, True, True, False]
+    assert found.runs[1].offered == 2
     assert found.first == 0.25
 
 

@@ -69,12 +69,11 @@ def test_every_draft_is_tried_with_every_source_and_those_alone_too(started, tmp
     assert (options.sessions, options.round_trips) == ((1, 8), (0.02,))
 
 
-def test_heads_are_compared_once_they_are_given(started):
-    heads = str(MODELS / "medusa")
-    assert main(["fit", "--medusa", heads]) == 0
-    assert main(["fit", "--medusa", heads, "--source", "medusa,suffix"]) == 0
+def test_a_head_is_compared_once_it_is_given(started):
+    assert main(["fit", "--eagle", EAGLE]) == 0
+    assert main(["fit", "--eagle", EAGLE, "--source", "eagle,suffix"]) == 0
     usual, asked = started
-    assert (usual.medusa, usual.sources, asked.sources) == (heads, ("none", "lookup", "medusa"), ("medusa", "suffix"))
+    assert (usual.eagle, usual.sources, asked.sources) == (EAGLE, ("none", "lookup", "eagle"), ("eagle", "suffix"))
 
 
 def test_an_eagle_head_is_a_source_or_drafts_on_a_worker_of_its_own(started):

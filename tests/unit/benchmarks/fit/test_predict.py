@@ -37,7 +37,7 @@ VOCABULARY = 4000
 VERIFY, DRAFT = 0.030, 0.001
 SEED = 9
 A, B = Way("a"), Way("b")
-LOOKUP, HEADS, SUFFIX = (Way(None, frozenset({source})) for source in (Source.LOOKUP, Source.MEDUSA, Source.SUFFIX))
+LOOKUP, HEAD, SUFFIX = (Way(None, frozenset({source})) for source in (Source.LOOKUP, Source.EAGLE, Source.SUFFIX))
 FREE = Costs({1: Curve.straight(VERIFY, 0.0)}, Curve.straight(DRAFT, 0.0), to_target=0.0, to_draft=0.0)
 
 
@@ -93,19 +93,18 @@ def test_lookup_alone_needs_no_drafter_and_lives_on_repetition():
     assert predictor(0.5).speedup(LOOKUP) == pytest.approx(1.0, abs=0.01), "nothing repeats in random words"
 
 
-def test_a_way_with_heads_is_measured_by_steps_in_which_they_guess():
-    """Heads that are always wrong cost what they make a step longer, until they rest, and only their own ways."""
+def test_a_way_with_a_head_is_measured_by_steps_in_which_it_guesses():
+    """A head that is always wrong costs what it makes a step longer, until it rests, and only its own ways."""
     heads = {1: Curve.straight(1.25 * VERIFY, 0.0)}
 
     def found(length: int) -> Predictor:
-        text = AgreementPassage(
-            (1, 2), tuple(range(2, length + 2)), (), ((), *[((Candidate(1, 0.5),),)] * (length - 1))
-        )
+        wrong = ((Candidate(1, 0.5),),) * length
+        text = AgreementPassage((1, 2), tuple(range(2, length + 2)), by_age=(wrong,))
         return Predictor(Known({None: FREE}, {None: [text]}, ["text"], VOCABULARY, heads=heads), SEED, 2 * length)
 
-    assert found(30).speedup(HEADS) == pytest.approx(0.8, abs=0.01)
+    assert found(30).speedup(HEAD) == pytest.approx(0.8, abs=0.01)
     assert found(30).speedup(LOOKUP) == pytest.approx(1.0, abs=0.01)
-    assert 0.9 < found(300).speedup(HEADS) < 0.97
+    assert 0.9 < found(300).speedup(HEAD) < 0.97
 
 
 def test_answers_that_were_given_before_speed_up_those_that_are_alike():
@@ -217,20 +216,18 @@ def test_the_configuration_can_be_pasted(chosen, expected, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("way", "medusa", "kept"),
+    ("way", "eagle", "kept"),
     [
         (LOOKUP, "", 0),
-        (HEADS, "/models/heads", 0),
+        (HEAD, "/models/head", 0),
         (SUFFIX, "", 65536),
-        (Way("Org/a", HEADS.local), "/models/heads", 0),
+        (Way("Org/a", HEAD.local), "/models/head", 0),
     ],
 )
-def test_the_configuration_has_what_the_way_needs_at_the_target_and_no_more(way, medusa, kept, tmp_path):
-    options = FitOptions(
-        target="Org/t", drafts=("Org/a",), sources=("lookup", "medusa", "suffix"), medusa="/models/heads"
-    )
+def test_the_configuration_has_what_the_way_needs_at_the_target_and_no_more(way, eagle, kept, tmp_path):
+    options = FitOptions(target="Org/t", drafts=("Org/a",), sources=("lookup", "eagle", "suffix"), eagle="/models/head")
     config, _ = pasted(tmp_path, options, one(way, 2.0), loaded(2.0))
-    assert (config.target.medusa, config.target.suffix_tokens) == (medusa, kept)
+    assert (config.target.eagle, config.target.suffix_tokens) == (eagle, kept)
     assert config.speculation.lookup == (way == LOOKUP)
     unasked = report.configuration(replace(options, sources=("lookup",)), one(LOOKUP, 2.0), loaded(2.0))
     assert "suffix_tokens" not in unasked, "where it was not compared, nothing is known against it"
@@ -247,8 +244,8 @@ def test_the_configuration_says_where_an_eagle_head_drafts(at, way, tmp_path):
 
 
 def test_sources_are_compared_in_every_combination():
-    options = FitOptions(target="t", drafts=("a",), sources=("none", "lookup", "medusa"), medusa="heads")
-    alone = ["lookup", "medusa", "lookup + medusa"]
+    options = FitOptions(target="t", drafts=("a",), sources=("none", "lookup", "eagle"), eagle="head")
+    alone = ["lookup", "eagle", "eagle + lookup"]
     assert [str(way) for way in options.ways] == [*alone, "a", *(f"a + {local}" for local in alone)]
     assert [str(way) for way in replace(options, sources=("suffix",)).ways] == ["suffix", "a + suffix"]
 
