@@ -63,9 +63,9 @@ def _acceptance_rows(facts: Facts) -> str:
     return _table((title, *(_percent(rates[name]) for name in readings)) for title, rates in texts.items())
 
 
-def _heads_rows(heads: Facts) -> str:
-    shares = zip(heads["before"]["by_head"], heads["after"]["by_head"], strict=True)
-    return _table((f"+{head + 1}", *map(_percent, both)) for head, both in enumerate(shares))
+def _head_rows(head: Facts) -> str:
+    shares = zip(head["before"]["by_head"], head["after"]["by_head"], strict=True)
+    return _table((f"+{guess + 1}", *map(_percent, both)) for guess, both in enumerate(shares))
 
 
 def write_card(out: Path) -> None:
@@ -73,7 +73,7 @@ def write_card(out: Path) -> None:
     facts = json.loads((out / "card.json").read_text(encoding="utf-8"))
     pair, names = [facts["target"], facts["draft"]], ("target", "draft")
     configs = [json.loads((out / name / "config.json").read_text(encoding="utf-8")) for name in names]
-    corpus, target, medusa, eagle = facts["corpus"], facts["target"], facts["medusa"], facts["eagle"]
+    corpus, target, eagle = facts["corpus"], facts["target"], facts["eagle"]
     text = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         models=_rows(pair, {"parameters": lambda model: f"{model['parameters'] / 1e6:.2f} million"})
         + "\n"
@@ -88,12 +88,7 @@ def write_card(out: Path) -> None:
         train_megabytes=f"{corpus['train_characters'] / 1e6:.1f}",
         held_out_files=corpus["held_out_files"],
         held_out_tokens=corpus["held_out_tokens"],
-        medusa=_heads_rows(medusa),
-        medusa_steps=medusa["steps"],
-        heads=len(medusa["after"]["by_head"]),
-        run_before=f"{medusa['before']['run']:.2f}",
-        run_after=f"{medusa['after']['run']:.2f}",
-        eagle=_heads_rows(eagle),
+        eagle=_head_rows(eagle),
         eagle_steps=eagle["steps"],
         # What it had learned before the steps that the table is about.
         eagle_first=f" behind {eagle['first_steps']} with fewer guesses" if "first_steps" in eagle else "",

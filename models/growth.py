@@ -27,7 +27,6 @@ from transformers.initialization import no_init_weights
 
 from engine.eagle.head import EagleHead
 from engine.head_files import placed
-from engine.medusa import MedusaHeads
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,23 +181,6 @@ def set_noise(grown: LlamaForCausalLM, growth: Growth, noise: float, seed: int) 
                 free.zero_()
             elif free.numel():
                 free.normal_(0.0, noise * (free.shape[1] * growth.layers) ** -0.5, generator=generator)
-
-
-@torch.no_grad()
-def stretch_heads(heads: MedusaHeads, hidden_size: int) -> MedusaHeads:
-    """Medusa heads of a model for the model stretched to ``hidden_size``: they compute the same from its hidden states.
-
-    Those are the old ones and zeros, since the last norm undoes the padding. So are the heads: what is added reads
-    nothing and says nothing, at the cost of heads of that size.
-    """
-    if hidden_size < heads.hidden:
-        raise ValueError(f"hidden_size must be at least the old one, {heads.hidden}, got {hidden_size}")
-    shared = len(heads.outputs) < len(heads)
-    grown = MedusaHeads(hidden_size, heads.vocabulary, len(heads), heads.layers, shared=shared)
-    for (_, new), (_, old) in zip(grown.named_parameters(), heads.named_parameters(), strict=True):
-        new.zero_()
-        new[tuple(slice(size) for size in old.shape)] = old
-    return grown
 
 
 @torch.no_grad()

@@ -23,9 +23,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from alignment.losses import measure
 from alignment.writing import Writer
-from engine.medusa import read, save
 from models.corpus import read_prompts
-from models.growth import grow_to, set_noise, stretch, stretch_heads
+from models.growth import grow_to, set_noise, stretch
 from models.pair import load, load_tokenizer, parameter_count, save_tokenizer
 
 FIRST_NOISE = 2.0
@@ -111,7 +110,6 @@ def main(argv: list[str] | None = None) -> None:
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--noise", type=float, default=0.0)
     amount.add_argument("--agreement", type=float, help="calibrate the noise to this acceptance instead")
-    add("--medusa", type=Path, help="folder of the source's Medusa heads, to be stretched into OUT/medusa as well")
     add("--prompts", type=int, default=16, help="prompts to calibrate on (%(default)s)")
     add("--threads", type=int, default=torch.get_num_threads())
     add("--seed", type=int, default=0)
@@ -129,9 +127,6 @@ def main(argv: list[str] | None = None) -> None:
     grown = stretch(model, **sizes, noise=noise, seed=arguments.seed)
     grown.save_pretrained(arguments.out)
     save_tokenizer(tokenizer, arguments.out)
-    if arguments.medusa is not None:
-        heads = stretch_heads(read(arguments.medusa), grown.config.hidden_size)
-        save(heads, arguments.out / "medusa", arguments.out.name)
     tqdm.write(f"{arguments.out}: {parameter_count(grown) / 1e6:.0f} million parameters")
 
 

@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,10 +25,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from alignment.encoding import Batches, BatchesInTurn, Encoder, TokenIds, joined
 from alignment.heads.eagle import EagleTraining
-from alignment.heads.medusa import MedusaTraining
 from alignment.heads.training import HELD_OUT
 from alignment.losses import Loss, distillation_loss, next_token_loss
-from alignment.options import EagleOptions, MedusaOptions
+from alignment.options import EagleOptions
 from alignment.pair import load_stock, settings_of
 from alignment.training import Trainer, TrainingPlan
 from alignment.workplace import Workplace
@@ -43,7 +41,7 @@ HERE = Path(__file__).resolve().parent
 PROMPTS = 40
 CONTINUATION_TOKENS = 96
 WRITTEN_WEIGHT = 2
-HEADS_TEXT = "the corpus, and as much of the target's own"
+HEAD_TEXT = "the corpus, and as much of the target's own"
 DEFAULT_MINUTES = {"target": 40.0, "draft": 12.0}
 PROMPT_TOKENS = 48
 NEW_TOKENS = 160
@@ -106,24 +104,21 @@ class Pipeline:
         }
         self._merge_card({name: facts})
 
-    def _heads_phase(self, name: str) -> None:
+    def _eagle_phase(self) -> None:
         arguments, tokenizer = self._arguments, self._tokenizer()
         target = load_stock(os.path.relpath(self._out / "target"), arguments.dtype, arguments.device, arguments.threads)
         split = self._sources
         text, held_out = (corpus.encode_files(tokenizer, files) for files in (split.train, split.held_out))
         written = self._written(load(self._out / "target", target.dtype, target.device), text)
-        limits = {unit: getattr(arguments, f"{name}_{unit}") for unit in ("steps", "minutes")}
-        medusa = MedusaOptions(shared_output=True, seed=arguments.seed, **limits)
-        options = medusa if name == "medusa" else EagleOptions(seed=arguments.seed, **limits)
-        place = Workplace(self._out / name, settings_of(options, HEADS_TEXT, target=target), resume=True)
+        options = EagleOptions(steps=arguments.eagle_steps, minutes=arguments.eagle_minutes, seed=arguments.seed)
+        place = Workplace(self._out / "eagle", settings_of(options, HEAD_TEXT, target=target), resume=True)
         if place.finished is not None:
             return
         batches = BatchesInTurn((Batches(text, arguments.seed), 1), (Batches(written, arguments.seed), 1))
         apart = np.linspace(0, len(held_out) - options.sequence, HELD_OUT, dtype=int)
         rows = [held_out[start : start + options.sequence].tolist() for start in apart]
-        training: Any = MedusaTraining if name == "medusa" else EagleTraining
-        figures = training(target, Encoder(tokenizer), options, place, tqdm.write).fit(batches, rows)
-        self._merge_card({name: {"before": figures["before"], "after": figures["after"], "steps": figures["step"]}})
+        figures = EagleTraining(target, Encoder(tokenizer), options, place, tqdm.write).fit(batches, rows)
+        self._merge_card({"eagle": {"before": figures["before"], "after": figures["after"], "steps": figures["step"]}})
 
     def _evaluate_phase(self) -> None:
         tokenizer = self._tokenizer()
@@ -174,8 +169,7 @@ PHASES: dict[str, Callable[[Pipeline], None]] = {
     "tokenizer": Pipeline._tokenizer_phase,
     "target": Pipeline._target_phase,
     "draft": Pipeline._draft_phase,
-    "medusa": lambda pipeline: pipeline._heads_phase("medusa"),
-    "eagle": lambda pipeline: pipeline._heads_phase("eagle"),
+    "eagle": Pipeline._eagle_phase,
     "evaluate": Pipeline._evaluate_phase,
     "card": lambda pipeline: write_card(pipeline._out),
 }
@@ -193,9 +187,8 @@ def main(argv: list[str] | None = None) -> None:
     for name, minutes in DEFAULT_MINUTES.items():
         add(f"--{name}-steps", type=int, help=f"end the {name} after this many steps")
         add(f"--{name}-minutes", type=float, help=f"or after this time ({minutes:.0f} if neither is given)")
-    for name in ("medusa", "eagle"):
-        add(f"--{name}-steps", type=int, default=1200, help="end these heads after this many steps (%(default)s)")
-        add(f"--{name}-minutes", type=float, default=0.0, help="or after this time (0: as long as it takes)")
+    add("--eagle-steps", type=int, default=1200, help="end the EAGLE-3 head after this many steps (%(default)s)")
+    add("--eagle-minutes", type=float, default=0.0, help="or after this time (0: as long as it takes)")
     add("--written-tokens", type=int, default=350_000, help="text by the target for the draft (%(default)s)")
     add("--context", type=int, default=1024, help="longest context trained and declared (%(default)s)")
     add("--sequence", type=int, default=512, help="sequence length of the first 70%% of training (%(default)s)")

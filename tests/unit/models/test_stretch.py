@@ -17,8 +17,7 @@ from cluster.local import stretched
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import EagleHead
 from engine.eagle.loading import load_alone, save
-from engine.medusa import MedusaHeads
-from models.growth import grow_to, stretch, stretch_eagle, stretch_heads
+from models.growth import grow_to, stretch, stretch_eagle
 from models.stretch import bisect_noise, calibrate_noise, greedy_acceptance
 
 SIZES = [
@@ -156,21 +155,6 @@ IMPOSSIBLE = [{"hidden_size": 32}, {"hidden_size": 80}, {"layers": 2}, {"interme
 def test_impossible_sizes_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must"):
         stretch(tiny_model(), **sizes)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_stretched_heads_say_the_same(model: LlamaForCausalLM, shared: bool) -> None:
-    heads = MedusaHeads(64, 97, 3, 2, shared=shared)
-    with torch.no_grad():
-        for number, parameter in enumerate(heads.parameters()):
-            parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(number))
-    with torch.inference_mode():
-        hidden_BTD = model.model(tokens(), use_cache=False).last_hidden_state
-        grown_BTD = stretch(model, **BOTH).model(tokens(), use_cache=False).last_hidden_state
-        expected, found = heads(hidden_BTD), stretch_heads(heads, BOTH["hidden_size"])(grown_BTD)
-    torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
-    with pytest.raises(ValueError, match="at least the old one, 64, got 32"):
-        stretch_heads(heads, 32)
 
 
 def test_a_stretched_eagle_head_drafts_the_same_from_the_stretched_target(
