@@ -6,12 +6,8 @@ names the file, the value and what would be right. Without torch, so that a comm
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
-
-FARTHER = 0.8
-"""What the loss of a guess counts, relative to the one before it (as in Medusa's and EAGLE-3's own training)."""
 
 
 def _number(default: float, minimum: float, maximum: float, about: str) -> Any:
@@ -66,8 +62,8 @@ class DistillationOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadOptions(ABC):
-    """How any heads are made."""
+class EagleOptions:
+    """How an EAGLE-3 head is made."""
 
     data_tokens: int = _data_tokens()
     steps: int = _steps()
@@ -75,41 +71,16 @@ class HeadOptions(ABC):
     batch_tokens: int = _number(2048, 16, 1 << 22, "tokens of a step")
     sequence: int = _number(256, 16, 1 << 20, "tokens of a sequence")
     rate: float = _number(3e-3, 1e-9, 1, "peak learning rate")
-    seed: int = _number(0, 0, 2**31, "same seed, same heads")
-
-    @property
-    @abstractmethod
-    def reach(self) -> int:
-        """How many tokens ahead of a text's last one is guessed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MedusaOptions(HeadOptions):
-    """How Medusa heads are made."""
-
-    heads: int = _number(4, 1, 32, "heads: tokens guessed behind the next one")
-    layers: int = _number(1, 0, 16, "residual blocks of a head")
-    shared_output: bool = False
-    """Whether all heads have one output layer."""
-
-    @property
-    def reach(self) -> int:
-        """How far the last head guesses."""
-        return self.heads + 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagleOptions(HeadOptions):
-    """How an EAGLE-3 head is made."""
+    seed: int = _number(0, 0, 2**31, "same seed, same head")
 
     depth: int = _number(5, 1, 16, "guesses in a row that are trained")
     layers: int = _number(1, 1, 16, "layers of the head")
     vocabulary: int = _number(0, 0, 1 << 24, "tokens the head knows, those that come most often; 0: all")
-    farther: float = _number(FARTHER, 0, 1, "what a guess counts, relative to the one before it")
+    farther: float = _number(0.8, 0, 1, "what a guess counts, relative to the one before it")
     start: str = ""
     """Folder of a head to begin with, whose layers and vocabulary it keeps; empty: from the target."""
 
     @property
     def reach(self) -> int:
-        """How far the last step guesses."""
+        """How many tokens ahead of a text's last one is guessed."""
         return self.depth + 1

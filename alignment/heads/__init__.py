@@ -1,1 +1,1 @@
-"""Training of what drafts from the hidden states of a target: Medusa heads, EAGLE-3 heads."""
+"""Training of EAGLE-3 heads, which draft from the hidden states of a target."""

@@ -105,7 +105,7 @@ def read_target(module: Any, tokens_BT: Tensor, config: EagleConfig) -> tuple[Te
     return torch.cat([answer.hidden_states[layer] for layer in wanted], -1).float(), answer.logits
 
 
-class EagleTraining(HeadTraining[EagleOptions]):
+class EagleTraining(HeadTraining):
     """The making of one head, in its folder."""
 
     _heads: EagleHead

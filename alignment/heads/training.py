@@ -2,7 +2,7 @@
 
 The target itself stays as it is; heads learn what it says of text. On text held out is measured how many of their
 guesses in a row are right, and the weights that are best by that are kept. It knows neither what a head computes nor
-its loss: :mod:`alignment.heads.medusa` and :mod:`alignment.heads.eagle` do.
+its loss: :mod:`alignment.heads.eagle` does.
 
 Tensor legend: B sequences, T positions, V vocabulary, D hidden size.
 """
@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from alignment.data import Data
 from alignment.encoding import Batches, BatchSource, Encoder, gather, joined
-from alignment.options import DataError, HeadOptions, Interrupted
+from alignment.options import DataError, EagleOptions, Interrupted
 from alignment.training import HeldOut, Optimizers, Trainer, TrainingPlan, restore
 from alignment.workplace import Workplace
 from engine.hidden import HiddenTap
@@ -39,8 +39,6 @@ EVALUATIONS = 12
 PATIENCE = 4
 """Measurements in a row without anything better, after which training ends."""
 
-Options = TypeVar("Options", bound=HeadOptions)
-
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
@@ -52,11 +50,11 @@ class Accuracy:
     """How many guesses in a row are right, from the first on, in the mean."""
 
 
-class HeadTraining(ABC, Generic[Options]):
+class HeadTraining(ABC):
     """The making of one set of heads, in its folder."""
 
     def __init__(
-        self, target: Model, encoder: Encoder, options: Options, place: Workplace, report: Callable[[str], None]
+        self, target: Model, encoder: Encoder, options: EagleOptions, place: Workplace, report: Callable[[str], None]
     ) -> None:
         """``report`` hears a line before each part. Raises ModelError if the target shows no hidden states."""
         self._target, self._encoder, self._options, self._place = target, encoder, options, place

@@ -1,6 +1,6 @@
 """``paceline align``: what drafts, made better at what one target says.
 
-A draft model, or heads that let a target be drafted for without one: Medusa's and EAGLE's.
+A draft model, or an EAGLE-3 head, which drafts from what the target itself computes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from alignment.options import DistillationOptions, EagleOptions, MedusaOptions
+from alignment.options import DistillationOptions, EagleOptions
 from cluster.config.flags import Parser, flag_of, number, values
 from cluster.console import BAD_INPUT, FAILED, CommandError, complain, say
 from cluster.local.threads import usable_cores
@@ -33,7 +33,6 @@ DETAILS = """\
 The text of a deployment never depends on it; its speed does, and so does what a prompt costs.
 
   paceline align draft --target ./llama-8b --draft ./llama-1b --data ./texts --out ./llama-1b-aligned
-  paceline align medusa --target ./llama-8b --data ./texts --out ./llama-8b-medusa
   paceline align eagle --target ./llama-8b --data ./texts --out ./llama-8b-eagle
 """
 INTERRUPTED = 130
@@ -195,32 +194,20 @@ def _stopping() -> Iterator[Callable[[], bool]]:
             signal.signal(one, handler)
 
 
-# -- heads -------------------------------------------------------------------------------------------------------------
-
-
-def _align_medusa(args: argparse.Namespace, asked: dict[str, Any]) -> int:
-    from alignment.heads.medusa import MedusaTraining
-
-    return _align_heads(args, MedusaOptions(shared_output=args.share_output, **asked), MedusaTraining, "--medusa")
+# -- an EAGLE-3 head ---------------------------------------------------------------------------------------------------
 
 
 def _align_eagle(args: argparse.Namespace, asked: dict[str, Any]) -> int:
-    from alignment.heads.eagle import EagleTraining
-
     for name in ("layers", "vocabulary") if args.start else ():
         if asked[name] != getattr(EagleOptions(), name):
             raise CommandError(f"--{name} is that of the head that --start names: leave it out", BAD_INPUT)
-    return _align_heads(args, EagleOptions(start=args.start, **asked), EagleTraining, "--draft-eagle")
-
-
-def _align_heads(args: argparse.Namespace, options: Any, training: Any, served_with: str) -> int:
-    """``training``: the class that trains as ``options`` say; ``served_with``: the flag of ``up``."""
     from alignment.data import find_data
     from alignment.encoding import Encoder, tokenizer_of
+    from alignment.heads.eagle import EagleTraining
     from alignment.pair import load_stock, settings_of
     from alignment.workplace import Workplace
 
-    data = find_data(args.data)
+    options, data = EagleOptions(start=args.start, **asked), find_data(args.data)
     target = load_stock(args.target, args.dtype, args.device, args.threads)
     if not options.reach < args.sequence <= target.context:
         wanted = f"more than the {options.reach} tokens that are guessed, at most the context ({target.context})"
@@ -228,14 +215,14 @@ def _align_heads(args: argparse.Namespace, options: Any, training: Any, served_w
     place = Workplace(args.out, settings_of(options, data, target=target), resume=args.resume)
     figures = _done_before(place)
     if not figures:
-        figures = training(target, Encoder(tokenizer_of(args.target)), options, place, complain).run(data)
-    _tell_heads(figures)
+        figures = EagleTraining(target, Encoder(tokenizer_of(args.target)), options, place, complain).run(data)
+    _tell_head(figures)
     kept = f"step {figures['best_step']} of {figures['step']}"
-    say(f"{args.out} holds the heads of {kept}: paceline up --target ... {served_with} {args.out}")
+    say(f"{args.out} holds the head of {kept}: paceline up --target ... --draft-eagle {args.out}")
     return 0
 
 
-def _tell_heads(figures: Mapping[str, Any]) -> None:
+def _tell_head(figures: Mapping[str, Any]) -> None:
     before, after = figures["before"], figures["after"]
     table = Table(title="how often guesses are what the target says, on text held out")
     for column in ("guess", "before", "after"):
@@ -266,26 +253,6 @@ them.
         _add_draft,
         _align_draft,
     ),
-    "medusa": Alignment(
-        "train Medusa heads for a target",
-        """\
-Heads read the target's hidden state and guess the tokens behind its next one; no draft worker is needed. They learn the
-target's own distributions on the text of the data; the target stays as it is. What is held out of the data is never
-trained on: it says which weights are best, and when to end. A run that is stopped goes on when it is given again. The
-folder has the layout of the Medusa authors; serve it with
-
-  paceline up --target ./llama-8b --medusa ./llama-8b-medusa
-
-The defaults suit small models on a CPU. Data are UTF-8 text and JSON lines with "text", "prompt" (and "completion") or
-"messages". With --share-output all heads have one output layer, which makes them a quarter as large.
-""",
-        "folder for the heads",
-        MedusaOptions,
-        lambda parser: parser.add_argument(
-            "--share-output", action="store_true", help="one output layer for all heads"
-        ),
-        _align_medusa,
-    ),
     "eagle": Alignment(
         "train an EAGLE-3 head for a target",
         """\
@@ -301,7 +268,7 @@ The defaults suit small models on a CPU. Data are UTF-8 text and JSON lines with
 "messages"; text that the target wrote itself is best. For targets with large vocabularies, --vocabulary 32000 keeps
 the output layer small.
 """,
-        "folder for the heads",
+        "folder for the head",
         EagleOptions,
         lambda parser: parser.add_argument("--start", default="", metavar="DIR", help=START),
         _align_eagle,

@@ -1,13 +1,13 @@
-"""Training heads: they learn, the best are kept, a run that is stopped goes on, mistakes end in one line.
+"""Training an EAGLE-3 head: it learns, the best is kept, a run that is stopped goes on, mistakes end in one line.
 
-Medusa's, and EAGLE-3's, whose training-time test is what drafting is.
+Its training-time test is what drafting is.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,22 +16,18 @@ import torch
 from torch import Tensor
 
 from alignment.heads.eagle import EagleTraining, read_target, unroll
-from alignment.heads.medusa import MedusaTraining
-from alignment.options import EagleOptions, Interrupted, MedusaOptions
+from alignment.options import EagleOptions, Interrupted
 from alignment.workplace import Workplace
 from cluster.cli import main
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import EagleHead
-from engine.eagle.loading import load_beside
-from engine.eagle.loading import read as read_eagle
+from engine.eagle.loading import load_beside, read
 from engine.loading.loader import Model, load
 from engine.loading.self_test import STOCK
-from engine.medusa import read as read_medusa
 from tests.bundled import MODELS
 from tests.unit.engine.engine_models import random_tokens, save_model
 from tests.unit.engine.test_eagle_heads import Cached
 
-MEDUSA = MedusaOptions(heads=2, steps=36, batch_tokens=128, sequence=32, rate=1e-2)
 EAGLE = EagleOptions(depth=3, steps=40, batch_tokens=128, sequence=32, rate=5e-3)
 DATA = str(Path(__file__).parents[2] / "speculation")
 
@@ -65,61 +61,73 @@ class AsItIs(EagleTraining):
         return rows
 
 
-def training(model: Model, out: Path, options: Any = MEDUSA) -> Any:
+def training(model: Model, out: Path, options: EagleOptions = EAGLE) -> AsItIs:
     place = Workplace(out, {"options": str(options)}, resume=True)
-    kind: Any = MedusaTraining if isinstance(options, MedusaOptions) else AsItIs
-    return kind(model, cast(Any, None), options, place, lambda _: None)
+    return AsItIs(model, cast(Any, None), options, place, lambda _: None)
 
 
-@pytest.mark.parametrize("options", [MEDUSA, replace(MEDUSA, shared_output=True), EAGLE])
-def test_heads_learn_what_the_target_says(model: Model, tmp_path: Path, options: Any) -> None:
+def test_a_head_learns_what_the_target_says(model: Model, tmp_path: Path) -> None:
     text = OneText()
-    figures = training(model, tmp_path / "out", options).fit(text, text.rows)
+    figures = training(model, tmp_path / "out").fit(text, text.rows)
     before, after = figures["before"], figures["after"]
     assert after["run"] > before["run"] + 0.2
     assert figures["best_step"] > 0
-    if options is EAGLE:
-        head = load_beside(str(tmp_path / "out"), model)
-        assert (head.config.aux_layers, head.target_ids.tolist()) == ((1, 2, 2), list(range(256)))
-        return
-    assert min(after["by_head"]) > max(before["by_head"]) + 0.1
-    found = read_medusa(tmp_path / "out")
-    assert (len(found), found.layers, len(found.outputs)) == (2, 1, 1 if options.shared_output else 2)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["base_model_name_or_path"] == model.name
+    head = load_beside(str(tmp_path / "out"), model)
+    assert (head.config.aux_layers, head.target_ids.tolist()) == ((1, 2, 2), list(range(256)))
 
 
 def test_measured_is_how_many_in_a_row_are_right(model: Model, tmp_path: Path) -> None:
-    """By hand: head i read at t against what the target says after t + 1 + i."""
+    """By hand: guess s read at t against what the target says after t + 1 + s, in the second half of the text."""
+    text, depth = OneText(), EAGLE.depth
     one = training(model, tmp_path / "out")
-    one.begin(OneText())
-    row = random_tokens(20, seed=3)
-    with torch.inference_mode():
-        output = model.module(input_ids=torch.tensor([row]), use_cache=False, output_hidden_states=True)
-        said = output.logits[0].argmax(-1).tolist()
-        guessed = [one._heads.head(head, output.hidden_states[-1][0]).argmax(-1).tolist() for head in range(2)]
-    rights = [[guessed[head][t] == said[t + 1 + head] for head in range(2)] for t in range(18)]
+    one.fit(text, text.rows)
+    row = text.rows[0][:24]
+    said = stock_said(model, row)
+    rights = []
+    for place in range(12, len(row) - depth):
+        guessed = [int(logits.argmax()) for logits in drafted(one._heads, model, row, place, depth)]
+        rights.append([guess == said[place + 1 + step] for step, guess in enumerate(guessed)])
     found = one.measure([row])
-    assert found.by_head == tuple(round(sum(right[head] for right in rights) / 18, 4) for head in range(2))
-    assert found.run == round(sum(first + (first and second) for first, second in rights) / 18, 4)
+    assert found.by_head == tuple(round(sum(each) / len(rights), 4) for each in zip(*rights, strict=True))
+    assert found.run == round(sum(sum(takewhile(bool, each)) for each in rights) / len(rights), 4)
+    assert 0.0 < found.run < depth, "some are right and some are not"
+
+
+def stock_said(model: Model, row: list[int]) -> list[int]:
+    """The target's first choice after each token."""
+    with torch.inference_mode():
+        found: list[int] = model.module(input_ids=torch.tensor([row]), use_cache=False).logits[0].argmax(-1).tolist()
+    return found
+
+
+@torch.inference_mode()
+def drafted(head: EagleHead, model: Model, row: list[int], place: int, depth: int) -> list[Tensor]:
+    """What drafting says from a place on, row by row with a cache that forgets, where each guess was the text's."""
+    tokens = torch.tensor([row])
+    aux, _ = read_target(model.module, tokens, head.config)
+    attend, states = Cached(), head.fuse(aux[0, : place + 1])
+    fed, positions, said = tokens[0, 1 : place + 2], torch.arange(place + 1), []
+    for step in range(depth):
+        states, normed = head(head.embed(fed), states, positions, attend)
+        said.append(head.logits(normed)[-1])
+        states, fed, positions = states[-1:], tokens[0, place + 2 + step : place + 3 + step], positions[-1:] + 1
+    return said
 
 
 def test_training_time_test_is_what_drafting_computes(model: Model) -> None:
-    """Row by row with a cache that forgets: every place of every step has the logits of drafting from there."""
+    """Every place of every step has the logits of drafting from there."""
     torch.manual_seed(3)
     rope = {"rope_type": "default", "rope_theta": 500.0}
     config = EagleConfig(64, 64, 256, 256, 1, 4, 2, 16, 80, 1e-5, 128, rope, aux_layers=(0, 1, 2))
     head, depth = EagleHead(config), 3
-    tokens = torch.tensor([random_tokens(12, seed=1)])
+    row = random_tokens(12, seed=1)
+    tokens = torch.tensor([row])
     with torch.inference_mode():
         aux, _ = read_target(model.module, tokens, config)
         said = unroll(head, tokens, aux, depth)
-        for place in range(tokens.shape[1] - depth - 1):
-            attend, states = Cached(), head.fuse(aux[0, : place + 1])
-            row, positions = tokens[0, 1 : place + 2], torch.arange(place + 1)
-            for step in range(depth):
-                states, normed = head(head.embed(row), states, positions, attend)
-                torch.testing.assert_close(said[step][0, place], head.logits(normed)[-1], atol=1e-4, rtol=1e-4)
-                states, row, positions = states[-1:], tokens[0, place + 2 + step : place + 3 + step], positions[-1:] + 1
+    for place in range(len(row) - depth - 1):
+        for step, logits in enumerate(drafted(head, model, row, place, depth)):
+            torch.testing.assert_close(said[step][0, place], logits, atol=1e-4, rtol=1e-4)
 
 
 def test_a_reduced_vocabulary_has_the_tokens_that_come_most_often(model: Model, tmp_path: Path) -> None:
@@ -133,24 +141,23 @@ def test_a_reduced_vocabulary_has_the_tokens_that_come_most_often(model: Model, 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("options", [MEDUSA, EAGLE])
 def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("alignment.training.CHECKPOINT_SECONDS", 0.0)
     text = OneText()
-    whole = training(model, tmp_path / "whole", options).fit(text, text.rows)
+    whole = training(model, tmp_path / "whole").fit(text, text.rows)
     with pytest.raises(Interrupted, match="goes on from the last checkpoint"):
-        training(model, tmp_path / "parts", options).fit(OneText(stop=7), text.rows)
-    parts = training(model, tmp_path / "parts", options).fit(text, text.rows)
+        training(model, tmp_path / "parts").fit(OneText(stop=7), text.rows)
+    parts = training(model, tmp_path / "parts").fit(text, text.rows)
     assert {**parts, "seconds": 0} == {**whole, "seconds": 0}
-    name = "medusa_lm_head.pt" if options is MEDUSA else "model.safetensors"
-    assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    written = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("parts", "whole")]
+    assert written[0] == written[1]
 
 
 def test_training_ends_when_nothing_gets_better(model: Model, tmp_path: Path) -> None:
     text = OneText()
-    still = MedusaOptions(heads=2, steps=240, batch_tokens=32, sequence=32, rate=1e-9)
+    still = replace(EAGLE, steps=240, batch_tokens=32, rate=1e-9)
     figures = training(model, tmp_path / "out", still).fit(text, text.rows)
     assert figures["step"] < 120
     assert (figures["best_step"], figures["after"]) == (0, figures["before"])
@@ -161,7 +168,7 @@ def test_a_head_goes_on_from_another(model: Model, tmp_path: Path) -> None:
     """Of another depth: it begins as right as that one ended, and leaves the target and the other alone."""
     text, embedding = OneText(), cast(Any, model.module).get_input_embeddings().weight
     before = embedding.detach().clone()
-    first = training(model, tmp_path / "first", EAGLE).fit(text, text.rows)
+    first = training(model, tmp_path / "first").fit(text, text.rows)
     written = (tmp_path / "first" / "model.safetensors").read_bytes()
     options = replace(EAGLE, depth=4, farther=0.9, start=str(tmp_path / "first"), rate=1e-4)
     second = training(model, tmp_path / "second", options).fit(text, text.rows)
@@ -170,42 +177,37 @@ def test_a_head_goes_on_from_another(model: Model, tmp_path: Path) -> None:
     assert torch.equal(embedding, before) and (tmp_path / "first" / "model.safetensors").read_bytes() == written
 
 
-def command(kind: str, out: Path, *flags: str, data: str = DATA) -> list[str]:
+def command(out: Path, *flags: str, data: str = DATA) -> list[str]:
     given = ["--target", str(MODELS / "target"), "--data", data, "--out", str(out), "--dtype", "float32"]
-    return ["align", kind, *given, *flags]
+    return ["align", "eagle", *given, *flags]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("kind", "size"), [("medusa", "--heads"), ("eagle", "--depth")])
-def test_the_command_trains_and_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, size: str) -> None:
-    given = command(kind, tmp_path / "out", size, "2", "--steps", "2", "--batch-tokens", "64", "--sequence", "32")
+def test_the_command_trains_and_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = command(tmp_path / "out", "--depth", "2", "--steps", "2", "--batch-tokens", "64", "--sequence", "32")
     assert main(given) == 0
     assert "in a row" in capsys.readouterr().out
-    if kind == "medusa":
-        assert len(read_medusa(tmp_path / "out")) == 2
-    else:
-        own = {"embed_tokens.weight": torch.zeros(4096, 256)}
-        assert read_eagle(tmp_path / "out", own.__getitem__).config.aux_layers == (2, 4, 5)
+    own = {"embed_tokens.weight": torch.zeros(4096, 256)}
+    assert read(tmp_path / "out", own.__getitem__).config.aux_layers == (2, 4, 5)
     assert main(given) == 0
     assert "done before with the same settings" in capsys.readouterr().err
 
 
 Change = Callable[[Path], list[str]]
 BAD: list[tuple[Change, str]] = [
-    (lambda path: command("medusa", path, "--heads", "0"), "--heads must be from 1 to 32, got 0"),
-    (lambda path: command("medusa", path, "--rate", "nan"), "--rate must be from 1e-09 to 1, got nan"),
-    (lambda path: command("medusa", path, data=str(path / "none.txt")), "none.txt: no such file or folder"),
+    (lambda path: command(path, "--rate", "nan"), "--rate must be from 1e-09 to 1, got nan"),
+    (lambda path: command(path, data=str(path / "none.txt")), "none.txt: no such file or folder"),
     (
-        lambda path: command("medusa", path, "--heads", "20", "--sequence", "16"),
-        "--sequence must be more than the 21 tokens that are guessed",
+        lambda path: command(path, "--depth", "16", "--sequence", "16"),
+        "--sequence must be more than the 17 tokens that are guessed",
     ),
-    (lambda path: command("medusa", path, "--sequence", "9000"), "at most the context (1024), got 9000"),
-    (lambda path: command("eagle", path, "--depth", "0"), "--depth must be from 1 to 16, got 0"),
+    (lambda path: command(path, "--sequence", "9000"), "at most the context (1024), got 9000"),
+    (lambda path: command(path, "--depth", "0"), "--depth must be from 1 to 16, got 0"),
     (
-        lambda path: command("eagle", path, "--start", str(path), "--layers", "2"),
+        lambda path: command(path, "--start", str(path), "--layers", "2"),
         "--layers is that of the head that --start names",
     ),
-    (lambda path: command("eagle", path, "--start", str(MODELS / "draft")), "models/draft"),
+    (lambda path: command(path, "--start", str(MODELS / "draft")), "models/draft"),
 ]
 
 
