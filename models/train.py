@@ -23,9 +23,8 @@ import torch
 from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from alignment.eagle.training import HELD_OUT, EagleTraining
 from alignment.encoding import Batches, BatchesInTurn, Encoder, TokenIds, joined
-from alignment.heads.eagle import EagleTraining
-from alignment.heads.training import HELD_OUT
 from alignment.losses import Loss, distillation_loss, next_token_loss
 from alignment.options import EagleOptions
 from alignment.pair import load_stock, settings_of

@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from alignment.heads.eagle import unroll
+from alignment.eagle.unrolled import unroll
 from benchmarks.fit.command import FitError, FitOptions
 from benchmarks.fit.serving import TargetText
 from draft_service.sequence import Reader

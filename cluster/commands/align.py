@@ -202,8 +202,8 @@ def _align_eagle(args: argparse.Namespace, asked: dict[str, Any]) -> int:
         if asked[name] != getattr(EagleOptions(), name):
             raise CommandError(f"--{name} is that of the head that --start names: leave it out", BAD_INPUT)
     from alignment.data import find_data
+    from alignment.eagle.training import EagleTraining
     from alignment.encoding import Encoder, tokenizer_of
-    from alignment.heads.eagle import EagleTraining
     from alignment.pair import load_stock, settings_of
     from alignment.workplace import Workplace
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from alignment.heads.eagle import EagleTraining, read_target, unroll
+from alignment.eagle.training import EagleTraining
+from alignment.eagle.unrolled import read_target, unroll
 from alignment.options import EagleOptions, Interrupted
 from alignment.workplace import Workplace
 from cluster.cli import main
@@ -85,7 +86,7 @@ def test_measured_is_how_many_in_a_row_are_right(model: Model, tmp_path: Path) -
     said = stock_said(model, row)
     rights = []
     for place in range(12, len(row) - depth):
-        guessed = [int(logits.argmax()) for logits in drafted(one._heads, model, row, place, depth)]
+        guessed = [int(logits.argmax()) for logits in drafted(one._head, model, row, place, depth)]
         rights.append([guess == said[place + 1 + step] for step, guess in enumerate(guessed)])
     found = one.measure([row])
     assert found.by_head == tuple(round(sum(each) / len(rights), 4) for each in zip(*rights, strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from alignment.heads.eagle import guesses, read_target
+from alignment.eagle.unrolled import guesses, read_target
 from cluster.config.config import Config
 from cluster.console import Stages
 from cluster.local import stretched

@@ -1,42 +1,54 @@
 """Trains an EAGLE-3 head for a target, which itself stays as it is (Li et al. 2025, arXiv:2503.01840).
 
-Training-time test, as in the paper: the head reads the target's fused states once, and then, for as many steps as it is
-to guess in a row, its own. At each step a row stays at the token it began at and reads the next token of the text; it
-attends to the true states up to its own place, and to what its own earlier steps left there. Every step is to say what
-the target says at its place: forward KL over the tokens the head knows, where the target's first choice is among them;
-farther steps count less. Hidden states are computed as they are needed and kept nowhere.
+Training-time test, as in the paper (:mod:`alignment.eagle.unrolled`): every step is to say what the target says at its
+place: forward KL over the tokens the head knows, where the target's first choice is among them; farther steps count
+less.
 
 Where shapes allow, the head starts from the target: its last layer reads the states and its first the embeddings, fc
 passes on the last auxiliary state, and the output layer has the rows of the tokens that come most often. Or it starts
 from another head for this target, such as a published one.
 
 Measured on text that the target writes greedily behind passages held out: how many guesses in a row are right, which is
-the acceptance length of greedy decoding less the token that every step gives.
+the acceptance length of greedy decoding less the token that every step gives. The weights that are best by that are
+kept.
 
-Tensor legend: B sequences, T positions, N rows, V draft vocabulary, D hidden size, Q query heads, K key/value heads, E
-head size, A auxiliary states side by side.
+Tensor legend: B sequences, T positions, N rows, H guesses in a row, V draft vocabulary, D hidden size, A auxiliary
+states side by side.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from pathlib import Path
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
-from alignment.encoding import BatchSource
-from alignment.heads.training import HeadTraining
-from alignment.options import EagleOptions
-from alignment.training import Optimizers, muon_and_adamw
+from alignment.data import Data
+from alignment.eagle.unrolled import guesses, read_target, unroll
+from alignment.encoding import Batches, BatchSource, Encoder, gather, joined
+from alignment.options import DataError, EagleOptions, Interrupted
+from alignment.training import HeldOut, Optimizers, Trainer, TrainingPlan, muon_and_adamw, restore
+from alignment.workplace import Workplace
 from alignment.writing import Writer
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import EagleHead
 from engine.eagle.loading import read_beside, save
+from engine.model import Model, ModelError
 
+WARM_UP = 20
+"""Steps in which the learning rate rises."""
+DECAY_FROM = 0.4
+"""Share of the training after which it falls, to nearly nothing."""
+HELD_OUT = 16
+"""Passages that accuracy is measured on."""
+EVALUATIONS = 12
+"""How often it is measured on the way."""
+PATIENCE = 4
+"""Measurements in a row without anything better, after which training ends."""
 MUON = 2.0
 """Learning rate of the matrices inside, relative to that of the output layer and the norms."""
 COUNTED = 64
@@ -45,72 +57,90 @@ PROMPT = 48
 """Tokens of a passage held out that the target goes on from."""
 
 
-class UnrolledAttention:
-    """Attention of training-time test: causal over the first step's rows, and each row over its own of later steps."""
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Of a head, on held-out text."""
 
-    def __init__(self) -> None:
-        self._kept: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-
-    def __call__(self, layer: int, q_BNQE: Tensor, k_BNKE: Tensor, v_BNKE: Tensor) -> Tensor:
-        """What the rows of the next step read, ``[B, N, Q, E]``."""
-        groups = q_BNQE.shape[2] // k_BNKE.shape[2]
-        kept = self._kept[layer]
-        kept.append((k_BNKE.repeat_interleave(groups, 2), v_BNKE.repeat_interleave(groups, 2)))
-        first_k, first_v = (part.transpose(1, 2) for part in kept[0])
-        q_BQNE = q_BNQE.transpose(1, 2)
-        if len(kept) == 1:
-            causal_BQNE: Tensor = scaled_dot_product_attention(q_BQNE, first_k, first_v, is_causal=True)
-            return causal_BQNE.transpose(1, 2)
-        rows, scale = q_BNQE.shape[1], q_BNQE.shape[-1] ** -0.5
-        ahead_NN = torch.ones(rows, rows, dtype=torch.bool, device=q_BNQE.device).triu(1)
-        scores = (q_BQNE @ first_k.transpose(-1, -2)).masked_fill(ahead_NN, float("-inf"))
-        own = [(q_BNQE * k_BNQE).sum(-1, keepdim=True).transpose(1, 2) for k_BNQE, _ in kept[1:]]
-        weights = (torch.cat((scores, *own), -1).float() * scale).softmax(-1).to(v_BNKE.dtype)
-        read_BQNE: Tensor = weights[..., :rows] @ first_v
-        for step, (_, v_BNQE) in enumerate(kept[1:]):
-            read_BQNE = read_BQNE + weights[..., rows + step, None] * v_BNQE.transpose(1, 2)
-        return read_BQNE.transpose(1, 2)
+    by_head: tuple[float, ...]
+    """How often each guess in a row is the target's first choice, nearest first."""
+    run: float
+    """How many guesses in a row are right, from the first on, in the mean."""
 
 
-def unroll(head: EagleHead, tokens_BT: Tensor, aux_BTA: Tensor, depth: int) -> list[Tensor]:
-    """What the head says at each step, ``[B, N, V]`` with N = T - depth.
-
-    Row i of step s guesses what follows token i + 1 + s, if the head's guesses before were the text's tokens.
-    """
-    rows = tokens_BT.shape[1] - depth
-    attend, said = UnrolledAttention(), []
-    states_BND = head.fuse(aux_BTA[:, :rows])
-    for step in range(depth):
-        embeddings_BND = head.embed(tokens_BT[:, 1 + step : 1 + step + rows])
-        positions_BN = torch.arange(step, step + rows, device=tokens_BT.device).expand(len(tokens_BT), rows)
-        states_BND, normed_BND = head(embeddings_BND, states_BND, positions_BN, attend)
-        said.append(head.logits(normed_BND))
-    return said
-
-
-def guesses(head: EagleHead, tokens_1T: Tensor, aux_1TA: Tensor, depth: int) -> Tensor:
-    """The target's ids of the first choices in :func:`unroll`, ``[depth, N]``."""
-    return torch.stack([head.target_ids[said[0].argmax(-1)] for said in unroll(head, tokens_1T, aux_1TA, depth)])
-
-
-def read_target(module: Any, tokens_BT: Tensor, config: EagleConfig) -> tuple[Tensor, Tensor]:
-    """Auxiliary states ``[B, T, A]`` and logits of a transformers model, over its whole vocabulary.
-
-    Behind its last layer transformers has states normed; so that one can be had before only by listening.
-    """
-    layers = module.config.get_text_config(decoder=True).num_hidden_layers
-    wanted = config.aux_layers_of(layers)
-    assert layers not in wanted, "no head of ours reads the last output"
-    answer = module(input_ids=tokens_BT, use_cache=False, output_hidden_states=True)
-    return torch.cat([answer.hidden_states[layer] for layer in wanted], -1).float(), answer.logits
-
-
-class EagleTraining(HeadTraining):
+class EagleTraining:
     """The making of one head, in its folder."""
 
-    _heads: EagleHead
+    def __init__(
+        self, target: Model, encoder: Encoder, options: EagleOptions, place: Workplace, report: Callable[[str], None]
+    ) -> None:
+        """``report`` hears a line before each part of :meth:`run`."""
+        self._target, self._encoder, self._options, self._place = target, encoder, options, place
+        self._report = report
+        self._head: EagleHead
+
+    def run(self, data: Data) -> dict[str, Any]:
+        """Do all that is not done yet with text; the folder then holds the head. Returns the figures.
+
+        Raises :class:`alignment.options.AlignmentError`: DataError, DiskError, or Interrupted when told to stop; and
+        ModelError for a target that a head cannot be made for.
+        """
+        options = self._options
+        self._report(f"reading {data}")
+        train, apart = gather(data, self._encoder, options.data_tokens, HELD_OUT, options.seed)
+        held_out = [piece.ids for piece in apart]
+        if not any(len(row) > options.reach for row in held_out):
+            raise DataError(f"{data}: nothing held out is longer than the {options.reach} tokens guessed; give more")
+        ids = joined([piece.ids for piece in train], self._encoder.separator)
+        self._report(f"training on {len(ids)} tokens")
+        return self.fit(Batches(ids, options.seed), held_out)
+
+    def fit(self, batches: BatchSource, held_out: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """The same with token ids; of ``held_out`` as much of each row is read as a sequence has tokens."""
+        rows = [row[: self._options.sequence] for row in held_out if len(row) > self._options.reach]
+        rows = self._held_out(rows)
+        trainer, best = self.begin(batches), self._place.work / "best.safetensors"
+        measured = HeldOut(lambda: asdict(self.measure(rows)), itemgetter("run"), EVALUATIONS, PATIENCE, best)
+        try:
+            trainer.train_to_best(batches, self._learn, "head", measured)
+        except KeyboardInterrupt:
+            again = "the same command goes on from the last checkpoint"
+            raise Interrupted(f"{self._place.out}: stopped; {again}") from None
+        restore(self._head, best)
+        notes, progress = trainer.notes, trainer.progress
+        spent = {"step": progress.step, "seconds": progress.seconds, "best_step": notes["best"]}
+        waited = sum(step > notes["best"] for step, _ in notes["history"])
+        figures = {**spent, "waited": waited, "before": notes["before"], "after": notes["after"]}
+        self._place.finish(figures, lambda folder: save(self._head, folder))
+        return figures
+
+    def begin(self, batches: BatchSource) -> Trainer[EagleHead]:
+        """Make the head as training with these begins, and what trains it."""
+        self._head = self._fresh(batches)
+        options = self._options
+        plan = TrainingPlan(
+            steps=options.steps,
+            minutes=options.minutes or math.inf,
+            batch_tokens=options.batch_tokens,
+            sequence=options.sequence,
+            muon_rate=options.rate,
+            adam_rate=options.rate,
+            device=self._target.device,
+            dtype=torch.float32,
+            decay_from=DECAY_FROM,
+            warmup_steps=WARM_UP,
+        )
+        return Trainer(self._head, plan, self._place.work / "checkpoint.pt", self._make_optimizers())
+
+    @torch.no_grad()
+    def measure(self, rows: Sequence[Sequence[int]]) -> Accuracy:
+        """How right the head is on these texts, wherever all of its guesses can be judged."""
+        texts = (torch.tensor([row], device=self._target.device) for row in rows)
+        hits_HN = torch.cat([self._hits(tokens_1T) for tokens_1T in texts], -1).double()
+        run = float(hits_HN.cumprod(0).sum(0).mean())
+        return Accuracy(tuple(round(share, 4) for share in hits_HN.mean(-1).tolist()), round(run, 4))
 
     def _fresh(self, batches: BatchSource) -> EagleHead:
+        """A head as training with these begins, on the target's device, in float32."""
         torch.manual_seed(self._options.seed)
         if self._options.start:
             begun = read_beside(self._options.start, self._target)
@@ -118,11 +148,15 @@ class EagleTraining(HeadTraining):
                 parameter.data = parameter.data.to(torch.float32, copy=True)
             begun.embed_tokens.weight.requires_grad_(False)
             return begun.to(self._target.device)
-        output: Any = self._tap.layer
+        module: Any = self._target.module
+        output = module.get_output_embeddings()
+        if output is None:
+            raise ModelError(
+                f"model type {self._target.kind!r} has no output layer of its own that a head could start from"
+            )
         config = _config_for(self._target.config.get_text_config(decoder=True), self._options)
         head = EagleHead(config)
         head.target_ids = self._most_frequent(batches, config.draft_vocab_size)
-        module: Any = self._target.module
         head.embed_tokens.weight = nn.Parameter(
             module.get_input_embeddings().weight.detach()[: config.vocab_size].float(), requires_grad=False
         )
@@ -132,17 +166,15 @@ class EagleTraining(HeadTraining):
         return head.to(self._target.device)
 
     def _make_optimizers(self) -> Optimizers:
-        head, rate = self._heads, self._options.rate
+        """Each with its share of the learning rate."""
+        head, rate = self._head, self._options.rate
         trained = [(name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad]
         inner = [parameter for name, parameter in trained if parameter.ndim == 2 and name != "lm_head.weight"]
         others = [parameter for name, parameter in trained if parameter.ndim != 2 or name == "lm_head.weight"]
         return muon_and_adamw(inner, rate * MUON, others, rate)
 
-    def _write(self, folder: Path) -> None:
-        save(self._heads, folder)
-
     def _held_out(self, rows: list[Sequence[int]]) -> list[Sequence[int]]:
-        """Their beginnings, with what the target writes behind them."""
+        """What is measured on: their beginnings, with what the target writes behind them."""
         module: Any = self._target.module
         length = self._options.sequence
         begin = min(PROMPT, length // 2)
@@ -152,24 +184,25 @@ class EagleTraining(HeadTraining):
         return list(kept or rows)
 
     def _hits(self, tokens_1T: Tensor) -> Tensor:
-        """Behind the prompts of the texts held out."""
-        aux_1TA, logits_1TV = read_target(self._target.module, tokens_1T, self._heads.config)
+        """Which guesses behind the prompt of a text held out are right, nearest first: ``[H, N]``."""
+        aux_1TA, logits_1TV = read_target(self._target.module, tokens_1T, self._head.config)
         length, depth = tokens_1T.shape[1], self._options.depth
         said_HN = logits_1TV[0].argmax(-1).unfold(0, length - depth, 1)[1:]
         with self._mixed():
-            guessed_HN = guesses(self._heads, tokens_1T, aux_1TA, depth)
+            guessed_HN = guesses(self._head, tokens_1T, aux_1TA, depth)
         return (guessed_HN == said_HN)[:, min(PROMPT, length // 2) :]
 
     def _learn(self, tokens_BT: Tensor) -> float:
+        """Leave gradients of one batch; returns the mean loss, in nats."""
         with torch.no_grad():
-            aux_BTA, logits_BTV = read_target(self._target.module, tokens_BT, self._heads.config)
+            aux_BTA, logits_BTV = read_target(self._target.module, tokens_BT, self._head.config)
             known = torch.zeros(logits_BTV.shape[-1], dtype=torch.bool, device=logits_BTV.device)
-            known[self._heads.target_ids] = True
+            known[self._head.target_ids] = True
             counted_BT = known[logits_BTV.argmax(-1)].float()
-            p_BTV = logits_BTV[..., self._heads.target_ids].float().softmax(-1)
+            p_BTV = logits_BTV[..., self._head.target_ids].float().softmax(-1)
         total, loss = 0.0, tokens_BT.new_zeros((), dtype=torch.float32)
         with self._mixed():
-            unrolled = unroll(self._heads, tokens_BT, aux_BTA, self._options.depth)
+            unrolled = unroll(self._head, tokens_BT, aux_BTA, self._options.depth)
         for step, scores_BNV in enumerate(unrolled):
             scores_BNV = scores_BNV.float()
             here = slice(1 + step, 1 + step + scores_BNV.shape[1])
@@ -180,6 +213,11 @@ class EagleTraining(HeadTraining):
             total += float(mean.detach())
         torch.autograd.backward(loss)
         return total / self._options.depth
+
+    def _mixed(self) -> torch.autocast:
+        """Products in the target's format, where that is a short one; the weights stay in float32."""
+        short = self._target.dtype in (torch.bfloat16, torch.float16)
+        return torch.autocast(self._target.device.type, self._target.dtype if short else None, enabled=short)
 
     def _most_frequent(self, batches: BatchSource, size: int) -> Tensor:
         """So many tokens, ascending; of those that come equally often, the lowest."""
