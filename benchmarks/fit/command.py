@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from benchmarks.harness import options
 from benchmarks.harness.options import BadInput, Options, flag
-from cluster.config.checks import check_heads, check_model, check_tokenizer
+from cluster.config.checks import check_head, check_model, check_tokenizer
 from cluster.config.environment import BUNDLED
 from cluster.config.flags import count, round_trip
 from cluster.config.pools import AT_DRAFTER, AT_TARGET, DTYPES
@@ -217,7 +217,7 @@ def _check_models(options: FitOptions) -> None:
     if not options.at_target and Source.EAGLE in options.sources:
         at = f" and --eagle-at {AT_TARGET}" if options.away else ""
         raise BadInput(f"--source eagle: give the folder of the head with --eagle DIR{at}")
-    check_heads(options.eagle, "--eagle", "an EAGLE-3 head")
+    check_head(options.eagle, "--eagle")
     for draft in options.drafts:
         check_model(draft, "--draft")
 

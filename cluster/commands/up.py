@@ -45,7 +45,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     about = "draft model: folder or hub id, best with the target's tokenizer"
     flags.add_setting(parser, "--draft", "draft.model", about=about)
     flags.add_setting(parser, "--draft-placement", "draft.placement")
-    flags.add_setting(parser, "--medusa", "target.medusa")
     flags.add_setting(parser, "--draft-eagle", "target.eagle")
     flags.add_setting(parser, "--eagle-at", "target.eagle_at")
     flags.add_setting(parser, "--dtype", "target.dtype", "draft.dtype")

@@ -70,13 +70,12 @@ def run(args: argparse.Namespace) -> int:
     check_security(config, (args.role,))
     checks.check_model(config.target.model if args.role == "target" else config.draft.model, "--model")
     if args.role == "target":
-        checks.check_heads(config.target.medusa, "--medusa", "Medusa heads")
-        checks.check_eagle(config.target.eagle, "--draft-eagle")
+        checks.check_target_head(config.target.eagle, "--draft-eagle")
     if args.role == "target" and config.draft.placement == SHARED and config.drafts_with_models:
         checks.check_model(config.draft.model, "--draft-model")
         checks.check_shared_draft(config.target, config.draft, "--draft-model")
     if args.role == "draft":
-        checks.check_heads(config.draft.eagle, "--draft-eagle", "an EAGLE-3 head")
+        checks.check_head(config.draft.eagle, "--draft-eagle")
         checks.check_assistant(config.draft, "--assistant")
         if config.draft.target_tokenizer:
             checks.check_target_tokenizer(config.draft.target_tokenizer, "--target-tokenizer")

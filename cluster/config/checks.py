@@ -45,13 +45,12 @@ def _check_models(config: Config, pool: Pool) -> None:
     if max_replicas_of(pool.settings) or pool.role is Role.TARGET:
         check_model(pool.settings.model, f"{pool.path}.model" if pool.model else f"--{pool.path}")
     if isinstance(pool.settings, TargetConfig):
-        check_heads(pool.settings.medusa, f"{pool.path}.medusa", "Medusa heads")
-        check_eagle(pool.settings.eagle, f"{pool.path}.eagle")
+        check_target_head(pool.settings.eagle, f"{pool.path}.eagle")
         if draft := config.shared_draft(pool):
             check_model(draft.model, "--draft")
             check_shared_draft(pool.settings, draft, "--draft")
     else:
-        check_heads(pool.settings.eagle, f"{pool.path}.eagle", "an EAGLE-3 head")
+        check_head(pool.settings.eagle, f"{pool.path}.eagle")
 
 
 def check_bounds(config: Config) -> None:
@@ -151,16 +150,16 @@ def check_shared_draft(target: TargetConfig, draft: DraftConfig, flag: str) -> N
         )
 
 
-def check_heads(folder: str, flag: str, what: str) -> None:
-    """Whether this is a folder of what drafts from hidden states, if one is given. The loader has the last word."""
+def check_head(folder: str, flag: str) -> None:
+    """Whether this is a folder of an EAGLE-3 head, if one is given. The loader has the last word."""
     if folder and not os.path.isfile(expanded(folder) / "config.json"):
-        raise CheckError(f"{flag} {folder}: not a folder of {what}, there is no config.json in it")
+        raise CheckError(f"{flag} {folder}: not a folder of an EAGLE-3 head, there is no config.json in it")
 
 
-def check_eagle(folder: str, flag: str) -> None:
-    """The same of an EAGLE-3 head, in place of which a target may have a layer of its own."""
+def check_target_head(folder: str, flag: str) -> None:
+    """The same of a target's head, in place of which it may have a layer of its own."""
     if folder != "mtp":
-        check_heads(folder, flag, "an EAGLE-3 head")
+        check_head(folder, flag)
 
 
 def check_target_tokenizer(path: str, flag: str) -> None:

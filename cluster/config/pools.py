@@ -104,7 +104,6 @@ class TargetConfig(WorkerConfig):
     standby: int = setting(
         0, "targets besides, loaded and idle: they take sessions only while others are lost", ge=0, le=64
     )
-    medusa: str = setting("", "folder of Medusa heads for this model: it then drafts by itself too, without a worker")
     eagle: str = setting(
         "", "folder of an EAGLE-3 head for this model, or mtp: its own layer; it then drafts by itself too"
     )

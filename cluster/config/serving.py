@@ -215,7 +215,6 @@ def _engine(worker: TargetConfig | DraftConfig) -> EngineSettings:
         max_threads=chosen_max_threads(worker),
         cache_tokens=worker.cache_tokens,
         gpu_share=_gpu_share(worker),
-        medusa=worker.medusa if isinstance(worker, TargetConfig) else "",
         eagle=worker.eagle,
         eagle_away=isinstance(worker, TargetConfig) and worker.eagle_at == AT_DRAFTER,
         tensor_parallel_size=worker.tensor_parallel_size,

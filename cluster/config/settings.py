@@ -139,7 +139,6 @@ DEFAULT_POOL = "draft"
 _MODEL_NAME, _POOL_NAME = r"[A-Za-z0-9][\w.:/-]{0,127}", r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?"
 _FOLDERS = (
     "target.model",
-    "target.medusa",
     "target.eagle",
     "draft.model",
     "draft.target_tokenizer",

@@ -13,19 +13,20 @@ from cluster.config.config import SpeculationConfig
 from cluster.config.settings import ConfigError, Override, described, nearest
 
 FLAG = "--speculative-config"
-NGRAM, SUFFIX, DRAFT_MODEL, MEDUSA, EAGLE = "ngram", "suffix", "draft_model", "medusa", "eagle3"
-_HEADS = {MEDUSA: ("target.medusa", "the heads"), EAGLE: ("target.eagle", "the EAGLE-3 head")}
-"""Methods that read the target's hidden states: the setting that holds their folder, and what is in it."""
+NGRAM, SUFFIX, DRAFT_MODEL, EAGLE = "ngram", "suffix", "draft_model", "eagle3"
 _MTP = ("mtp", "deepseek_mtp", "glm4_moe_mtp")
+_USE = "use method draft_model with a small model of the same tokenizer, or ngram"
 _OTHER_METHODS = {
-    "mlp_speculator": "MLP speculators are not supported",
-    "eagle": "heads of EAGLE-1 and EAGLE-2 are not supported, those of EAGLE-3 are, as method eagle3",
-    "dflash": "DFlash drafters are not supported",
+    "medusa": "Medusa heads are not served any more; train an EAGLE-3 head (paceline align eagle) for method eagle3",
+    "mlp_speculator": f"MLP speculators are not supported; {_USE}",
+    "eagle": f"heads of EAGLE-1 and EAGLE-2 are not supported, those of EAGLE-3 are, as method eagle3; {_USE}",
+    "dflash": f"DFlash drafters are not supported; {_USE}",
     **dict.fromkeys(
         ("mimo_mtp", "ernie_mtp", "qwen3_next_mtp", "longcat_flash_mtp"),
-        "multi-token prediction layers of this family are not supported",
+        f"multi-token prediction layers of this family are not supported; {_USE}",
     ),
 }
+"""Methods of vLLM that are refused: why, and what to do instead."""
 _INSTEAD = {
     "disable_by_batch_size": "drafts are verified only while they pay, at every batch size; leave it out",
     "speculative_disable_by_batch_size": "drafts are verified only while they pay, at every batch size; leave it out",
@@ -91,14 +92,12 @@ def _method(given: Mapping[str, object]) -> dict[str, object]:
         return {"speculation.lookup": True, "speculation.drafters": False}
     if method in _MTP:
         return {"target.eagle": "mtp", "speculation.drafters": False}
-    if str(method) in _HEADS:
-        setting, what = _HEADS[str(method)]
+    if method == EAGLE:
         if not model:
-            raise ConfigError(f"{FLAG}: method {method} needs a model: the folder of {what}")
-        return {setting: model, "speculation.drafters": False}
+            raise ConfigError(f"{FLAG}: method {method} needs a model: the folder of the EAGLE-3 head")
+        return {"target.eagle": model, "speculation.drafters": False}
     if method != DRAFT_MODEL:
-        why = _OTHER_METHODS.get(str(method), f"there is no method {method!r}")
-        raise ConfigError(f"{FLAG}: {why}; use method draft_model with a small model of the same tokenizer, or ngram")
+        raise ConfigError(f"{FLAG}: {_OTHER_METHODS.get(str(method), f'there is no method {method!r}; {_USE}')}")
     return {"speculation.drafters": True} | ({"draft.model": model} if model else {})
 
 

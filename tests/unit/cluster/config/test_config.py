@@ -63,6 +63,7 @@ def test_without_speculation_there_are_no_drafters():
     [
         ("target: {dtpye: fp32}", "unknown setting 'target.dtpye'; did you mean 'target.dtype'?"),
         ("tarqet: {dtype: fp32}", "unknown setting 'tarqet'; did you mean 'target'?"),
+        ("target: {medusa: ./heads}", "unknown setting 'target.medusa'; "),
         ("port: 8001", "unknown setting 'port'; did you mean 'router.port'?"),
         ("backed: local", "did you mean 'backend'?"),
         ("xyzzy: 1", "unknown setting 'xyzzy'; sections are target, draft, router, speculation, ray"),

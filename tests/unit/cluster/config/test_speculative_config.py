@@ -43,12 +43,6 @@ def test_a_draft_model_gets_its_settings() -> None:
     assert speculation(configured(method="draft_model", acceptance_method="rejection_sampler")).rule is Rule.REJECTION
 
 
-def test_medusa_heads_need_no_draft_workers() -> None:
-    config = configured(method="medusa", model="./heads", num_speculative_tokens=4)
-    assert (config.target.medusa, config.speculation.max_depth) == ("./heads", 4)
-    assert speculation(config).sources == AllBut(frozenset({Source.DRAFT}))
-
-
 def test_an_eagle_head_needs_no_draft_workers() -> None:
     config = configured(method="eagle3", model="./head", num_speculative_tokens=5)
     assert (config.target.eagle, config.speculation.max_depth) == ("./head", 5)
@@ -62,7 +56,15 @@ def test_an_eagle_head_needs_no_draft_workers() -> None:
         ('{"method": "eagle", "model": "x"}', "heads of EAGLE-1 and EAGLE-2 are not supported, those of EAGLE-3 are"),
         ('{"method": "nonsense"}', "there is no method 'nonsense'; use method draft_model"),
         ('{"suffix_decoding_max_cached_requests": 9}', "counted in tokens; use --set target.suffix_tokens=N"),
-        ('{"method": "medusa"}', "method medusa needs a model: the folder of the heads"),
+        (
+            '{"method": "medusa", "model": "x", "num_speculative_tokens": 4}',
+            "Medusa heads are not served any more; train an EAGLE-3 head (paceline align eagle) for method eagle3",
+        ),
+        ('{"method": "medusa"}', "Medusa heads are not served any more"),
+        (
+            '{"method": "dflash", "model": "x"}',
+            "DFlash drafters are not supported; use method draft_model with",
+        ),
         ('{"disable_by_batch_size": 8}', "disable_by_batch_size has no meaning here: drafts are verified only while"),
         ('{"num_speculativ_tokens": 5}', "unknown key 'num_speculativ_tokens'; did you mean 'num_speculative_tokens'?"),
         ('{"num_speculative_tokens": 500}', "num_speculative_tokens: speculation.max_depth must be a whole number fr"),
