@@ -23,7 +23,6 @@ from engine.leader import Leader, Ranks
 from engine.loading.cache_size import fitting_tokens
 from engine.loading.checkpoint import check_devices, check_split, choose_device, head_revision, revision_of
 from engine.loading.loader import load
-from engine.medusa import MedusaHeads, load_heads
 from engine.model import Model, ModelError
 from engine.parallel.group import Group, RankTask, joined_key, rendezvous
 from engine.parallel.shards import splits_heads
@@ -70,9 +69,8 @@ def build_target(settings: EngineSettings, progress: Progress | None = None, ran
     model = load_model(settings, progress, without_speculation=True)
     if not model.no_speculation:
         return build_alone(settings, model, progress)
-    if folder := settings.medusa or settings.eagle:
-        heads = "Medusa heads" if settings.medusa else "an EAGLE-3 head"
-        raise ModelError(f"{folder}: {settings.model} cannot use {heads}: {model.no_speculation}")
+    if settings.eagle:
+        raise ModelError(f"{settings.eagle}: {settings.model} cannot use an EAGLE-3 head: {model.no_speculation}")
     log.warning("%s is served without speculation: %s", settings.model, model.no_speculation)
     capacity = settings.cache_tokens or max(model.context, STATEFUL_TOKENS)
     return StatefulEngine(model, StatefulCache(capacity, dtype=model.dtype, device=model.device))
@@ -98,15 +96,6 @@ def load_model(
         group=group,
         progress=progress,
     )
-
-
-def heads_for(settings: EngineSettings, model: Model, progress: Progress | None = None) -> MedusaHeads | None:
-    """The Medusa heads to run beside ``model``, on rank 0 alone, if any. Raises :class:`engine.model.ModelError`."""
-    if not settings.medusa:
-        return None
-    if progress is not None:
-        progress(Loading(f"reading Medusa heads from {Path(settings.medusa).name}"))
-    return load_heads(settings.medusa, model)
 
 
 def eagle_for(settings: EngineSettings, model: Model, progress: Progress | None = None) -> EagleHead | None:
@@ -172,9 +161,9 @@ def _assembled(
     leader: Leader | None = None,
     group: Group | None = None,
 ) -> Engine:
-    heads, eagle = heads_for(settings, model, progress), eagle_for(settings, model, progress)
+    eagle = eagle_for(settings, model, progress)
     record, cache = record or recorder_for(model), cache_for(settings, model, group, eagle)
-    return Engine(model, cache, invariant=invariant, leader=leader, record=record, heads=heads, eagle=eagle)
+    return Engine(model, cache, invariant=invariant, leader=leader, record=record, eagle=eagle)
 
 
 def recorder_for(model: Model) -> Record | None:

@@ -4,8 +4,7 @@ Decides how a step is computed, once it is decided what: padded and replayed (:m
 rank of a tensor-parallel group computes the same step from the same :class:`StepInput`. Knows no books; those are kept
 once, by :mod:`engine.step` on rank 0.
 
-Tensor legend: T tokens of the step, R rows asked for, V vocabulary, D hidden size, X logits and hidden state together,
-A auxiliary hidden states of a token.
+Tensor legend: T tokens of the step, R rows asked for, V vocabulary, L layers whose states are kept, D hidden size.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from engine.cache.sequence_state import SequenceState
 from engine.cpu.levels import cpu_levels
 from engine.cuda.graphs import Record, RowSteps
 from engine.cuda.recorded_levels import RecordedLevels
-from engine.hidden import HiddenTap, LayerTap
+from engine.hidden import LayerTap
 from engine.host.upload import upload
 from engine.layers.fused import fused_logits
 from engine.layers.linear import products
@@ -131,14 +130,13 @@ class ForwardPass:
         record: Record | None = None,
         *,
         agreed: Callable[[bool], bool] = bool,
-        keep_hidden: bool = False,
         aux_layers: Sequence[int] = (),
         draws: bool = False,
     ) -> None:
         """``record``: how steps by rows are recorded to be replayed, if they are; ``agreed``: see :class:`RowSteps`.
 
-        ``keep_hidden``: keep what the output layer reads; ``aux_layers``: see :class:`engine.hidden.LayerTap`. Raises
-        ModelError if the model does not show these. ``draws``: plain draws are a part of what is recorded.
+        ``aux_layers``: see :class:`engine.hidden.LayerTap`. Raises ModelError if the model does not show these.
+        ``draws``: plain draws are a part of what is recorded.
         """
         self.model = model
         self.last_calls: list[int] = []
@@ -147,9 +145,6 @@ class ForwardPass:
         """How long the model itself took in the last step; on CUDA, how long the host took to ask for it."""
         self.dtype = torch.promote_types(model.dtype, torch.float32)
         """Of the logits."""
-        self.hidden: Tensor | None = None
-        """What the output layer read for each row of the last step, ``[R, D]`` in the model's own format, if that is
-        kept."""
         self.aux: Tensor | None = None
         """Auxiliary hidden states of every token of the last step, in the order of its chunks; kept if asked for.
 
@@ -158,8 +153,6 @@ class ForwardPass:
         """
         self._moved = False  # whether the moves of the last step were made; it may have failed since
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.module.forward).parameters
-        self._tap = HiddenTap(model) if keep_hidden else None
-        self._hidden_size: int = model.config.get_text_config(decoder=True).hidden_size if keep_hidden else 0
         self._layer_tap = LayerTap(model, aux_layers, ROW_CLASSES[-1]) if aux_layers else None
         assert model.attention is not None, "a model that cannot speculate"
         self._layers = PagedLayers(store, model.attention, model.layers, model.context)
@@ -190,9 +183,6 @@ class ForwardPass:
             logits_RV = self._by_rows(inputs)
         if self._layer_tap is not None:
             self.aux = self._layer_tap.take()
-        if self._tap is not None:
-            hidden_RD = logits_RV[: len(inputs.rows), -self._hidden_size :]
-            self.hidden = hidden_RD.to(self.model.dtype, copy=self.drawn is not None)
         self.forward_seconds = time.perf_counter() - started
         logits_RV = logits_RV[: len(inputs.rows), : self.model.vocabulary]
         return logits_RV if self.drawn is not None else logits_RV.to(self.dtype)
@@ -221,7 +211,7 @@ class ForwardPass:
 
         ``width``: places that a level expands of a sequence at most; ``children``: drafts that hang from each.
         """
-        if self._tap is not None or self._layer_tap is not None:
+        if self._layer_tap is not None:
             return None
         if self._rows is None:
             return cpu_levels(self.model.module, self._layers, self.model.vocabulary, width=width, children=children)
@@ -250,18 +240,13 @@ class ForwardPass:
 
     @torch.inference_mode()
     def _logits(self, step: Step, tokens_T: Tensor, positions_T: Tensor, rows_R: Tensor) -> Tensor:
-        """Logits of the wanted rows, ``[R, V]``; V is padded as in the model.
-
-        Hidden states that are kept stand behind them in their rows: one tensor is what is recorded and replayed.
-        """
+        """Logits of the wanted rows, ``[R, V]``; V is padded as in the model."""
         step.tap = self._layer_tap
         with forward_context(step), products(invariant=step.invariant):
             logits_RV = fused_logits(self.model.module, tokens_T, positions_T, rows_R)
             all_rows = logits_RV is None and not self._keeps_rows
             if logits_RV is None:
                 logits_RV = self._stock_logits(tokens_T, positions_T, rows_R)
-        if self._tap is not None:
-            logits_RV = torch.cat((logits_RV, self._tap.take()[0]), -1)
         self.last_calls = step.calls
         return logits_RV.index_select(0, rows_R) if all_rows else logits_RV
 

@@ -33,8 +33,6 @@ class EngineSettings:
     """What part of a GPU each rank has, where it shares one with other workers."""
     tensor_parallel_size: int = 1
     """Ranks that compute each step together."""
-    medusa: str = ""
-    """Folder of Medusa heads for a target to draft with; none if empty."""
     eagle: str = ""
     """Folder of an EAGLE-3 head for a target to draft with, or "mtp": the target's own layer; none if empty."""
     eagle_away: bool = False

@@ -113,7 +113,7 @@ class StatefulEngine:
 
     speculates = False
     row_classes: Sequence[int] = ()
-    heads = eagle = hidden = aux = drawn = None
+    eagle = aux = drawn = None
     exactness = "not measured: this model is served without speculation"
 
     def __init__(self, model: Model, cache: StatefulCache) -> None:

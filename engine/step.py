@@ -22,7 +22,6 @@ from engine.eagle.head import EagleHead
 from engine.forward import Chunk, ForwardPass, StepInput, checked
 from engine.leader import Leader
 from engine.levels.levels import Levels
-from engine.medusa import MedusaHeads
 from engine.model import Model
 
 
@@ -39,7 +38,6 @@ class Engine(ForwardPass):
         invariant: bool = True,
         leader: Leader | None = None,
         record: Record | None = None,
-        heads: MedusaHeads | None = None,
         eagle: EagleHead | None = None,
         aux_layers: Sequence[int] = (),
     ) -> None:
@@ -48,10 +46,9 @@ class Engine(ForwardPass):
         That is in bfloat16 on a CPU. It costs decoding a chain next to nothing, a prompt up to 1.6 times its time with
         AMX. Recorded steps of such an engine can draw.
         ``leader``: has the other ranks of a tensor-parallel group compute every step as well. ``record``: how
-        steps are recorded to be replayed (:mod:`engine.cuda.graphs`), if they are. ``heads``: what drafts from hidden
-        states, which are kept for them. ``aux_layers``: behind how many decoder layers states are kept (:attr:`aux`);
-        0: before the first. With ``eagle``, which drafts from such states, they are those that it reads. Raises
-        ModelError if the model does not show these.
+        steps are recorded to be replayed (:mod:`engine.cuda.graphs`), if they are. ``aux_layers``: behind how many
+        decoder layers states are kept (:attr:`aux`); 0: before the first. With ``eagle``, which drafts from such
+        states, they are those that it reads. Raises ModelError if the model does not show these.
         """
         agreed = bool if leader is None else leader.all_agree
         super().__init__(
@@ -59,7 +56,6 @@ class Engine(ForwardPass):
             cache.store,
             record,
             agreed=agreed,
-            keep_hidden=heads is not None,
             aux_layers=aux_layers if eagle is None else eagle.config.aux_layers_of(model.layers),
             draws=invariant and leader is None,  # other ranks draw nothing, and have to record the same steps
         )
@@ -68,7 +64,7 @@ class Engine(ForwardPass):
         """Whether a token has the same bits however it is computed, for people; empty: it was not measured."""
         self.wants_exact = invariant
         self.invariant = invariant and model.dtype == torch.bfloat16 and model.device.type == "cpu"
-        self.heads, self.eagle = heads, eagle
+        self.eagle = eagle
         self._leader = leader
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:

@@ -31,8 +31,6 @@ class Source(StrEnum):
     """What the caller expects to be said (OpenAI's ``prediction``). Made at the target."""
     GRAMMAR = "grammar"
     """The only text that the session's constraint leaves open. Made at the target."""
-    MEDUSA = "medusa"
-    """Heads that read the target's hidden state (Cai et al. 2024, "Medusa"). Made at the target."""
     EAGLE = "eagle"
     """A head that reads the target's hidden states and goes on from its own (Li et al. 2025, "EAGLE-3")."""
     SUFFIX = "suffix"

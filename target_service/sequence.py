@@ -14,7 +14,6 @@ from engine.sampling.sampling import Draw, is_plain, token_logprobs
 from engine.shaping.grammar import GrammarConstraint, MaskBudget
 from engine.shaping.shaping import RowShaping, Shaping
 from speculation.acceptance import AcceptanceResult, Chosen, Draft, Sampled
-from speculation.drafting.heads import StateDrafts
 from speculation.messages import ANCHOR, Open, RefusalCode, Refused, Rule, Sampling, Token, TokenLogprobs, Verification
 from speculation.trie import VerificationTree
 from speculation.verifying.target_session import Commit, TargetSession
@@ -37,10 +36,6 @@ class TargetSequence:
     constraint: GrammarConstraint | None = None
     """Its grammar, if it has one: known from when it is compiled."""
     cached: CachedSequence = field(init=False)
-    medusa: StateDrafts | None = None
-    """What Medusa heads draft for it, if they do."""
-    hidden_D: Tensor | None = None
-    """What they read next: the target's hidden state where its last token was drawn, until they have read it."""
     reusable: Callable[[int], int] | None = None
     """How much of a cached prefix of so many tokens may be taken over, if what drafts here has a say in it."""
     computed: int = 0

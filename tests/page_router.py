@@ -31,7 +31,7 @@ TEXT = '''    """Return the first n Fibonacci numbers."""
     return result
 '''
 PROMPT_TOKENS = 10
-DRAFT_SOURCES = ("draft", "lookup", "prediction", "grammar", "medusa", "suffix")
+DRAFT_SOURCES = ("draft", "lookup", "prediction", "grammar", "eagle", "suffix")
 STEP_SECONDS = 0.03
 
 

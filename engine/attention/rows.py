@@ -318,9 +318,9 @@ def fixed_size(rows: int) -> int:
 
 
 def as_wanted(found: Sequence[Tensor], order: Sequence[int], wanted: Sequence[int]) -> Tensor:
-    """The rows of pieces of a step, ``[R, X]`` each and in ascending ``order`` together, as they were ``wanted``."""
-    found_RX = torch.cat(tuple(found)) if len(found) > 1 else found[0]
+    """The rows of pieces of a step, ``[R, V]`` each and in ascending ``order`` together, as they were ``wanted``."""
+    found_RV = torch.cat(tuple(found)) if len(found) > 1 else found[0]
     if list(order) == list(wanted):
-        return found_RX
+        return found_RV
     place = {row: i for i, row in enumerate(order)}
-    return found_RX.index_select(0, upload([place[row] for row in wanted], found_RX.device))
+    return found_RV.index_select(0, upload([place[row] for row in wanted], found_RV.device))

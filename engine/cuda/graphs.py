@@ -8,7 +8,7 @@ A recording is compared with the computation it was made from, and all are compa
 a later recording may overwrite what an earlier one holds. If any differs, or recording fails, nothing is replayed any
 more, which is logged.
 
-Tensor legend: T rows of a padded step, R of them wanted, X logits and whatever stands behind them.
+Tensor legend: T rows of a padded step, R of them wanted, V vocabulary with padding.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class RowSteps:
         """``record``: how steps are recorded, if they are.
 
         ``agreed``: whether what succeeded here did so on all ranks that compute the same, which ask at the same time.
-        ``vocabulary``: how many of the X are logits to draw from, where recorded steps of up to
+        ``vocabulary``: how many of the V are tokens to draw from, where recorded steps of up to
         :data:`~engine.sampling.sampling.DRAWN_ROWS` rows do so; 0: none does. ``computed``: told of each piece of a
         step, once it is computed, how many rows it has.
         """
@@ -112,7 +112,7 @@ class RowSteps:
         chunks: Sequence[tuple[SequenceState, int]],
         draws: Sequence[Draw] = (),
     ) -> Tensor:
-        """The rows of :class:`engine.forward.StepInput` that are wanted, ``[R, X]``.
+        """The rows of :class:`engine.forward.StepInput` that are wanted, ``[R, V]``.
 
         ``draws``: plain ones, of these rows, if they may be drawn in the step. If they are, the result is good until
         the next step only.
@@ -124,15 +124,15 @@ class RowSteps:
         if draws and len(pieces) == 1 and order == list(wanted) and self._draws(rows := self._class(pieces[0])):
             numbers = draw_numbers(draws)
             shape = StepShape(rows, noise=bool(numbers[0].any()))
-            found_RX = self._computed(shape, pieces[0], numbers)
+            found_RV = self._computed(shape, pieces[0], numbers)
             if self.record is not None:  # it was not given up just now
                 self._told(len(pieces[0]))
                 self.drawn_R2 = self._drawn_R2[: len(wanted)]
-                return found_RX[: len(wanted)]
+                return found_RV[: len(wanted)]
         found: list[Tensor] = []
         for piece in pieces:
-            found_RX = self._computed(StepShape(self._class(piece)), piece)
-            found.append(found_RX[: len(piece.wanted)].clone())  # the next replay overwrites it
+            found_RV = self._computed(StepShape(self._class(piece)), piece)
+            found.append(found_RV[: len(piece.wanted)].clone())  # the next replay overwrites it
             self._told(len(piece))
         return as_wanted(found, order, wanted)
 
@@ -158,12 +158,12 @@ class RowSteps:
         expected: dict[StepShape, tuple[Packed, Tensor]] = {}
         for shape in shapes:
             piece = self._throwaway(shape.rows)
-            found_RX = self._computed(shape, piece)
+            found_RV = self._computed(shape, piece)
             if self.record is None:  # given up meanwhile
                 return True
-            expected[shape] = piece, found_RX[:, :CHECKED].clone()
-        for shape, (piece, expected_RX) in expected.items():
-            error = _difference(self._computed(shape, piece)[:, :CHECKED], expected_RX)
+            expected[shape] = piece, found_RV[:, :CHECKED].clone()
+        for shape, (piece, expected_RV) in expected.items():
+            error = _difference(self._computed(shape, piece)[:, :CHECKED], expected_RV)
             if not self._agreed(error <= TOLERANCE):
                 self._give_up(f"a step of {shape.rows} rows is off by {error:.2g} once all are recorded")
                 return True
@@ -179,7 +179,7 @@ class RowSteps:
         return self.record is not None and self._vocabulary > 0 and rows <= DRAWN_ROWS
 
     def _computed(self, shape: StepShape, piece: Packed, draws: NDArray[np.int32] | None = None) -> Tensor:
-        """``[R, X]`` with padding, good until the next call."""
+        """``[R, V]`` with padding, good until the next call."""
         recording = self._recordings.get(shape)
         if recording is not None:
             inbox, replay = recording
@@ -195,7 +195,7 @@ class RowSteps:
         """Compute a step of a shape that was not seen before, and record it."""
         assert self.record is not None
         buffer = inbox.buffer
-        expected_RX = self.forward(shape, buffer).clone()
+        expected_RV = self.forward(shape, buffer).clone()
         replay, why = None, "another rank cannot record one"
         try:
             replay = self.record(lambda: self.forward(shape, buffer))
@@ -203,24 +203,24 @@ class RowSteps:
             why = kind_and_line(failure)
         if not self._agreed(replay is not None) or replay is None:
             self._give_up(why)
-            return expected_RX
-        error = _difference(replay(), expected_RX)
+            return expected_RV
+        error = _difference(replay(), expected_RV)
         if not self._agreed(error <= TOLERANCE):  # also when it is NaN
             self._give_up(f"logits of a replayed step of {shape.rows} rows are off by {error:.2g}")
         else:
             self._recordings[shape] = inbox, replay
-        return expected_RX
+        return expected_RV
 
     def forward(self, shape: StepShape, buffer: Tensor) -> Tensor:
-        """Compute the rows in a buffer kernel by kernel, which may be recorded: ``[R, X]``."""
+        """Compute the rows in a buffer kernel by kernel, which may be recorded: ``[R, V]``."""
         rows = Rows.within(buffer, shape.rows)
         step = Step(self.layers, rows.slots_T.long(), rows)
-        found_RX = self._compute(step, rows.tokens_T.long(), rows.positions_T.long(), rows.wanted_R.long())
+        found_RV = self._compute(step, rows.tokens_T.long(), rows.positions_T.long(), rows.wanted_R.long())
         if self._draws(shape.rows):
-            logits_RV = found_RX[:, : self._vocabulary].float()
+            logits_RV = found_RV[:, : self._vocabulary].float()
             drawn_R2 = drawn_in_step(logits_RV, rows.draws_3R, noise=shape.noise)
             self._drawn_R2[: len(drawn_R2)].copy_(drawn_R2)
-        return found_RX
+        return found_RV
 
     def _throwaway(self, rows: int) -> Packed:
         """A prompt in the store's spare slots, with as many rows as fit into a class."""
@@ -248,9 +248,9 @@ class RowSteps:
         self._recordings.clear()
 
 
-def _difference(found_RX: Tensor, expected_RX: Tensor) -> float:
+def _difference(found_RV: Tensor, expected_RV: Tensor) -> float:
     """Relative to the largest logit."""
-    return float((found_RX - expected_RX).abs().max() / expected_RX.abs().max())
+    return float((found_RV - expected_RV).abs().max() / expected_RV.abs().max())
 
 
 class CudaRecorder:
@@ -273,11 +273,11 @@ class CudaRecorder:
                 compute()
                 # Only what this thread does must be fit to be recorded; another may compute, such as a draft worker's.
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                    found_RX = compute()
+                    found_RV = compute()
             torch.cuda.current_stream().wait_stream(self._stream)
 
         def replay() -> Tensor:
             graph.replay()
-            return found_RX
+            return found_RV
 
         return replay

@@ -134,7 +134,7 @@ def _check_kind(folder: Path, said: Plain) -> None:
     names = [str(name) for name in named] if isinstance(named, list) else [str(named)]
     lower = " ".join([*names, str(said.get("model_type")), str(said.get("speculators_model_type"))]).lower()
     if "medusa_num_heads" in said or "medusa" in lower:
-        kind, right = "Medusa heads", "serve them with --medusa"
+        kind, right = "Medusa heads", "train one in their place: paceline align eagle"
     elif said.get("speculators_model_type") == "eagle3" or set(names) & set(ARCHITECTURES):
         return
     elif "eagle3" in lower:

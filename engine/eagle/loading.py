@@ -180,7 +180,7 @@ def _check_kind(file: Path, tensors: Tensors, config: EagleConfig) -> None:
         told = "its fc reads an embedding and one state, its layer what comes of them"
         raise ModelError(f"{file}: an EAGLE-1 or EAGLE-2 head: {told}; give one that was trained as EAGLE-3")
     if any(re.match(r"^(medusa_heads?\.)?\d+\.", name) for name in tensors):
-        raise ModelError(f"{file}: Medusa heads, not an EAGLE-3 head; serve them with --medusa")
+        raise ModelError(f"{file}: Medusa heads, not an EAGLE-3 head; train one in their place: paceline align eagle")
     if fc is None and config.num_hidden_layers <= len(
         {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     ):

@@ -5,7 +5,6 @@ export const SOURCES = {
   lookup: { label: "Lookup", meaning: "what followed when the same words stood there before, kept" },
   prediction: { label: "Prediction", meaning: "from the predicted text, kept" },
   grammar: { label: "Grammar", meaning: "all that the grammar left open" },
-  medusa: { label: "Medusa", meaning: "from heads on the target, kept" },
   eagle: { label: "EAGLE", meaning: "from an EAGLE-3 head, kept" },
   suffix: { label: "Earlier outputs", meaning: "what followed in answers before, kept" },
   recovered: { label: "Recovered", meaning: "the target's own, where a draft was refused" },

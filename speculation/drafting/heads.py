@@ -1,20 +1,15 @@
 """Drafts of heads that read a target's hidden states: small trees of guesses, good for one place.
 
 Guesses come just before a step, for the place where the text ends then. What they are worth is learned like any
-source's (:mod:`speculation.verifying.calibration`), and they are left alone while useless. Two kinds make them:
+source's (:mod:`speculation.verifying.calibration`), and they are left alone while useless.
 
-* Medusa heads (Cai et al. 2024, "Medusa", arXiv:2401.10774) read the hidden state that the target's own token was drawn
-  from; each guesses one of the tokens behind that one. It does not know what the heads before it have guessed, so any
-  guess for a place may follow any guess for the place before. :func:`likeliest` drafts the likeliest paths of that
-  product. The heads themselves are :mod:`engine.medusa`'s.
-* An EAGLE head (:mod:`engine.eagle`) goes on from its own states, level by level. As EAGLE-2 does (Li et al. 2024,
-  arXiv:2406.16858), :class:`GrowingTree` goes on with the likeliest paths, and at the end drafts the likeliest of all
-  guesses. A path's chance is the product of what the head thinks of its tokens.
+An EAGLE head (:mod:`engine.eagle`) goes on from its own states, level by level. As EAGLE-2 does (Li et al. 2024,
+arXiv:2406.16858), :class:`GrowingTree` goes on with the likeliest paths, and at the end drafts the likeliest of all
+guesses. A path's chance is the product of what the head thinks of its tokens.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -99,33 +94,6 @@ class StateDrafts:
     def propose(self, depth: int) -> GuessTree:
         """What was guessed for this very place."""
         return self._tree.cut(depth) if self._position == self._end else GuessTree()
-
-
-HeadGuesses = Sequence[Sequence[Candidate]]
-"""For each place, what it may hold, the likeliest first."""
-
-
-def likeliest(places: HeadGuesses, max_tokens: int) -> GuessTree:
-    """The ``max_tokens`` likeliest paths through the guesses: those of the highest product of confidences."""
-    tokens: list[Token] = []
-    parents: list[int] = []
-    confidence: list[float] = []
-    # Path probability, then breadth first and best first among equals: rank follows depth follows parent.
-    open_paths: list[tuple[float, int, int, int]] = []
-
-    def extend(chance: float, depth: int, parent: int) -> None:
-        for rank, guess in enumerate(places[depth]) if depth < len(places) else ():
-            heapq.heappush(open_paths, (-chance * guess.confidence, parent, rank, depth))
-
-    extend(1.0, 0, ANCHOR)
-    while open_paths and len(tokens) < max_tokens:
-        chance, parent, rank, depth = heapq.heappop(open_paths)
-        guess = places[depth][rank]
-        tokens.append(guess.token)
-        parents.append(parent)
-        confidence.append(guess.confidence)
-        extend(-chance, depth + 1, len(tokens) - 1)
-    return GuessTree(tuple(tokens), tuple(parents), tuple(confidence))
 
 
 def limits_elsewhere(limits: DraftLimits) -> DraftLimits:

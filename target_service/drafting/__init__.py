@@ -1,1 +1,1 @@
-"""What drafts in the target's own process: Medusa heads, a draft model in turn, earlier outputs, sources by name."""
+"""What drafts in the target's own process: an EAGLE-3 head, a draft model in turn, earlier outputs, sources by name."""

@@ -36,7 +36,6 @@ from speculation.verifying.payoff import DraftTurn, Payoff
 from speculation.verifying.planner import Planner
 from target_service.drafting.eagle import EagleDrafter
 from target_service.drafting.features import FeatureSender
-from target_service.drafting.medusa import HeadDrafter
 from target_service.drafting.state_reader import StateReader
 from target_service.sequence import TargetSequence
 from target_service.step_account import TargetCounters
@@ -280,8 +279,6 @@ def own_drafters(
 ) -> list[StateReader]:
     """All that drafts in a target's process: what its engine brings, and a draft model, whose word comes last."""
     readers: list[StateReader] = []
-    if engine.heads is not None:
-        readers.append(HeadDrafter(engine.heads, engine.model.vocabulary))
     if engine.eagle is not None and engine.eagle.fingerprint:
         readers.append(FeatureSender(engine.eagle, counters))
     elif engine.eagle is not None:

@@ -208,7 +208,7 @@ def reference(folder: str, head: EagleHead, tokens: Sequence[Token]) -> Tensor:
 
 @pytest.mark.parametrize("kept", ["anything", "its own drafts"])
 def test_the_head_reads_the_states_of_committed_tokens(folder: str, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was verified beside them and whatever of it was kept; prompts in parts, too."""
+    """Whatever was verified beside them and whatever of it was kept; prompts in parts, too, and told of."""
     monkeypatch.setattr("target_service.drafting.draft_model.CachedHead", Watched)
     head = load_head(folder, tiny_head(draft_vocab_size=VOCABULARY))
     engine = build_target(EngineSettings(folder, dtype="fp32", device="cpu", cache_tokens=1024))
@@ -221,6 +221,7 @@ def test_the_head_reads_the_states_of_committed_tokens(folder: str, kept: str, m
     if kept == "its own drafts":
         say_the_truth(loop, folder, monkeypatch)
     one = opening(4, GREEDY)
+    one = replace(one, request_options=replace(one.request_options, prompt_logprobs=1))
     truth = [*one.tokens, *texts(loop, [one])[4]]
     expected = reference(folder, head, truth)
     read = {position for position, _ in watched.read}
@@ -470,7 +471,6 @@ def test_a_head_for_another_target(folder: str, tmp_path: Path, changes: dict[st
 
 
 def test_the_bundled_head_is_often_right() -> None:
-    """More often than Medusa heads are, whose share here is a fifth."""
     settings = EngineSettings(str(MODELS / "target"), dtype="float32", device="cpu", cache_tokens=2048)
     openings = [
         Open(SessionId(n), 1, prompt, replace(WARM if n % 2 else GREEDY, seed=n), Limits(len(prompt) + NEW))

@@ -104,7 +104,7 @@ async def test_a_source_in_one_file_is_accepted_counted_told_and_steered() -> No
     assert worker["source_faults"] == 2, "one for each session that was to draft with the broken one"
     assert worker["offered_from_broken"] == 0
     assert unknown.status_code == 400
-    assert "lookup, prediction, grammar, medusa, eagle, suffix, again, broken" in unknown.json()["error"]["message"]
+    assert "lookup, prediction, grammar, eagle, suffix, again, broken" in unknown.json()["error"]["message"]
     counted = [line for line in metrics.splitlines() if "worker_offered_tokens" in line and 'source="again"' in line]
     assert len(counted) == 1
     assert float(counted[0].split()[-1]) > 0

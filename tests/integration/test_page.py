@@ -154,7 +154,7 @@ def test_the_legend_leaves_out_sources_that_do_not_run(chromium: Browser) -> Non
         tab.finished()
         said = set(legend.all_text_contents())
         assert {"Draft model", "Lookup", "Earlier outputs", "Target alone"} < said
-        assert "Medusa" not in said
+        assert "EAGLE" not in said
 
 
 @needs_chromium

@@ -1,12 +1,11 @@
 """Mixtures of draft sources: whatever drafts together, the text for a seed is plain decoding's, token for token.
 
 A *mixture* says who drafts (draft models, with a second level of their own or another tokenizer, or an EAGLE head, on
-a worker that may be killed; lookup, prediction, suffix, Medusa heads, an EAGLE head at the target, a source of
-somebody's own, a grammar) and what is asked of the text. Any two of these things meet in one of the mixtures, which are
-drawn from a seed. Each is served by real loops over real caches and a tiny random model in float64, in which it does
-not matter to a token how it is batched. Its law is not looked at here:
-under rejection rule the text is the same at temperature 0 alone, and tests/integration/test_distribution.py counts the
-rest.
+a worker that may be killed; lookup, prediction, suffix, an EAGLE head at the target, a source of somebody's own, a
+grammar) and what is asked of the text. Any two of these things meet in one of the mixtures, which are drawn from a
+seed. Each is served by real loops over real caches and a tiny random model in float64, in which it does not matter to a
+token how it is batched. Its law is not looked at here: under rejection rule the text is the same at temperature 0
+alone, and tests/integration/test_distribution.py counts the rest.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from engine.eagle.cached import CachedHead
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import EagleHead
 from engine.loading.loader import load
-from engine.medusa import MedusaHeads
 from engine.model import Model
 from engine.step import Engine
 from speculation.acceptance import AcceptanceResult
@@ -83,7 +81,7 @@ Text = list[Token] | str
 LINK = "router"
 FINGERPRINT = 7
 """Of the head on a draft worker."""
-SEED = 23
+SEED = 24
 NEW = 14
 LETTERS = "abcdefgh"
 GRAMMAR = f"start: (/[{LETTERS[:6]}]/ /[{LETTERS[:3]}]/ {json.dumps(LETTERS[::-1][:3])})~1..3"
@@ -94,7 +92,7 @@ PENALTIES: dict[str, dict[str, Any]] = {
     "of repetition": {"repetition_penalty": 1.3},
 }
 
-LOCAL = ("lookup", "suffix", "medusa", "eagle", "own", "grammar")
+LOCAL = ("lookup", "suffix", "eagle", "own", "grammar")
 FACTORS: dict[str, Sequence[Any]] = {
     "drafter": ("none", "alike", "of another tokenizer", "head"),
     "killed": (False, True),
@@ -135,7 +133,6 @@ class Mixture:
     prediction: str
     lookup: bool
     suffix: bool
-    medusa: bool
     eagle: bool
     own: bool
     grammar: bool
@@ -156,7 +153,6 @@ class Mixture:
             Source.LOOKUP: self.lookup,
             Source.PREDICTION: self.prediction != "none",
             Source.SUFFIX: self.suffix,
-            Source.MEDUSA: self.medusa,
             Source.EAGLE: self.eagle,
             Source.GRAMMAR: self.grammar,
             OWN: self.own,
@@ -215,7 +211,6 @@ class Bench:
     draft: Model
     other: Model
     shared: SharedVocabulary
-    heads: MedusaHeads
     eagle: EagleHead
     features: EagleHead
     """The same as it makes features for a drafter that has it."""
@@ -249,7 +244,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     target, draft, other = (load(saved, dtype="fp64", device="cpu", self_test=False) for _ in range(3))
     generator = torch.Generator().manual_seed(1)
     renumbered = torch.tensor([(7 * token + 3) % size for token in range(size)])
-    heads = MedusaHeads(TINY["hidden_size"], size, 3, 1, shared=True).double()
     with torch.no_grad():
         for model in (target, draft, other):
             output = model.module.get_output_embeddings().weight
@@ -260,13 +254,12 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
                 parameter += 0.2 * parameter.std() * torch.randn(parameter.shape, generator=generator).double()
         for table in (other.module.get_input_embeddings().weight, other.module.get_output_embeddings().weight):
             table[renumbered] = table.clone()
-        heads.outputs[0].weight.copy_(target.module.get_output_embeddings().weight)
     names = DraftTokenizer(saved, backend), DraftTokenizer("other", _renumbered(backend, renumbered.tolist()))
     shared = SharedVocabulary(*names, target_size=size, own_size=size)
     eagle = _eagle_of(target, size)
     features = copy.copy(eagle)
     features.fingerprint = FINGERPRINT
-    return Bench(target, draft, other, shared, heads, eagle, features, letters)
+    return Bench(target, draft, other, shared, eagle, features, letters)
 
 
 def _eagle_of(target: Model, size: int) -> EagleHead:
@@ -299,9 +292,9 @@ def _renumbered(backend: tokenizers.Tokenizer, numbers: Sequence[Token]) -> toke
     return tokenizers.Tokenizer.from_str(json.dumps(document))
 
 
-def engine_of(model: Model, heads: MedusaHeads | None = None, eagle: EagleHead | None = None) -> Engine:
+def engine_of(model: Model, eagle: EagleHead | None = None) -> Engine:
     cache = KVCache(model.layers, 1024, dtype=model.dtype, device=model.device)
-    return Engine(model, cache, heads=heads, eagle=eagle)
+    return Engine(model, cache, eagle=eagle)
 
 
 class Serving:
@@ -312,11 +305,10 @@ class Serving:
         vocabulary, context = bench.target.vocabulary, bench.target.context
         self.welcome = Welcome("target", "tiny", vocabulary, context, head=FINGERPRINT)
         budget = Budget(drafts_per_session=12, verify=48)
-        heads = bench.heads if mixture and mixture.medusa else None
         eagle = bench.eagle if mixture and mixture.eagle else None
         if mixture and mixture.drafter == "head":
             eagle = bench.features
-        self.engines: list[Engine | HeadEngine] = [engine := engine_of(bench.target, heads, eagle)]
+        self.engines: list[Engine | HeadEngine] = [engine := engine_of(bench.target, eagle)]
         suffix = SuffixSettings(4096 if mixture and mixture.suffix else 0)
         limits = TargetLimits(budget=budget, adaptive=mixture is not None and mixture.adaptive, suffix=suffix)
         self.target = VerifyLoop(engine, self.welcome, limits)

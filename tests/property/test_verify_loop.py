@@ -65,7 +65,7 @@ class TableEngine:
     def __init__(self, capacity: int) -> None:
         self.speculates = True
         self.row_classes: Sequence[int] = ()
-        self.heads = self.eagle = self.drawn = None
+        self.eagle = self.drawn = None
         self.cache = KVCache(0, capacity, dtype=torch.float32, device="cpu")
         self.forward_seconds = 0.0
         self._stored: dict[int, Token] = {}

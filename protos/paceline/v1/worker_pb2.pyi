@@ -27,7 +27,6 @@ class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SOURCE_LOOKUP: _ClassVar[Source]
     SOURCE_PREDICTION: _ClassVar[Source]
     SOURCE_GRAMMAR: _ClassVar[Source]
-    SOURCE_MEDUSA: _ClassVar[Source]
     SOURCE_SUFFIX: _ClassVar[Source]
     SOURCE_EAGLE: _ClassVar[Source]
 
@@ -63,7 +62,6 @@ SOURCE_DRAFT: Source
 SOURCE_LOOKUP: Source
 SOURCE_PREDICTION: Source
 SOURCE_GRAMMAR: Source
-SOURCE_MEDUSA: Source
 SOURCE_SUFFIX: Source
 SOURCE_EAGLE: Source
 FEATURE_FORMAT_UNSPECIFIED: FeatureFormat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine.build import build_target
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import EagleHead
 from engine.eagle.loading import load_alone, load_beside, read, save
 from engine.loading.loader import Model
 from engine.model import ModelError
-from tests.unit.engine.engine_models import load_tiny
+from engine.settings import EngineSettings
+from tests.unit.engine.engine_models import load_tiny, save_model
 
 HIDDEN, VOCABULARY, DRAFT = 64, 256, 96
 HEADS, KV_HEADS, SIZE, INNER = 4, 2, 16, 80
@@ -276,7 +279,7 @@ def test_layers_are_counted_as_each_layout_counts_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ({"medusa_num_heads": 4}, "Medusa heads, not an EAGLE-3 head.*--medusa"),
+        ({"medusa_num_heads": 4}, "Medusa heads, not an EAGLE-3 head.*; train .*: paceline align eagle"),
         ({"architectures": ["EagleLlamaForCausalLM"]}, "an EAGLE-1 or EAGLE-2 head"),
         ({"architectures": ["LlamaForCausalLM"], "model_type": "eagle"}, "an EAGLE-1 or EAGLE-2 head"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "of another family .Eagle3DeepseekV2ForCausalLM."),
@@ -315,6 +318,10 @@ Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
         (lambda named: named | {"d2t": named["d2t"] + 200}, "'d2t' must hold offsets"),
         (lambda named: named | {"d2t": named["d2t"][1:]}, r"must hold integers, \[96\]"),
         (lambda named: named | {"t2d": ~named["t2d"]}, "tell of different tokens"),
+        (
+            lambda named: named | {"medusa_head.0.0.linear.weight": torch.zeros(1)},
+            "Medusa heads, not an EAGLE-3 head; train one in their place: paceline align eagle",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: Change, told: str) -> None:
@@ -345,6 +352,39 @@ def test_no_folder_no_config_and_no_weights_are_told_apart(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ModelError, match="must hold an object, got list"):
         EagleConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config.json: cannot be read"):
+        EagleConfig.from_folder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(SAID))
     with pytest.raises(ModelError, match="has no weights"):
         read(tmp_path, nobody)
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return print, ("this must not run",)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "head", tensors(), file)
+    whole = (folder / file).read_bytes()
+    for wrong in (b"", b"not tensors", whole[: len(whole) // 2], pickle.dumps({"fc.weight": Harmful()}, 2)):
+        (folder / file).write_bytes(wrong)
+        with pytest.raises(ModelError, match=f"{file}: cannot be read") as refused:
+            read(folder, nobody)
+        assert "\n" not in str(refused.value)
+    assert "must not run" not in capsys.readouterr().out
+
+
+def test_a_file_of_something_else_than_tensors_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "head", {}, "pytorch_model.bin")
+    torch.save([1, 2], folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="must hold tensors by name"):
+        read(folder, nobody)
+
+
+def test_a_model_that_cannot_speculate_takes_no_head(tmp_path: Path) -> None:
+    folder, head = save_model("mamba", tmp_path / "model"), write(tmp_path / "head", tensors())
+    with pytest.raises(ModelError, match="cannot use an EAGLE-3 head: model type 'mamba' cannot speculate"):
+        build_target(EngineSettings(folder, device="cpu", dtype="fp32", eagle=str(head)))

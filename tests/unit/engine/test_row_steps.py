@@ -21,7 +21,6 @@ from engine.cuda.graphs import CudaRecorder, Record
 from engine.exactness import warm_up
 from engine.interface import Chunk
 from engine.loading.loader import Model
-from engine.medusa import MedusaHeads
 from engine.model import ModelError
 from engine.step import Engine
 from tests.by_rows import PlainRows, Recorder, Twins, by_rows
@@ -237,20 +236,3 @@ def test_a_wrong_recording_ends_replaying(llama: Model, record: Record, caplog: 
     assert len(caplog.records) == 1, "said once"
     assert caplog.records[0].message.startswith("steps are not replayed as CUDA graphs: ")
     assert "\n" not in caplog.text.strip()
-
-
-def test_hidden_states_of_replayed_steps_are_those_of_the_step(llama: Model) -> None:
-    record = Recorder()
-    heads = MedusaHeads(64, 256, 1, 0)
-    replaying, computing = by_rows(llama, record=record, heads=heads), slot_engine(llama)
-    engines = (replaying, Engine(computing.model, computing.cache, heads=heads))
-    sequences = [engine.cache.sequence() for engine in engines]
-    tokens = random_tokens(15, seed=8)
-    for start in range(0, 15, 3):
-        for engine, sequence in zip(engines, sequences, strict=True):
-            engine.run([Chunk(sequence, tokens[start : start + 3], rows=(0, 2))])
-            sequence.advance(range(3))
-        found_RD, expected_RD = (engine.hidden for engine in engines)
-        assert found_RD is not None and found_RD.shape == (2, 64)
-        torch.testing.assert_close(found_RD, expected_RD, atol=1e-4, rtol=1e-4)
-    assert record.replayed >= 4

@@ -141,8 +141,10 @@ def test_requests_name_what_exists() -> None:
         return speculation_of(Body.read({"speculation": {"sources": list(sources)}}), Speculation(), ["says"])
 
     assert steered("says", "draft").sources == {"says", Source.DRAFT}
-    with pytest.raises(ApiError, match="among draft, lookup, prediction, grammar, medusa, eagle, suffix, says, got"):
+    with pytest.raises(ApiError, match="among draft, lookup, prediction, grammar, eagle, suffix, says, got"):
         steered("other")
+    with pytest.raises(ApiError, match=r'got \["medusa"\]'):
+        steered("medusa")
     with pytest.raises(ApiError, match="true or false"):
         speculation_of(Body.read({"speculation": {"remember": 1}}), Speculation())
 

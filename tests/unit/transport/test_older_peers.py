@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from google.protobuf import descriptor_pb2, message_factory
 
 from protos.paceline.v1 import worker_pb2 as pb
-from speculation.messages import FeatureFormat, Features, Load, Subscribe, Welcome
+from speculation.messages import (
+    FeatureFormat,
+    Features,
+    Limits,
+    Load,
+    Open,
+    Sampling,
+    Source,
+    Subscribe,
+    Verification,
+    Welcome,
+)
 from tests.unit.transport.test_incoming import HERE, ONE, Router, verified
 from transport import codec
 from transport.codec import UnknownKind, decode_to_worker, encode_from_worker, encode_to_worker
@@ -63,6 +75,25 @@ def test_a_worker_takes_what_is_said_of_heads_for_a_kind_yet_to_come(
     assert decode_to_worker(verification) == verified(ONE, 3)
     with pytest.raises(UnknownKind):
         decode_to_worker(entry)
+
+
+OF_MEDUSA = 5
+"""The number of a source that older peers may still name."""
+
+
+def test_a_source_that_there_is_no_more_is_one_that_means_nothing() -> None:
+    """Who drafted a token is taken for a draft model, as of any number yet to come; nobody is allowed by it."""
+    said = replace(verified(ONE, 3), tokens=(4, 5), accepted=1, offered=1, sources=(Source.LOOKUP,))
+    told = pb.FromWorker.FromString(encode_from_worker(said))
+    told.verified.sources[:] = [OF_MEDUSA]
+    heard = codec.decode_from_worker(told.SerializeToString())
+    assert isinstance(heard, Verification) and heard.sources == (Source.DRAFT,)
+    asked = pb.ToWorker.FromString(encode_to_worker(Open(ONE, HERE, (1, 2), Sampling(), Limits(9))))
+    for numbers, allowed in (([OF_MEDUSA, 2], {Source.LOOKUP}), ([OF_MEDUSA], set())):
+        asked.open.speculation.sources[:] = numbers
+        asked.open.speculation.all_but = False
+        opened = decode_to_worker(asked.SerializeToString())
+        assert isinstance(opened, Open) and opened.speculation.sources == allowed
 
 
 def test_who_a_worker_with_a_head_is_reads_the_same_but_for_the_head() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.attention.attention import NAME, forward_context
 from engine.cache.kv_store import KVStore
-from engine.hidden import HiddenTap
 from engine.layers.fused import FAMILIES, FusedStack, RowOpsStack, unfuse
 from engine.layers.fused import fuse as fuse_with
 from engine.layers.layer_ops import LayerOps
-from engine.loading.loader import load
 from engine.loading.quantisation import quantise
 from engine.loading.self_test import STOCK
 from tests.unit.engine.engine_models import FAMILIES as CONFIGS
-from tests.unit.engine.engine_models import TINY, random_tokens, save_model
+from tests.unit.engine.engine_models import TINY, random_tokens
 
 MIXED = {**TINY, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5}
 KNOWN: dict[str, dict[str, Any]] = {
@@ -246,13 +243,3 @@ def test_a_mask_is_refused_rather_than_ignored() -> None:
     module.set_attn_implementation(STOCK)
     with pytest.raises(AssertionError, match="packed steps only"):
         logits_of(module)
-
-
-def test_hidden_states_are_still_read_from_the_output_layer(tmp_path: Path) -> None:
-    model = load(save_model("llama", tmp_path), dtype="fp32", device="cpu", self_test=False, pack=False)
-    tap = HiddenTap(model)
-    step = OneSequence(3, torch.float32)
-    assert fuse(model.module, PLAIN) == ""
-    logits_TV = logits_of(model.module, step)
-    with torch.inference_mode():
-        assert torch.equal(tap.layer(tap.take()[0]), logits_TV)

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.build import welcome
 from engine.interface import Chunk
-from engine.medusa import MedusaHeads
 from engine.model import Model
 from engine.sampling.sampling import Draw, draw_numbers, drawn, drawn_in_step, is_plain
 from engine.settings import EngineSettings
@@ -148,15 +147,15 @@ def test_what_draws_and_what_does_not(llama: Model) -> None:
         assert plain.drawn is None
 
 
-def test_hidden_states_outlive_a_step_that_draws(llama: Model) -> None:
-    engine = by_rows(llama, record=Recorder(), heads=MedusaHeads(64, 256, 1, 0))
+def test_states_between_layers_outlive_a_step_that_draws(llama: Model) -> None:
+    engine = by_rows(llama, record=Recorder(), aux_layers=(1,))
     sequence, kept = engine.cache.sequence(), []
     for token in (5, 6):
         engine.run([Chunk(sequence, [token], rows=[0], draws=[Draw(GREEDY, 1)])])
-        assert engine.drawn is not None and engine.hidden is not None
-        kept.append((engine.hidden, engine.hidden.clone()))
+        assert engine.drawn is not None and engine.aux is not None
+        kept.append((engine.aux, engine.aux.clone()))
         sequence.advance([0])
-    assert all(torch.equal(hidden, copy) for hidden, copy in kept)
+    assert all(torch.equal(states, copy) for states, copy in kept)
 
 
 class Launches(TorchDispatchMode):
