@@ -23,7 +23,7 @@ from alignment.encoding import BatchSource
 from alignment.losses import Loss
 from alignment.options import Interrupted
 from alignment.workplace import read_checkpoint, write_checkpoint, write_whole
-from engine.head_files import placed
+from engine.model import placed
 
 Kind = TypeVar("Kind", bound=nn.Module)
 Optimizers = Sequence[tuple[torch.optim.Optimizer, float]]

@@ -1,12 +1,12 @@
 """What a loaded model is, as the rest of the engine sees it.
 
-Decides nothing: a plain value that :mod:`engine.loading.loader` fills in.
+Decides nothing: a plain value that :mod:`engine.loading.loader` fills in. And what loading and training share.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +34,21 @@ def first_line(error: BaseException | str) -> str:
 def kind_and_line(error: BaseException) -> str:
     """The same behind the name of its class."""
     return f"{type(error).__name__}: {first_line(error)}"
+
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def placed(module: Module, dtype: torch.dtype, device: torch.device | None = None) -> Module:
+    """The module, moved, its parameters cast.
+
+    Buffers stay as precise as they are: rounded to bfloat16, the frequencies by which positions are told apart are
+    others.
+    """
+    nn.Module.to(module, device=device)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return module
 
 
 @dataclass(frozen=True)

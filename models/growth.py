@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.initialization import no_init_weights
 
 from engine.eagle.head import EagleHead
-from engine.head_files import placed
+from engine.model import placed
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from alignment.encoding import Batches
 from alignment.losses import next_token_loss
 from alignment.training import Trainer, TrainingPlan
-from engine.head_files import placed
+from engine.model import placed
 from models.corpus import END_OF_TEXT, SourceFile, encode_files, learn_tokenizer, read_sources, split_sources
 from models.pair import load, load_tokenizer, parameter_count, publish
 from models.train import write_text

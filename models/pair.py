@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from engine.head_files import placed
+from engine.model import placed
 
 VOCABULARY = 4000
 PADDED_VOCABULARY = 4096

@@ -41,7 +41,7 @@ from benchmarks.engine.steps import PREFIX, TREE, chain, many
 from benchmarks.harness.measure import Batch, Run
 from benchmarks.harness.report import Goal, Result, Table, against, describe_machine, goals_table
 from cluster.config.config import Config
-from engine.head_files import placed
+from engine.model import placed
 from models.pair import parameter_count
 
 HEAD_SIZE, GROUP = 64, 4

@@ -8,6 +8,7 @@ run and have nothing accepted. Numbers only: which tensors there are is :mod:`en
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,9 +18,9 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.head_files import CONFIG, read_config
-from engine.model import ModelError
+from engine.model import ModelError, first_line
 
+CONFIG = "config.json"
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
 SPECULATORS = "transformer_layer_config"
 AUX = "eagle_aux_hidden_state_layer_ids"
@@ -117,11 +118,21 @@ class EagleConfig:
         """What the checkpoint in ``folder`` says. Raises :class:`engine.model.ModelError`, with the kind it is of."""
         if not folder.is_dir():
             raise ModelError(f"{folder}: no such folder; give the one of an EAGLE-3 head, with its {CONFIG}")
-        file, said = folder / CONFIG, read_config(folder, "an EAGLE-3 head")
+        file, said = folder / CONFIG, _read(folder)
         if not isinstance(said, dict):
             raise ModelError(f"{file}: must hold an object, got {type(said).__name__}")
         _check_kind(folder, said)
         return _Reader(file, said).config()
+
+
+def _read(folder: Path) -> Any:
+    file = folder / CONFIG
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{folder}: not an EAGLE-3 head, it has no {CONFIG}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file}: cannot be read: {first_line(error)}") from error
 
 
 def _llama(heads: int, head_size: int, positions: int, **rope: Any) -> LlamaConfig:

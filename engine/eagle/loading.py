@@ -17,6 +17,7 @@ Tensor legend: D hidden size of the head, H of the target, V draft vocabulary, T
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -24,14 +25,14 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from engine.eagle.config import EagleConfig
+from engine.cpu.stack import pack_head
+from engine.eagle.config import CONFIG, EagleConfig
 from engine.eagle.head import EagleHead
-from engine.head_files import CONFIG, Tensors, check_names, check_numbers, read_tensors, ready, write
-from engine.model import Model, ModelError
+from engine.model import Model, ModelError, first_line, placed
 
 WEIGHTS = "model.safetensors"
 PATTERNS = ("*.safetensors", "pytorch_model*.bin")
@@ -44,13 +45,14 @@ TARGETS_NAMES = {
     OUTPUT: ("lm_head.weight", "language_model.lm_head.weight"),
 }
 
+Tensors = dict[str, Tensor]
 Borrow = Callable[[str], Tensor]
 """The target's own tensor of this name, :data:`EMBEDDING` or :data:`OUTPUT`, ``[T, H]``. Raises ModelError."""
 
 
 def load_beside(path: str, model: Model) -> EagleHead:
     """The head in the folder ``path``, ready to run beside ``model``. Raises :class:`engine.model.ModelError`."""
-    return ready(read_beside(path, model), model.device, model.dtype)
+    return _ready(read_beside(path, model), model.device, model.dtype)
 
 
 def read_beside(path: str, model: Model) -> EagleHead:
@@ -68,7 +70,7 @@ def load_alone(path: str, target: str, device: torch.device, dtype: torch.dtype)
     ``target`` may be empty if the checkpoint leaves nothing to it.
     """
     folder = Path(path).expanduser()
-    return ready(read(folder, lambda name: _of_folder(folder, target, name)), device, dtype)
+    return _ready(read(folder, lambda name: _of_folder(folder, target, name)), device, dtype)
 
 
 def check_fit(path: str, head: EagleHead, target: str, hidden: int, usable: int, vocabulary: int, layers: int) -> None:
@@ -101,9 +103,8 @@ def read(folder: Path, borrow: Borrow) -> EagleHead:
         tied = config.tie_word_embeddings
         whole = tensors[EMBEDDING] if tied else _borrowed(file, OUTPUT, config, borrow)
         tensors[OUTPUT] = whole if len(target_ids) == len(whole) else whole[target_ids.to(whole.device)]
-    expected = head.state_dict()
-    check_names(file, tensors, expected, f"{CONFIG} tells of an EAGLE-3 head of {config.num_hidden_layers} layers")
-    check_numbers(file, tensors, expected, f"by {CONFIG}")
+    _check_names(file, tensors, head)
+    _check_numbers(file, tensors, head)
     head.load_state_dict(tensors, assign=True)
     return head
 
@@ -120,7 +121,11 @@ def save(head: EagleHead, folder: Path, *, embedding: bool = False, dtype: torch
     tensors[D2T] = ids - torch.arange(len(ids))
     tensors[T2D] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     said = config.plain() | {"dtype": str(dtype).removeprefix("torch.")}
-    write(folder, said, WEIGHTS, lambda file: save_file(tensors, file, metadata={"format": "pt"}))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    fresh = folder / f".{WEIGHTS}.new"
+    save_file(tensors, fresh, metadata={"format": "pt"})
+    fresh.replace(folder / WEIGHTS)  # there whole or not
 
 
 def _read_tensors(folder: Path) -> tuple[Path, Tensors]:
@@ -130,11 +135,24 @@ def _read_tensors(folder: Path) -> tuple[Path, Tensors]:
         raise ModelError(f"{folder}: has no weights; they must be in {WEIGHTS} or pytorch_model.bin")
     tensors: Tensors = {}
     for file in files:
-        for name, tensor in read_tensors(file, "an EAGLE-3 head").items():
+        for name, tensor in _read_file(file).items():
             ours = re.sub(r"^midlayer\.", "layers.0.", re.sub(r"^(module\.)?(model\.)?", "", name))
             if not NOT_NEEDED.search(ours):
                 tensors[ours] = tensor
     return files[0] if len(files) == 1 else folder, tensors
+
+
+def _read_file(file: Path) -> Tensors:
+    """All tensors of a file, safetensors or torch's, as they are called there."""
+    try:
+        loaded = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+    except Exception as error:  # whatever the two libraries raise for what is not theirs
+        raise ModelError(f"{file}: cannot be read: {first_line(error)}") from error
+    if not isinstance(loaded, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in loaded.items()
+    ):
+        raise ModelError(f"{file}: must hold tensors by name, as the training of an EAGLE-3 head writes them")
+    return loaded
 
 
 def _target_ids(file: Path, tensors: Tensors, config: EagleConfig) -> Tensor:
@@ -185,6 +203,38 @@ def _check_kind(file: Path, tensors: Tensors, config: EagleConfig) -> None:
         {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     ):
         raise ModelError(f"{file}: lacks 'fc.weight': a full model or another drafter; give an EAGLE-3 head")
+
+
+def _check_names(file: Path, tensors: Tensors, head: EagleHead) -> None:
+    """Raise unless these are the tensors that follow from config.json."""
+    expected, told = head.state_dict(), f"{CONFIG} tells of an EAGLE-3 head of {head.config.num_hidden_layers} layers"
+    if missing := sorted(expected.keys() - tensors.keys()):
+        raise ModelError(f"{file}: lacks {len(missing)} tensors, first {missing[0]!r}; {told}")
+    if extra := sorted(tensors.keys() - expected.keys()):
+        raise ModelError(f"{file}: has {len(extra)} tensors too many, first {extra[0]!r}; {told}")
+
+
+def _check_numbers(file: Path, tensors: Tensors, head: EagleHead) -> None:
+    """Raise for other shapes than follow from config.json, or no numbers."""
+    for name, wanted in head.state_dict().items():
+        tensor = tensors[name]
+        if tensor.shape != wanted.shape:
+            wrong = f"has the shape {list(tensor.shape)}; by {CONFIG} it must have {list(wanted.shape)}"
+        elif not tensor.is_floating_point():
+            wrong = f"holds {tensor.dtype}; it must hold floating-point numbers"
+        elif not bool(tensor.isfinite().all()):
+            wrong = "holds NaN or infinite values"
+        else:
+            continue
+        raise ModelError(f"{file}: tensor {name!r} {wrong}")
+
+
+def _ready(head: EagleHead, device: torch.device, dtype: torch.dtype) -> EagleHead:
+    """The head as it is served: there, in that format; packed on a CPU."""
+    placed(head, dtype, device).eval().requires_grad_(False)
+    if device.type == "cpu":
+        pack_head(head)
+    return head
 
 
 def _borrowed(file: Path, name: str, config: EagleConfig, borrow: Borrow) -> Tensor:
