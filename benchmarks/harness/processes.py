@@ -180,11 +180,11 @@ async def drafting_late(dispatcher: Dispatcher, seconds: float) -> AsyncIterator
 
 
 @asynccontextmanager
-async def serving(target: Path, *flags: str, draft: Path | None = None) -> AsyncIterator[Dispatcher]:
+async def serving(target: Path, draft: Path | None = None) -> AsyncIterator[Dispatcher]:
     """A target on a core of its own, perhaps a draft on another, both in bfloat16, and a router's session side."""
-    given = ("--dtype", "bfloat16", *flags)
-    plans = [WorkerPlan(Role.TARGET, target, 0, flags=given)]
-    plans += [WorkerPlan(Role.DRAFT, draft, 1, flags=given)] if draft else []
+    flags = ("--dtype", "bfloat16")
+    plans = [WorkerPlan(Role.TARGET, target, 0, flags=flags)]
+    plans += [WorkerPlan(Role.DRAFT, draft, 1, flags=flags)] if draft else []
     async with all_running(plans) as workers, connected(*workers) as dispatcher:
         yield dispatcher
 

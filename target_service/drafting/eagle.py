@@ -27,13 +27,13 @@ from engine.cache.kv_cache import CachedSequence
 from engine.eagle.cached import CachedHead, HeadChunk
 from engine.host.upload import upload
 from engine.interface import FATAL, Chunk, StepEngine
-from engine.sampling.sampling import candidates
+from engine.sampling.sampling import Draw, candidates
 from engine.shaping.shaping import RowShaping, shaped
 from speculation.drafting.heads import MAX_LEVELS, NODES, WIDTH, GrowingTree, GuessPlace, StateDrafts
-from speculation.messages import ANCHOR, Source, Verification
+from speculation.messages import ANCHOR, Rule, Sampling, Source, Verification
 from speculation.trie import VerificationTree
 from speculation.verifying.payoff import ThroughputEstimator
-from target_service.drafting.state_reader import StateReader, draw_ahead, kept_rows
+from target_service.drafting.state_reader import StateReader, kept_rows
 from target_service.sequence import BatchEntry, TargetSequence
 from target_service.step_account import TargetCounters
 from target_service.verdicts import Verdict
@@ -241,7 +241,7 @@ class EagleDrafter(StateReader):
         """Guess behind the places at hand; what comes are the sessions that one more level is worth it for."""
         started = time.perf_counter()
         normed_ND = torch.cat([one.normed_ND for one in growing])
-        draws = [draw_ahead(one.sequence, len(place.path)) for one in growing for place in one.places]
+        draws = [_draw(one.sequence, place) for one in growing for place in one.places]
         shapes = [_shape(one.sequence, place) for one in growing for place in one.places]
         found = iter(candidates(shaped(self._head.logits(normed_ND, self._vocabulary), shapes), draws, WIDTH))
         going: list[_Growing] = []
@@ -304,3 +304,14 @@ class EagleDrafter(StateReader):
 def _shape(sequence: TargetSequence, place: GuessPlace) -> RowShaping | None:
     """As the target will shape its logits there."""
     return None if sequence.shaping is None else sequence.shaping.after(place.path)
+
+
+def _draw(sequence: TargetSequence, place: GuessPlace) -> Draw:
+    """How the token behind a place is drawn: with the noise that the target will draw with there.
+
+    Under the rejection rule drafts must not know it.
+    """
+    opened = sequence.session.opened
+    by_rejection = opened.speculation.rule is Rule.REJECTION
+    sampling = Sampling(temperature=0.0) if by_rejection else opened.sampling
+    return Draw(sampling, sequence.session.trie.position + len(place.path))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from engine.interface import Chunk, StepEngine
-from engine.sampling.sampling import Draw
 from speculation.acceptance import AcceptanceResult
-from speculation.messages import Rule, Sampling, Subscribe, Verification
+from speculation.messages import Subscribe, Verification
 from speculation.trie import VerificationTree
 from target_service.sequence import BatchEntry, TargetSequence
 from target_service.verdicts import Fault, Verdict
@@ -69,14 +68,3 @@ def kept_rows(
             kept = verdict.kept if isinstance(verdict, AcceptanceResult) else ()
             yield entry.sequence, [*range(first, behind), *(behind + node for node in kept)]
         first += len(chunk.tokens)
-
-
-def draw_ahead(sequence: TargetSequence, tokens: int) -> Draw:
-    """How the token so many places ahead is drawn: with the noise that the target will draw with there.
-
-    Under the rejection rule drafts must not know it.
-    """
-    opened = sequence.session.opened
-    by_rejection = opened.speculation.rule is Rule.REJECTION
-    sampling = Sampling(temperature=0.0) if by_rejection else opened.sampling
-    return Draw(sampling, sequence.session.trie.position + tokens)
