@@ -8,7 +8,7 @@ import ctypes
 import gc
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,8 +20,10 @@ from router.http.api import ApiSettings, build_app
 from router.http.asgi import BoundedHttp
 from router.http.exhaustion import ExhaustionLog
 from router.http.prompt_recorder import PromptRecorder, RecordingError, RecordSettings
+from router.sessions.run import NullTracer
 from router.text.tokenizer import TokenizerError, Tokenizers
 from speculation.events import Role
+from speculation.messages import SessionId
 from transport import address as addresses
 from transport.tls import Identity
 from transport.tracing import TraceSettings, Tracing
@@ -71,15 +73,6 @@ class RouterSettings:
     """Where prompts are kept; None: nowhere."""
 
 
-def dispatcher(limits: DispatchLimits, identity: Identity | None, tracing: Tracing | None) -> Dispatcher:
-    """The session side of a router, with spans if there is ``tracing``."""
-    if tracing is None:
-        return Dispatcher(limits, identity)
-    from router.http.tracing import SessionSpans
-
-    return Dispatcher(limits, identity, partial(SessionSpans, tracing))
-
-
 def server_config(app: Starlette, host: str, port: int) -> uvicorn.Config:
     """How HTTP is served."""
     return uvicorn.Config(
@@ -110,41 +103,38 @@ def freeze_loaded() -> None:
             mallopt(option, size)
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """A bound TCP socket whose connections send every event at once.
-
-    asyncio switches Nagle's algorithm off for sockets whose protocol reads TCP, and here the accepted ones inherit it.
-    With 0, the default, events of a kept connection wait for the client's delayed acknowledgement: 40 ms more to the
-    first token.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
-    return listener
-
-
 class Router:
-    """A running router."""
+    """A running router. Where another server carries HTTP to it, that has :meth:`app`, and calls :meth:`close`."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
-        self.tracing = Tracing.to(settings.trace, "router") if settings.trace else None
-        self.dispatcher = dispatcher(settings.limits, settings.identity, self.tracing)
+        self._tracing: Tracing | None = None
+        traced: Callable[[SessionId], NullTracer] = NullTracer
+        if settings.trace is not None:
+            from router.http.tracing import SessionSpans
+
+            self._tracing = Tracing.to(settings.trace, "router")
+            traced = partial(SessionSpans, self._tracing)
+        self.dispatcher = Dispatcher(settings.limits, settings.identity, traced)
         self.tokenizers = Tokenizers(settings.tokenizer, settings.models)
         self._recorder: PromptRecorder | None = None
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
 
-    def set_workers(self, role: Role, workers: Sequence[str]) -> None:
-        """Use these workers of a role, and no others."""
-        self.dispatcher.pool.set_workers(role, workers)
+    def app(self) -> Starlette:
+        """Its HTTP side. Raises :class:`RouterError`."""
+        try:
+            self._recorder = PromptRecorder(self.settings.record) if self.settings.record else None
+        except RecordingError as error:
+            raise RouterError(f"{error}; see --record-prompts") from error
+        metrics = self.dispatcher.metrics
+        return build_app(self.dispatcher, self.tokenizers, self.settings.api, metrics, self._tracing, self._recorder)
 
     async def connect(self) -> None:
         """Connect to the workers and read the models' tokenizers, if a target answers. Raises :class:`RouterError`."""
-        self.set_workers(Role.TARGET, self.settings.targets)
-        self.set_workers(Role.DRAFT, self.settings.drafts)
+        self.dispatcher.pool.set_workers(Role.TARGET, self.settings.targets)
+        self.dispatcher.pool.set_workers(Role.DRAFT, self.settings.drafts)
         try:
             async with asyncio.timeout(self.settings.ready_timeout):
                 await self.dispatcher.ready.wait()
@@ -165,16 +155,9 @@ class Router:
     async def start(self) -> None:
         """Serve HTTP, and return once a target is up or has had ``ready_timeout``; raises RouterError, AddressError."""
         host, port = self.settings.host, self.settings.port
-        addresses.check_free(addresses.join(host, port))
-        try:
-            self._recorder = PromptRecorder(self.settings.record) if self.settings.record else None
-        except RecordingError as error:
-            raise RouterError(f"{error}; see --record-prompts") from error
-        serving, api = self.dispatcher, self.settings.api
-        app = build_app(serving, self.tokenizers, api, serving.metrics, self.tracing, self._recorder)
+        self._server = uvicorn.Server(server_config(self.app(), host, port))
+        listener = addresses.bound(host, port)
         asyncio.get_running_loop().set_exception_handler(ExhaustionLog().handle)
-        self._server = uvicorn.Server(server_config(app, host, port))
-        listener = listening(host, port)
         self.address = f"http://{addresses.join(host, listener.getsockname()[1])}"
         self._serving = asyncio.create_task(self._serve(self._server, listener))
         while not self._server.started and not self._serving.done():
@@ -198,11 +181,15 @@ class Router:
         if self._server is not None:
             self._server.should_exit = True
         await self.wait()
+        await self.close()
+
+    async def close(self) -> None:
+        """Leave the workers, and write what prompts and spans are left."""
         await self.dispatcher.pool.close()
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)
-        if self.tracing is not None:
-            await asyncio.to_thread(self.tracing.close)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     async def _drain(self) -> None:
         """Meanwhile HTTP is served, so that probes and clients learn that they should go elsewhere."""

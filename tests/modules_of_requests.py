@@ -12,8 +12,9 @@ import sys
 from router.generation import ServedModel
 from router.http.admission import AdmissionSettings
 from router.http.api import ApiSettings, build_app
-from router.service import Router, listening, server_config
+from router.service import Router, server_config
 from tests.fakes import EOS, FakeGenerator, FakeTokenizers, commits, tiny_tokenizer
+from transport.address import bound
 
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 99}
 PROMPT = {"prompt": "hi", "max_tokens": 99}
@@ -41,7 +42,7 @@ async def main() -> None:
     model = ServedModel("tiny/model", tokenizer.size, 256, tokenizer.digest)
     settings = ApiSettings(admission=AdmissionSettings(cors_origins=("*",)))
     app = build_app(FakeGenerator(lambda _: commits(text, (2,)), model=model), FakeTokenizers(tokenizer), settings)
-    server, listener = uvicorn.Server(server_config(app, "127.0.0.1", 0)), listening("127.0.0.1", 0)
+    server, listener = uvicorn.Server(server_config(app, "127.0.0.1", 0)), bound("127.0.0.1", 0)
     serving = asyncio.create_task(Router._serve(server, listener))
     while not server.started:
         await asyncio.sleep(0.001)

@@ -99,7 +99,7 @@ async def _serve(config: Config, directory: StaticDirectory) -> int:
         if starting.done():
             starting.result()
             freeze_loaded()
-            directory.start(router.set_workers)
+            directory.start(router.dispatcher.pool.set_workers)
             models = router.dispatcher.models.values()
             named = config.router.model_name if len(models) == 1 else ""
             served = ", ".join(f"model {named or model.name}, context {model.context}" for model in models)

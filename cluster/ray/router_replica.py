@@ -18,12 +18,8 @@ from cluster.ray.cluster import serve_client
 from cluster.ray.connection import check_token
 from cluster.ray.metrics import copy_metrics
 from cluster.ray.parts import known
-from router.http.api import build_app
-from router.http.prompt_recorder import PromptRecorder
-from router.service import dispatcher, freeze_loaded
-from router.text.tokenizer import Tokenizers
+from router.service import Router, freeze_loaded
 from speculation.events import Role
-from transport.tracing import Tracing
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -37,22 +33,18 @@ class RouterReplica:
         config = known(config)
         await asyncio.to_thread(_check_doors, config)
         settings = router_settings(config)
-        self._settings = settings.api
-        self._tokenizers = Tokenizers(settings.tokenizer, settings.models)
+        self._router = Router(settings)
         for source in {settings.tokenizer or model for model in settings.models or ()}:
-            await self._tokenizers.read(source)
-        self._tracing = Tracing.to(settings.trace, "router") if settings.trace else None
-        self._recorder = PromptRecorder(settings.record) if settings.record else None
-        self._dispatcher = dispatcher(settings.limits, settings.identity, self._tracing)
+            await self._router.tokenizers.read(source)
         self._models = tuple(dict.fromkeys(pool.model for pool in config.pools()))
         self._directory = ServeDirectory(workers, partial(LongPoll, asyncio.get_running_loop()))
-        self._directory.start(self._dispatcher.pool.set_workers)
-        self._copying = asyncio.create_task(copy_metrics(self._dispatcher.metrics.collect))
+        self._directory.start(self._router.dispatcher.pool.set_workers)
+        self._copying = asyncio.create_task(copy_metrics(self._router.dispatcher.metrics.collect))
         freeze_loaded()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve's controller learns of its streams; see :mod:`cluster.autoscaling.serve_policy`."""
-        reports = [figures(self._dispatcher.demand(model), model) for model in self._models]
+        reports = [figures(self._router.dispatcher.demand(model), model) for model in self._models]
         return {name: value for report in reports for name, value in report.items()}
 
     async def announced(self, role: str, address: str) -> None:
@@ -60,20 +52,15 @@ class RouterReplica:
         self._directory.announced(Role(role), address)
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        serving = self._dispatcher
-        return build_app(serving, self._tokenizers, self._settings, serving.metrics, self._tracing, self._recorder)
+        return self._router.app()
 
     async def __del__(self) -> None:
         """Serve's call at a graceful end, after running requests have ended."""
         if hasattr(self, "_directory"):
-            self._dispatcher.draining = True
+            self._router.dispatcher.draining = True
             self._directory.close()
             self._copying.cancel()
-            await self._dispatcher.pool.close()
-            if self._recorder is not None:
-                await asyncio.to_thread(self._recorder.close)
-            if self._tracing is not None:
-                await asyncio.to_thread(self._tracing.close)
+            await self._router.close()
 
 
 def _check_doors(config: Config) -> None:

@@ -127,7 +127,7 @@ async def test_ready_follows_the_workers_while_health_stays() -> None:
         drains = await client.get("/ready")
         assert (drains.status_code, drains.json()["reason"]) == (503, "this router is draining")
         router.dispatcher.draining = False
-        router.set_workers(Role.TARGET, [])
+        router.dispatcher.pool.set_workers(Role.TARGET, [])
         without = await client.get("/ready")
         assert (without.status_code, without.json()) == (
             503,

@@ -9,14 +9,15 @@ import pytest
 from starlette.applications import Starlette
 
 from router.http.asgi import BoundedHttp
-from router.service import listening, server_config
+from router.service import server_config
+from transport.address import AddressError, bound
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 async def test_no_event_waits_for_an_acknowledgement_of_the_one_before(host) -> None:
     try:
-        listener = listening(host, 0)
-    except OSError:
+        listener = bound(host, 0)
+    except AddressError:
         pytest.skip(f"no {host} on this machine")
     accepted = asyncio.get_running_loop().create_future()
 

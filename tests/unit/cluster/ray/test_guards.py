@@ -59,7 +59,7 @@ def router(monkeypatch: pytest.MonkeyPatch, security: dict[str, str]) -> Any:
 
 
 async def test_a_router_shows_workers_its_certificate(router: Any, security: dict[str, str]) -> None:
-    identity = (await router)._dispatcher.pool.identity
+    identity = (await router)._router.dispatcher.pool.identity
     assert isinstance(identity, Identity)
     assert identity.certificates[0] == Path(security["certificate"].format(role="router"))
 
@@ -74,7 +74,7 @@ async def test_a_router_asks_clients_for_their_keys(router: Any) -> None:
 
 async def test_a_router_opens_nothing_on_the_word_of_a_worker(router: Any) -> None:
     with pytest.raises(TokenizerError, match="is not that of the served model m"):
-        await (await router)._tokenizers.of(ServedModel("m", 400, 64, 0, "/etc"))
+        await (await router)._router.tokenizers.of(ServedModel("m", 400, 64, 0, "/etc"))
 
 
 WORKERS = pytest.mark.parametrize("name", ["target", "draft"])
