@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import grpc
@@ -29,8 +29,7 @@ from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
 from speculation.messages import Features, Proposal, SessionId, ToWorker
 from transport.codec import MAX_PROPOSAL_BYTES, encode_to_worker
-from transport.codec_parts import Asked
-from transport.incoming import Incoming, Listener, Route, nothing_open
+from transport.incoming import Incoming, Listener, Route
 from transport.outbox import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Outbox, PeerTooSlow
 from transport.tls import Identity
 
@@ -162,48 +161,30 @@ class Liveness:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    """The parts of the stream now open."""
-
-    incoming: Incoming
-    outbox: Outbox
-    reset: Callable[[str], None]
-
-
 class WorkerConnection:
     """Keeps a stream to one worker, for as long as ``run`` runs."""
 
-    def __init__(
-        self,
-        address: str,
-        role: str,
-        listener: Listener,
-        identity: Identity | None = None,
-        asked: Asked = nothing_open,
-    ) -> None:
-        """Nothing happens before ``run``. Without an ``identity`` the connection is in plain text.
-
-        ``asked``: which log-probabilities the worker was asked for.
-        """
-        self.address, self._role, self._listener = address, role, listener
-        self._identity, self._asked = identity, asked
+    def __init__(self, address: str, role: str, listener: Listener, identity: Identity | None = None) -> None:
+        """Nothing happens before ``run``. Without an ``identity`` the connection is in plain text."""
+        self.address, self._role, self._listener, self._identity = address, role, listener, identity
         self._said: set[str] = set()  # why the last attempt failed, until one succeeds
         self.sent_bytes = 0
         """Bytes of all frames sent so far, as serialised; gRPC and HTTP/2 add some 14 per frame."""
         self.received_bytes = 0
-        self.unrouted = 0
-        """Features that came too late for anybody, or under an epoch that does not count."""
         self.routes: dict[SessionId, Route] = {}
         """Of the sessions of which others wait for what this worker says."""
-        self._stream: _Stream | None = None
         self._patience = Patience(MAX_PATIENCE if role == "draft" else 1.0)
-        self._liveness: Liveness | None = None
+        # Of the stream now open, and what is known of how it ended:
+        self._incoming: Incoming | None = None
+        self._outbox = Outbox()
+        self._liveness = Liveness(self._patience)
+        self._call: grpc.aio.StreamStreamCall[pb.Frame, pb.Frame] | None = None
+        self._why = ""
 
     @property
     def round_trip(self) -> float | None:
         """Seconds for a message to the worker and its answer, smoothed; None while unknown."""
-        return self._liveness.round_trip if self._liveness else None
+        return self._liveness.round_trip
 
     def send(self, message: ToWorker) -> None:
         """Queue a message; dropped while the worker is down."""
@@ -211,17 +192,19 @@ class WorkerConnection:
 
     def put(self, entry: bytes, *, hint: bool = False) -> bool:
         """Queue an encoded message, or a ``hint`` that may be dropped; whether it was, and not dropped."""
-        stream = self._stream
-        if stream is None or not stream.incoming.up:
+        if self._incoming is None or not self._incoming.up:
             return False
         try:
-            return stream.outbox.put(entry, hint=hint)
+            return self._outbox.put(entry, hint=hint)
         except PeerTooSlow as error:
-            stream.reset(str(error))
+            self._reset(str(error))
             return False
 
-    def _drop(self) -> None:
-        self.unrouted += 1
+    def _reset(self, why: str) -> None:
+        """Give the stream up."""
+        self._why = why
+        if self._call is not None:
+            self._call.cancel()
 
     async def run(self) -> None:
         """Connect, serve, and connect again, until cancelled."""
@@ -234,46 +217,33 @@ class WorkerConnection:
 
     async def _attempt(self) -> Incoming:
         """One stream from start to end, and what became of it."""
-        why = ""
-        outbox = Outbox()
+        self._why, later = "", asyncio.get_running_loop().call_soon
+        self._outbox, self._liveness = Outbox(), Liveness(self._patience)
         async with self._channel() as channel:
             stub = (rpc.TargetStub if self._role == "target" else rpc.DraftStub)(channel)
-            liveness = self._liveness = Liveness(self._patience)
-            call = stub.Run(self._frames(outbox, liveness))
-
-            def reset(reason: str) -> None:
-                nonlocal why
-                why = reason
-                call.cancel()
-
-            later = asyncio.get_running_loop().call_soon
-            incoming = Incoming(
-                self.address, self._role, self._listener, self.routes, later, reset, self._drop, self._asked
-            )
-
-            watching = asyncio.create_task(self._watch(liveness, incoming, outbox, reset))
-            self._stream = _Stream(incoming, outbox, reset)
+            call = self._call = stub.Run(self._frames())
+            incoming = Incoming(self.address, self._role, self._listener, self.routes, later, self._reset)
+            self._incoming = incoming
+            watching = asyncio.create_task(self._watch(incoming))
             try:
-                ended = await self._read(call, incoming, liveness)
-                why = why or ended
+                ended = await self._read(call, incoming)
+                self._why = self._why or ended
             finally:
-                self._stream = None
+                self._incoming = None
                 watching.cancel()
                 incoming.finish()
-                outbox.close()
+                self._outbox.close()
                 call.cancel()
                 if incoming.up:
-                    self._listener.down(why)
+                    self._listener.down(self._why)
                 elif incoming.loading:
                     self._listener.loading(None)
-        self._note(why, was_up=incoming.up)
+        self._note(self._why, was_up=incoming.up)
         return incoming
 
-    async def _read(
-        self, call: grpc.aio.StreamStreamCall[pb.Frame, pb.Frame], incoming: Incoming, liveness: Liveness
-    ) -> str:
+    async def _read(self, call: grpc.aio.StreamStreamCall[pb.Frame, pb.Frame], incoming: Incoming) -> str:
         """All that comes, and why no more does."""
-        ended, clock = "the stream ended", asyncio.get_running_loop().time
+        ended, liveness, clock = "the stream ended", self._liveness, asyncio.get_running_loop().time
         try:
             while isinstance(frame := await call.read(), pb.Frame):
                 self.received_bytes += frame.ByteSize()
@@ -315,24 +285,23 @@ class WorkerConnection:
             self._said.add(why)
             log.warning("cannot reach %s worker %s: %s", self._role, self.address, why)
 
-    async def _watch(
-        self, liveness: Liveness, incoming: Incoming, outbox: Outbox, reset: Callable[[str], None]
-    ) -> None:
+    async def _watch(self, incoming: Incoming) -> None:
         """Ping it now and then, and see whether it is there."""
         clock, pause = asyncio.get_running_loop().time, WORKER_SILENCE_SECONDS / TICKS
         while True:
-            if incoming.up and (number := liveness.due(clock())) is not None:
-                outbox.probe(ping=number)
+            if incoming.up and (number := self._liveness.due(clock())) is not None:
+                self._outbox.probe(ping=number)
             slept_at = clock()
             await asyncio.sleep(pause)
             late = clock() - slept_at > 2 * pause
-            if why := liveness.tick(late=late):
+            if why := self._liveness.tick(late=late):
                 if incoming.up:
                     self._patience.given_up(incoming.instance)
-                reset(why)
+                self._reset(why)
                 return
 
-    async def _frames(self, outbox: Outbox, liveness: Liveness) -> AsyncIterator[pb.Frame]:
+    async def _frames(self) -> AsyncIterator[pb.Frame]:
+        outbox, liveness = self._outbox, self._liveness
         while (frame := await outbox.next_frame()) is not None:
             self.sent_bytes += frame.ByteSize()
             if frame.HasField("ping"):

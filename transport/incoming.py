@@ -24,7 +24,7 @@ from protos.paceline.v1 import worker_pb2 as pb
 from speculation.frozen import frozen
 from speculation.messages import FromWorker, Load, Loading, Proposal, SessionId, Verification, Welcome
 from transport.codec import RELAYED, MalformedMessage, UnknownKind, decode_from_worker, is_features
-from transport.codec_parts import MAX_PLAIN_BYTES, Asked, AskedLogprobs, decode_loading
+from transport.codec_parts import MAX_PLAIN_BYTES, AskedLogprobs, decode_loading
 from transport.outbox import MAX_FRAME_ENTRIES
 
 log = logging.getLogger(__name__)
@@ -40,8 +40,13 @@ HEARD_PER_MALFORMED = 100
 """... and one more for so many messages."""
 
 
-class Listener(Protocol):
-    """The router's view of a worker's stream. All calls come from the event loop and must not block."""
+class Listener:
+    """The router's view of a worker's stream. All calls come from the event loop and must not block.
+
+    This one does nothing, and opens no sessions.
+    """
+
+    __slots__ = ()
 
     def up(self, welcome: Welcome) -> None:
         """The worker introduced itself; sessions may be opened."""
@@ -57,6 +62,13 @@ class Listener(Protocol):
 
     def down(self, why: str) -> None:
         """The worker is lost, and with it everything opened there. Connecting goes on in the background."""
+
+    def asked(self, session: SessionId, epoch: int) -> AskedLogprobs | None:  # noqa: ARG002
+        """What it may tell of a session's tokens; None: it is not open there under this epoch."""
+        return None
+
+    def unrouted(self) -> None:
+        """Features came that nobody waits for."""
 
 
 class EntrySink(Protocol):
@@ -160,12 +172,6 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     return value, at + 1
 
 
-def nothing_open(session: SessionId, epoch: int) -> AskedLogprobs | None:
-    """For who opens no sessions."""
-    del session, epoch
-    return None
-
-
 Later = Callable[[Callable[[], None]], object]
 """Has something done in the next turn of the event loop."""
 
@@ -181,13 +187,10 @@ class Incoming:
         routes: Mapping[SessionId, Route],
         later: Later = lambda call: call(),
         give_up: Callable[[str], object] = log.warning,
-        unrouted: Callable[[], object] = lambda: None,
-        asked: Asked = nothing_open,
     ) -> None:
-        """``worker`` is for logs. By default nothing is put off. ``asked``: which log-probabilities it may tell.
+        """``worker`` is for logs. By default nothing is put off.
 
-        ``give_up`` is called once, with the reason, if the stream is to be ended because of what came on it;
-        ``unrouted`` for features that nobody waits for.
+        ``give_up`` is called once, with the reason, if the stream is to be ended because of what came on it.
         """
         self.up = False
         """Whether the worker introduced itself."""
@@ -199,7 +202,7 @@ class Incoming:
         """Whether the stream was given up: nothing that comes on it is heard any more."""
         self._worker, self._role, self._listener, self._routes, self._later = worker, role, listener, routes, later
         self._hints = role == "draft"
-        self._give_up, self._unrouted, self._asked = give_up, unrouted, asked
+        self._give_up = give_up
         self._unread: deque[_Unread] = deque()
         self._held: dict[SessionId, int] = {}
         """Of each session, what is unread and was not passed on: nothing may overtake it."""
@@ -250,7 +253,7 @@ class Incoming:
         route = self._routes.get(head.session)
         if head.features:  # which may overtake: they say of which tokens they are
             if route is None or route.epoch != head.epoch:
-                self._unrouted()
+                self._listener.unrouted()
             else:
                 route.onto.put(relayed(entry, head, route.there), hint=True)
             return None
@@ -278,7 +281,7 @@ class Incoming:
         try:
             if len(entry) > MAX_PLAIN_BYTES and self._outlived(entry):
                 return
-            message = decode_from_worker(entry, self._counter_names, self._asked)
+            message = decode_from_worker(entry, self._counter_names, self._listener.asked)
             if passed and isinstance(message, Proposal | Verification):
                 object.__setattr__(message, "passed", passed)  # a value that nobody else has seen yet
             self._pass_on(message)
@@ -295,7 +298,7 @@ class Incoming:
         head = heading(entry, long=True)
         if head is None or head.role != self._role:
             raise MalformedMessage(f"a message of {len(entry)} bytes; at most {MAX_PLAIN_BYTES} are allowed")
-        asked = self._asked(head.session, head.epoch)
+        asked = self._listener.asked(head.session, head.epoch)
         if asked is not None and len(entry) > asked.max_bytes:
             why = f"a verification of {len(entry)} bytes; what was asked for takes at most {asked.max_bytes}"
             raise MalformedMessage(why, head.session, head.epoch)

@@ -20,10 +20,10 @@ from simulation.agreement import made_up
 from simulation.costs import Costs, Curve
 from simulation.simulate import Bounds, SimulationSettings, simulate
 from speculation.events import Role
-from speculation.messages import FromWorker, Loading, Schedule, Welcome
+from speculation.messages import Loading, Schedule, Welcome
 from transport.address import parse
 from transport.client import WorkerConnection
-from transport.codec import MalformedMessage
+from transport.incoming import Listener
 from transport.tls import Identity
 
 TRIPS = 20
@@ -59,7 +59,7 @@ class Met:
 
 
 @dataclass(slots=True)
-class _Greeting:
+class _Greeting(Listener):
     """Hears a worker introduce itself."""
 
     welcome: asyncio.Future[Welcome | Loading] = field(default_factory=asyncio.Future)
@@ -71,15 +71,6 @@ class _Greeting:
     def loading(self, loading: Loading | None) -> None:
         if loading is not None and not self.welcome.done():
             self.welcome.set_result(loading)
-
-    def received(self, message: FromWorker) -> None:
-        """Loads, which say nothing about a fault."""
-
-    def malformed(self, error: MalformedMessage) -> None:
-        """Dropped by the connection."""
-
-    def down(self, why: str) -> None:
-        """It is tried again until time is up."""
 
 
 async def meet_all(addresses: Mapping[Role, Iterable[str]], identity: Identity | None = None) -> list[Met]:

@@ -24,7 +24,7 @@ from speculation.request.placement import Opening
 from transport.client import Traffic, WorkerConnection
 from transport.codec import MalformedMessage
 from transport.codec_parts import AskedLogprobs
-from transport.incoming import Route
+from transport.incoming import Listener, Route
 from transport.tls import Identity
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ class PoolEvents:
 
 
 @dataclass(eq=False, slots=True)
-class Peer:
-    """One worker as the router sees it. Implements :class:`transport.incoming.Listener`."""
+class Peer(Listener):
+    """One worker as the router sees it."""
 
     peer: PeerId
     role: Role
@@ -71,7 +71,7 @@ class Peer:
 
     def __post_init__(self) -> None:
         address = self.peer.partition("@")[2]
-        self.connection = WorkerConnection(address, self.role.value, self, self.pool.identity, self.asked)
+        self.connection = WorkerConnection(address, self.role.value, self, self.pool.identity)
 
     @property
     def leaving(self) -> bool:
@@ -139,6 +139,10 @@ class Peer:
         opened = self.opened.get(session)
         return opened.asked if opened is not None and opened.epoch == epoch else None
 
+    def unrouted(self) -> None:
+        """Features of it came too late for anybody, or under an epoch that does not count."""
+        self.pool.unrouted += 1
+
     def malformed(self, error: MalformedMessage) -> None:
         """The worker sent a message that breaks the protocol."""
         self.pool.events.malformed(self.peer, error)
@@ -173,7 +177,8 @@ class WorkerPool:
     """Who the router is to the workers; None: connections are in plain text."""
     standby: Mapping[str, choice.StandbyTargets] = field(default_factory=dict)
     """By the name of a model, or under no name for any: those of which targets are to stand by."""
-    unrouted: int = 0  # features that nobody waited for, of workers that have left
+    unrouted: int = 0
+    """Features that nobody waited for."""
     _joined: dict[messages.SessionId, tuple[JoinedEnd | None, JoinedEnd | None]] = field(default_factory=dict)
     """The target and the drafter of each session that say something to each other."""
     _departed: dict[Role, Traffic] = field(default_factory=dict)
@@ -366,7 +371,6 @@ class WorkerPool:
         self.models()  # so that its model is remembered
         del self.peers[peer.peer]
         self.record.forget(peer.peer)
-        self.unrouted += peer.connection.unrouted
         self._departed[peer.role] = self._departed.get(peer.role, Traffic()) + peer.traffic
         if peer.task:
             peer.task.cancel()

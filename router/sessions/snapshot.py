@@ -127,7 +127,7 @@ class Snapshot:
         for session in sessions:
             totals.take(session)
         kept, idle = pool.record.measured(), pool.idle()
-        totals.stale += pool.unrouted + sum(peer.connection.unrouted for peer in pool.peers.values())
+        totals.stale += pool.unrouted
         return cls(
             workers=tuple(
                 WorkerView.of(peer, kept.get(name), standby=name in idle) for name, peer in pool.peers.items()

@@ -14,6 +14,7 @@ from tests.cluster.processes import PATIENCE, STARTS, Paceline
 from tests.cluster.streams import TIMEOUT, body, plain, prompts, streamed
 from tests.ports import free_port
 from transport.client import WorkerConnection
+from transport.incoming import Listener
 
 pytestmark = pytest.mark.slow
 REPLICAS = ["--target-replicas", "2", "--draft-replicas", "2", "--router-replicas", "2"]
@@ -133,21 +134,15 @@ async def load_of(process: psutil.Process, role: str, until=lambda load: True) -
     """What a worker says of its load, to a router of its own; the first that fits."""
     heard: asyncio.Queue[Load] = asyncio.Queue()
 
-    class Listener:
+    class Hearing(Listener):
         def up(self, welcome):
             assert welcome.role == role
-
-        def loading(self, loading):
-            pass
 
         def received(self, message):
             heard.put_nowait(message)
 
-        def down(self, why):
-            pass
-
     (port,) = listening(process)
-    connection = asyncio.create_task(WorkerConnection(f"127.0.0.1:{port}", role, Listener()).run())
+    connection = asyncio.create_task(WorkerConnection(f"127.0.0.1:{port}", role, Hearing()).run())
     try:
         async with asyncio.timeout(PATIENCE):
             while not until(load := await heard.get()):

@@ -45,7 +45,7 @@ from transport import client, outbox, server
 from transport.address import AddressError, check_free, is_loopback, parse
 from transport.client import Traffic, WorkerConnection
 from transport.codec import MalformedMessage, decode_from_worker, encode_from_worker, encode_to_worker
-from transport.incoming import Incoming
+from transport.incoming import Incoming, Listener
 from transport.outbox import MAX_WAITING, Outbox, PeerTooSlow
 from transport.worker import Door, Worker
 
@@ -87,7 +87,7 @@ class Echo:
 
 
 @dataclass
-class Heard:
+class Heard(Listener):
     """A router's side that writes down what it hears."""
 
     events: asyncio.Queue[object] = field(default_factory=asyncio.Queue)

@@ -69,7 +69,7 @@ class Wire:
     """A connection that remembers what is sent."""
 
     round_trip = None
-    sent_bytes = received_bytes = unrouted = 0
+    sent_bytes = received_bytes = 0
 
     def __init__(self) -> None:
         self.sent: list[ToWorker] = []

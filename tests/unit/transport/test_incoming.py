@@ -28,7 +28,16 @@ from transport.codec import (
     encode_from_worker,
 )
 from transport.codec_parts import MAX_PLAIN_BYTES, AskedLogprobs, encode_loading
-from transport.incoming import HEARD_PER_MALFORMED, MAX_MALFORMED, READ_AT_ONCE, Incoming, Route, _varint, heading
+from transport.incoming import (
+    HEARD_PER_MALFORMED,
+    MAX_MALFORMED,
+    READ_AT_ONCE,
+    Incoming,
+    Listener,
+    Route,
+    _varint,
+    heading,
+)
 from transport.outbox import MAX_FRAME_ENTRIES
 
 ONE, TWO = SessionId(1), SessionId(2)
@@ -37,7 +46,7 @@ HERE, THERE = 5, 7
 
 
 @dataclass
-class Router:
+class Router(Listener):
     """What a router hears, sends on and has yet to do."""
 
     heard: list[FromWorker | MalformedMessage] = field(default_factory=list)
@@ -48,16 +57,9 @@ class Router:
     def __post_init__(self) -> None:
         self.routes: dict[SessionId, Route] = {}
         self.given_up: list[str] = []
-        self.unrouted: list[None] = []
-        self.incoming = Incoming(
-            "w",
-            "target",
-            self,
-            self.routes,
-            self.later.append,
-            self.given_up.append,
-            lambda: self.unrouted.append(None),
-        )
+        self.late_features = 0
+        self.may_tell: AskedLogprobs | None = None
+        self.incoming = Incoming("w", "target", self, self.routes, self.later.append, self.given_up.append)
         self.take(Welcome("target", "m", 100, 100))
 
     def take(self, *messages: FromWorker | Features | bytes) -> None:
@@ -85,9 +87,6 @@ class Router:
         messages = [decode_to_worker(entry) for entry in self.sent]
         return [(said.session, said.epoch, said.position) for said in messages if isinstance(said, Verification)]
 
-    def up(self, welcome: Welcome) -> None:
-        pass
-
     def loading(self, loading: Loading | None) -> None:
         self.heard.append(loading)
 
@@ -97,8 +96,11 @@ class Router:
     def malformed(self, error: MalformedMessage) -> None:
         self.heard.append(error)
 
-    def down(self, why: str) -> None:
-        pass
+    def asked(self, session: SessionId, epoch: int) -> AskedLogprobs | None:
+        return self.may_tell
+
+    def unrouted(self) -> None:
+        self.late_features += 1
 
 
 def verified(session: SessionId, position: int, epoch: int = HERE) -> Verification:
@@ -314,7 +316,8 @@ class Target:
 
     def __post_init__(self) -> None:
         self.router = Router()
-        self.router.incoming = Incoming("w", "target", self.router, {}, asked=lambda _session, _epoch: self.asked)
+        self.router.may_tell = self.asked
+        self.router.incoming = Incoming("w", "target", self.router, {})
         self.router.take(Welcome("target", "m", 100, 100))
         self.parsed = self.read = 0
         parse, read = codec._parse, codec._read_logprobs
@@ -387,7 +390,7 @@ def test_features_are_passed_on_and_never_read():
     features = Features(ONE, HERE, 3, 9, 4, bytes(8 * 2000))
     router.take(features, replace(features, epoch=HERE - 1), replace(features, session=TWO))
     assert [decode_to_worker(entry) for entry in router.sent] == [replace(features, epoch=THERE)]
-    assert router.incoming.unread == 0 and not router.heard and len(router.unrouted) == 2
+    assert router.incoming.unread == 0 and not router.heard and router.late_features == 2
 
 
 def test_features_of_a_drafter_are_malformed():
