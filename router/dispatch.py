@@ -97,7 +97,7 @@ class Dispatcher:
             raise GenerationError("draining", "this router is stopping; ask another, or again in a moment")
         if len(self._runs) >= self._limits.sessions:
             text = f"{self._limits.sessions} generations are under way; try again later"
-            raise GenerationError("overloaded", text, self._until_free())
+            raise GenerationError("overloaded", text, retry_after=self._until_free())
         number = messages.SessionId(next(self._ids))
         trace = self._traced(number)
         model = generation.model or next(iter(self.models.values()), None)
@@ -284,7 +284,8 @@ class Dispatcher:
                     run.items.put(Ended(reason, run.session.reopened))
             case events.Fail(code=code, message=message):
                 retry_after = self._until_free() if code is FailureCode.OVERLOADED else None
-                self._fail(run, GenerationError(code.value, self._why(run, code, message), retry_after))
+                why = self._why(run, code, message)
+                self._fail(run, GenerationError(code.value, why, retry_after=retry_after))
             case _:
                 assert_never(command)
 

@@ -2,7 +2,7 @@
 
 Decides the HTTP status, OpenAI's error ``type`` and whether trying again can help; nothing else in ``router``
 knows a status code. Names are stable: clients, logs and metrics may rely on them. Where OpenAI's API has a
-code for the same thing, that is the name. ``router.generation.GenerationError`` carries one of these names,
+code for the same thing, that is the name. Every :class:`ApiError` carries one of these rows,
 and every ``speculation.messages.RefusalCode`` is one of them.
 """
 
@@ -68,11 +68,6 @@ _ROWS = (
 CODES: Mapping[str, ErrorCode] = {row.name: row for row in _ROWS}
 
 
-def code_of(name: str) -> ErrorCode:
-    """The row of ``name``; ``internal`` for a name that is not in the table."""
-    return CODES.get(name, CODES["internal"])
-
-
 def code_of_status(status: int) -> ErrorCode:
     """The row for a refusal that the HTTP layer itself made with this status."""
     by_status = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
@@ -80,12 +75,15 @@ def code_of_status(status: int) -> ErrorCode:
 
 
 class ApiError(Exception):
-    """A request that is refused at the edge. ``param`` is the path of the field at fault."""
+    """A request that is refused, or that fails. ``param`` is the path of the field at fault."""
 
     def __init__(self, name: str, message: str, param: str | None = None, retry_after: float | None = None) -> None:
-        """``name`` must be in the table. ``retry_after``: seconds until the same can succeed, if that is known."""
+        """``name``: of a row of the table; any other is ``internal``. ``message`` is for the client.
+
+        ``retry_after``: seconds until the same can succeed, if that is known.
+        """
         super().__init__(message)
-        self.code = CODES[name]
+        self.code = CODES.get(name, CODES["internal"])
         self.message = message
         self.param = param
         self.retry_after = retry_after

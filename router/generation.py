@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from router.errors import ApiError
 from speculation.events import StepMetadata
 from speculation.frozen import frozen
 from speculation.messages import FinishReason, Proposal, RequestOptions, Sampling, SourceName, Speculation, Token
@@ -102,15 +103,8 @@ class ServedModel:
     """Draft sources that were registered at targets of it."""
 
 
-class GenerationError(Exception):
-    """A generation could not be finished. ``code`` is a stable name of ``router.errors``."""
-
-    def __init__(self, code: str, message: str, retry_after: float | None = None) -> None:
-        """``message`` is for the client; ``retry_after``: seconds until the same can succeed, if that is known."""
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.retry_after = retry_after
+class GenerationError(ApiError):
+    """A generation could not be finished."""
 
 
 class Generator(Protocol):

@@ -15,7 +15,7 @@ from typing import Any
 
 from router.answers.choice_reader import DIGITS, PromptShown, TextChunk, Usage
 from router.answers.logprobs import ShownToken, of_chat, of_completion, of_prompt
-from router.errors import CODES, ErrorCode, code_of
+from router.errors import CODES, ErrorCode
 from router.generation import GenerationError, Passed
 from router.schema.requests import ApiRequest
 from router.text.text import Piece
@@ -296,7 +296,7 @@ async def events(
         except StopAsyncIteration:
             pass
         except Exception as error:
-            code = code_of(error.code if isinstance(error, GenerationError) else "internal")
+            code = error.code if isinstance(error, GenerationError) else CODES["internal"]
             failed(code, error)
             body = error_body(code, error.message) if isinstance(error, GenerationError) else INTERNAL_ERROR
             yield held + event(body)

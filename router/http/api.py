@@ -26,7 +26,7 @@ from starlette.routing import Route
 from router import page
 from router.answers.choice_reader import Usage, run_choices
 from router.answers.responses import INTERNAL_ERROR, Envelope, Json, events
-from router.errors import ApiError, ErrorCode, code_of, code_of_status
+from router.errors import CODES, ApiError, ErrorCode, code_of_status
 from router.generation import GenerationError, Generator, ServedModel
 from router.http import asgi, openapi
 from router.http.admission import RATE_HEADERS, AdmissionSettings, Admit, seconds_allowed
@@ -125,7 +125,7 @@ def build_app(
         ],
         middleware=middleware,
         exception_handlers={
-            **dict.fromkeys((ApiError, GenerationError, OSError, HTTPException, ClientDisconnect), api.on_error),
+            **dict.fromkeys((ApiError, OSError, HTTPException, ClientDisconnect), api.on_error),
             Exception: api.on_crash,
         },
     )
@@ -264,10 +264,9 @@ class _Api:
         asked = f"{request.method} {request.url.path}"
         match error:
             case ApiError():
+                if isinstance(error, GenerationError):
+                    request.state.error = error.code.name
                 return self._refusal(error.code, error.message, error.param, retry_after=error.retry_after)
-            case GenerationError():
-                request.state.error = error.code
-                return self._refusal(code_of(error.code), error.message, retry_after=error.retry_after)
             case HTTPException():
                 code = code_of_status(error.status_code)
                 return self._refusal(code, f"{asked}: {code.meaning}", headers=dict(error.headers or {}))
@@ -276,7 +275,7 @@ class _Api:
             case OSError() if is_exhausted(error):
                 self._exhaustion.add(f"cannot answer {asked}", error)
                 message = "this server has no room for a request now; try again soon"
-                return self._refusal(code_of("resource_exhausted"), message)
+                return self._refusal(CODES["resource_exhausted"], message)
             case _:
                 raise error
 
@@ -284,8 +283,8 @@ class _Api:
         """The framework raises the error again afterwards, so that the server logs it."""
         # The handler of last resort stands outside the middleware that adds the id.
         headers = {asgi.REQUEST_ID_HEADER: str(getattr(request.state, "request_id", ""))}
-        self._tally.answered(code_of("internal"))
-        return JSONResponse(INTERNAL_ERROR, code_of("internal").status, headers)
+        self._tally.answered(CODES["internal"])
+        return JSONResponse(INTERNAL_ERROR, CODES["internal"].status, headers)
 
     def _refusal(
         self,

@@ -146,7 +146,7 @@ class SessionSpans(NullTracer):
         counts = {"tokens": self._tokens, "accepted": self._accepted, "offered": self._offered}
         self._span.set_attributes({f"paceline.{name}": count for name, count in counts.items()})
         if isinstance(why, GenerationError):
-            self._span.set_attribute("error.type", why.code)
+            self._span.set_attribute("error.type", why.code.name)
             self._span.set_status(Status(StatusCode.ERROR, why.message))
         else:
             self._span.set_attribute("gen_ai.response.finish_reasons", [why.value if why else ABORTED])

@@ -279,7 +279,7 @@ class RunningSession:
     def failed(self, error: GenerationError) -> None:
         """It has no whole text."""
         self.ended = error
-        self.log.warning("failed (%s): %s", error.code, error.message)
+        self.log.warning("failed (%s): %s", error.code.name, error.message)
         self.items.put(error)
 
     def over(self) -> None:

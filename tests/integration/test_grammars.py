@@ -398,7 +398,7 @@ async def test_over_real_streams_with_the_bundled_pair():
                     replace(generation, request_options=RequestOptions(grammar="start: ("))
                 ):
                     pass
-            assert caught.value.code == "invalid"
+            assert caught.value.code.name == "invalid"
     assert texts[0] == texts[1] == texts[2]
     text = Tokenizer.load(str(MODELS / "target")).decode(texts[0])
     jsonschema.validate(json.loads(text), PERSON)

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from draft_service.sequence import DraftCounters
 from router.answers.choice_reader import TextChunk
-from router.errors import code_of
+from router.errors import CODES
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
 from router.sessions.tally import BLOCK, AcceptanceRecord, Buckets, RouterCounters
 from router.telemetry.metrics import UNREADABLE, RouterMetrics
@@ -95,8 +95,8 @@ def test_errors_of_ours_and_refusals_are_told_apart_and_begin_at_zero() -> None:
     tally = RouterCounters()
     metrics = RouterMetrics(tally, Snapshot)
     assert value(metrics, "requests_refused_total", code="overloaded") == 0
-    tally.answered(code_of("overloaded"))
-    tally.answered(code_of("faulty"))
+    tally.answered(CODES["overloaded"])
+    tally.answered(CODES["faulty"])
     assert value(metrics, "requests_refused_total", code="overloaded") == 1
     assert value(metrics, "request_failure_total", code="faulty") == 1
     assert (("code", "faulty"),) not in scraped(metrics)["paceline_requests_refused_total"]
