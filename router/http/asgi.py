@@ -219,7 +219,6 @@ class BoundedHttp(HttpToolsProtocol):
             self._headless = None
         self.scope["state"][CUT] = self.transport.abort
         super().on_headers_complete()
-        self.scope["state"][DIRECT] = self.cycle.send
         self._head, self._beside = None, 0
 
     def on_body(self, body: bytes) -> None:
@@ -283,6 +282,7 @@ class HttpEdge:
             return
         given = Request(scope).headers.get(REQUEST_ID_HEADER, "")
         state = scope.setdefault("state", {})
+        state[DIRECT] = send
         request_id = state["request_id"] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         # Who asks before it sends a body sends none once it is refused.
         more, refused = all(name != b"expect" for name, _ in scope["headers"]), False
