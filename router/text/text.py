@@ -184,8 +184,6 @@ class TextStream:
         self._spans: deque[Piece] = deque()
         self._latest: Origin = Own.TARGET
         self._places = _Places() if placed else None
-        self._plain = self._stops.idle and not placed
-        """Whether text comes out as it is decoded, and nobody asks where it stands."""
         self._seen = 0
 
     def push(self, tokens: Sequence[Token], origins: Sequence[Origin]) -> Delta:
@@ -195,22 +193,21 @@ class TextStream:
             self._seen += 1
             shown = self._rules.stop_kept or token not in self._rules.stop_tokens
             text = self._detokenizer.push(token) if shown else ""
-            if self._plain:
-                if text:
-                    pieces.append(Piece(text, self._latest))
-                continue
             if self._places is not None:
                 self._places.token(visible=shown and self._detokenizer.visible(token))
-            pieces += self._add(Piece(text, self._latest))
+            elif not text:
+                continue
+            self._add(text, pieces)
             if self._stops.matched:
                 return self._delta(pieces, index + 1)
         return self._delta(pieces, len(tokens))
 
     def finish(self) -> Delta:
         """What was held back; it may complete a stop string."""
-        pieces = self._add(Piece(self._detokenizer.finish(), self._latest))
+        pieces: list[Piece] = []
+        self._add(self._detokenizer.finish(), pieces)
         if not self._stops.matched:
-            pieces += self._take(len(self._stops.finish()))
+            self._take(len(self._stops.finish()), pieces)
         return self._delta(pieces, 0)
 
     def cut(self) -> Delta:
@@ -224,33 +221,28 @@ class TextStream:
     def _starts(self, *, cut: bool) -> tuple[int, ...]:
         return () if self._places is None else tuple(self._places.out(cut=cut))
 
-    def _add(self, piece: Piece) -> list[Piece]:
+    def _add(self, text: str, pieces: list[Piece]) -> None:
+        """What becomes certain with this text is one of the ``pieces``, or several."""
         if self._places is not None:
-            self._places.decided(len(piece.text), self._detokenizer.pending)
-        if self._stops.idle:
-            self._count(len(piece.text))
-            return [piece] if piece.text else []
-        self._spans.append(piece)
-        searched = self._seen > self._rules.unsearched
-        return self._take(len(self._stops.push(piece.text) if searched else piece.text))
+            self._places.decided(len(text), self._detokenizer.pending)
+        if self._stops.idle and self._places is None and text:
+            pieces.append(Piece(text, self._latest))
+        elif text:
+            self._spans.append(Piece(text, self._latest))
+            searched = self._seen > self._rules.unsearched
+            self._take(len(self._stops.push(text) if searched else text), pieces)
 
-    def _count(self, shown: int) -> None:
-        if self._places is not None:
-            self._places.shown += shown
-
-    def _take(self, count: int) -> list[Piece]:
+    def _take(self, count: int, pieces: list[Piece]) -> None:
         """The oldest ``count`` characters that have not come out, with who proposed them."""
-        self._count(count)
-        taken: list[Piece] = []
+        if self._places is not None:
+            self._places.shown += count
         while count:
             piece = self._spans.popleft()
             if len(piece.text) > count:
                 self._spans.appendleft(Piece(piece.text[count:], piece.origin))
                 piece = Piece(piece.text[:count], piece.origin)
             count -= len(piece.text)
-            if piece.text:
-                taken.append(piece)
-        return taken
+            pieces.append(piece)
 
 
 class _Places:
