@@ -20,7 +20,7 @@ from starlette.middleware import Middleware
 from starlette.responses import Response
 
 from router.answers.responses import encode, error_body
-from router.errors import CODES
+from router.errors import CODES, ApiError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,7 +29,7 @@ WAIT_SECONDS = 2.0
 """How long a request waits for a router where none runs: one that is replaced leaves no gap."""
 RETRY_SECONDS = 5
 """After which a client shall ask again: a router starts in about as long."""
-UNAVAILABLE = error_body(CODES["unavailable"], "no router runs now; try again soon")
+UNAVAILABLE = error_body(ApiError("unavailable", "no router runs now; try again soon"))
 HEADERS = {"retry-after": str(RETRY_SECONDS), "x-should-retry": "true"}
 REQUEST_ID = "x-request-id"
 OWN_PATHS = "/-/"

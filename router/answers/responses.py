@@ -15,7 +15,7 @@ from typing import Any
 
 from router.answers.choice_reader import DIGITS, PromptShown, TextChunk, Usage
 from router.answers.logprobs import ShownToken, of_chat, of_completion, of_prompt
-from router.errors import CODES, ErrorCode
+from router.errors import ApiError, ErrorCode
 from router.generation import GenerationError, Passed
 from router.schema.requests import ApiRequest
 from router.text.text import Piece
@@ -54,13 +54,14 @@ _LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x8
 DONE = b"data: [DONE]\n\n"
 
 
-def error_body(code: ErrorCode, message: str, param: str | None = None) -> Json:
+def error_body(error: ApiError) -> Json:
     """OpenAI's error object."""
-    return {"error": {"message": message, "type": code.type, "param": param, "code": code.name}}
+    told = {"message": error.message, "type": error.code.type, "param": error.param, "code": error.code.name}
+    return {"error": told}
 
 
-INTERNAL_ERROR = error_body(CODES["internal"], "internal error")
-"""For a fault of this server: says nothing of what went wrong, which the log does."""
+INTERNAL_ERROR = ApiError("internal", "internal error")
+"""What is told of a fault of this server: nothing of what went wrong, which the log says."""
 
 
 def commit_body(chunk: TextChunk, tokenizer: Tokenizer) -> Json:
@@ -296,10 +297,9 @@ async def events(
         except StopAsyncIteration:
             pass
         except Exception as error:
-            code = error.code if isinstance(error, GenerationError) else CODES["internal"]
-            failed(code, error)
-            body = error_body(code, error.message) if isinstance(error, GenerationError) else INTERNAL_ERROR
-            yield held + event(body)
+            told = error if isinstance(error, GenerationError) else INTERNAL_ERROR
+            failed(told.code, error)
+            yield held + event(error_body(told))
             return
     yield held + (event(envelope.usage(usage)) if envelope.request.include_usage else b"") + DONE
 

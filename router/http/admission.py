@@ -70,7 +70,7 @@ class Admit:
             lease = state["lease"] = account.enter(now)
         except ApiError as error:
             self._refused(error.code)
-            await refusal(error.code, error.message, wait=error.retry_after, closing=True)(scope, receive, send)
+            await refusal(error, closing=True)(scope, receive, send)
             return
         try:
             await self._app(scope, receive, send)

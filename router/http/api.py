@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +26,8 @@ from starlette.routing import Route
 
 from router import page
 from router.answers.choice_reader import Usage, run_choices
-from router.answers.responses import INTERNAL_ERROR, Envelope, Json, events
-from router.errors import CODES, ApiError, ErrorCode, code_of_status
+from router.answers.responses import INTERNAL_ERROR, Envelope, Json, error_body, events
+from router.errors import ApiError, ErrorCode, code_of_status
 from router.generation import GenerationError, Generator, ServedModel
 from router.http import asgi, openapi
 from router.http.admission import RATE_HEADERS, AdmissionSettings, Admit, seconds_allowed
@@ -266,16 +267,16 @@ class _Api:
             case ApiError():
                 if isinstance(error, GenerationError):
                     request.state.error = error.code.name
-                return self._refusal(error.code, error.message, error.param, retry_after=error.retry_after)
+                return self._refusal(error)
             case HTTPException():
                 code = code_of_status(error.status_code)
-                return self._refusal(code, f"{asked}: {code.meaning}", headers=dict(error.headers or {}))
+                return self._refusal(ApiError(code.name, f"{asked}: {code.meaning}"), error.headers)
             case ClientDisconnect():
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
             case OSError() if is_exhausted(error):
                 self._exhaustion.add(f"cannot answer {asked}", error)
                 message = "this server has no room for a request now; try again soon"
-                return self._refusal(CODES["resource_exhausted"], message)
+                return self._refusal(ApiError("resource_exhausted", message))
             case _:
                 raise error
 
@@ -283,17 +284,9 @@ class _Api:
         """The framework raises the error again afterwards, so that the server logs it."""
         # The handler of last resort stands outside the middleware that adds the id.
         headers = {asgi.REQUEST_ID_HEADER: str(getattr(request.state, "request_id", ""))}
-        self._tally.answered(CODES["internal"])
-        return JSONResponse(INTERNAL_ERROR, CODES["internal"].status, headers)
+        self._tally.answered(INTERNAL_ERROR.code)
+        return JSONResponse(error_body(INTERNAL_ERROR), INTERNAL_ERROR.code.status, headers)
 
-    def _refusal(
-        self,
-        code: ErrorCode,
-        message: str,
-        param: str | None = None,
-        headers: dict[str, str] | None = None,
-        retry_after: float | None = None,
-    ) -> Response:
-        self._tally.answered(code)
-        wait = (retry_after or self._settings.retry_after_s) if code.retryable else None
-        return asgi.refusal(code, message, param, headers, wait, closing=code.name in CLOSING)
+    def _refusal(self, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+        self._tally.answered(error.code)
+        return asgi.refusal(error, headers, self._settings.retry_after_s, closing=error.code.name in CLOSING)

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router.answers import responses
-from router.errors import ApiError, ErrorCode
+from router.errors import ApiError
 
 T = TypeVar("T")
 
@@ -68,24 +68,19 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def refusal(
-    code: ErrorCode,
-    message: str,
-    param: str | None = None,
-    headers: Mapping[str, str] | None = None,
-    wait: float | None = None,
-    *,
-    closing: bool = False,
+    error: ApiError, headers: Mapping[str, str] | None = None, wait: float | None = None, *, closing: bool = False
 ) -> Response:
-    """An answer that is an error. ``wait``: seconds after which to try again.
+    """An answer that is an error. ``wait``: seconds after which to try again, where the error does not say.
 
     ``closing``: the body was not read to its end, so nothing else can come over this connection.
     """
+    code, wait = error.code, error.retry_after or wait
     told = {**(headers or {}), "x-should-retry": "true" if code.retryable else "false"}
-    if wait is not None:
+    if code.retryable and wait is not None:
         told["retry-after"] = str(math.ceil(wait))
     if closing:
         told["connection"] = "close"
-    return JSONResponse(responses.error_body(code, message, param), code.status, told)
+    return JSONResponse(responses.error_body(error), code.status, told)
 
 
 class EventStream(StreamingResponse):

@@ -26,7 +26,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router import page
-from router.errors import CODES, ErrorCode
+from router.errors import ApiError, ErrorCode
 from router.http.asgi import refusal
 from router.limits import LIMIT_NAMES
 from transport.files import stamp
@@ -46,8 +46,6 @@ LOOK_SECONDS = 1.0
 FILE_BYTES = 1 << 20
 MAX_KEYS = 1000
 """Every one is compared with what a request brings."""
-REFUSAL = CODES["invalid_api_key"]
-NOT_OPERATOR = CODES["permission_denied"]
 SCOPE_CHARACTERS = 32
 SHORTEST_KEY = 16
 """Characters; less can be guessed."""
@@ -137,17 +135,20 @@ class RequireKey:
         if holder is None:
             if scope["path"] in OPEN_PATHS:
                 return None
-            self._refused(REFUSAL)
             message = "this API key is not known here" if given else _WANTED
             challenge = {"www-authenticate": 'Bearer error="invalid_token"' if given else "Bearer"}
-            return refusal(REFUSAL, message, headers=challenge, closing=True)
+            return self._refuse(ApiError("invalid_api_key", message), challenge)
         if scope["path"] in OPERATORS_PATHS and not self._keys.may_operate(holder):
-            self._refused(NOT_OPERATOR)
-            return refusal(NOT_OPERATOR, f"{scope['path']} is for operators' keys; this is another one", closing=True)
+            message = f"{scope['path']} is for operators' keys; this is another one"
+            return self._refuse(ApiError("permission_denied", message))
         scope.setdefault("state", {}).update(
             api_key_name=holder.name, api_key_limits=holder.limits, api_key_scope=holder.scope
         )
         return None
+
+    def _refuse(self, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+        self._refused(error.code)
+        return refusal(error, headers, closing=True)
 
 
 def read_keys(path: Path) -> dict[str, str]:
