@@ -67,9 +67,9 @@ def pause_after(failures: int, broken: int) -> float:
     return pauses[min(number, len(pauses) - 1)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Traffic:
-    """Bytes of frames to and from workers, as serialised."""
+    """Bytes of frames to and from workers, as serialised; gRPC and HTTP/2 add some 14 per frame."""
 
     sent: int = 0
     received: int = 0
@@ -168,9 +168,8 @@ class WorkerConnection:
         """Nothing happens before ``run``. Without an ``identity`` the connection is in plain text."""
         self.address, self._role, self._listener, self._identity = address, role, listener, identity
         self._said: set[str] = set()  # why the last attempt failed, until one succeeds
-        self.sent_bytes = 0
-        """Bytes of all frames sent so far, as serialised; gRPC and HTTP/2 add some 14 per frame."""
-        self.received_bytes = 0
+        self.traffic = Traffic()
+        """Of all streams so far."""
         self.routes: dict[SessionId, Route] = {}
         """Of the sessions of which others wait for what this worker says."""
         self._patience = Patience(MAX_PATIENCE if role == "draft" else 1.0)
@@ -246,7 +245,7 @@ class WorkerConnection:
         ended, liveness, clock = "the stream ended", self._liveness, asyncio.get_running_loop().time
         try:
             while isinstance(frame := await call.read(), pb.Frame):
-                self.received_bytes += frame.ByteSize()
+                self.traffic.received += frame.ByteSize()
                 if frame.HasField("pong"):
                     liveness.answered(frame.pong, clock())
                 was_up = incoming.up
@@ -303,7 +302,7 @@ class WorkerConnection:
     async def _frames(self) -> AsyncIterator[pb.Frame]:
         outbox, liveness = self._outbox, self._liveness
         while (frame := await outbox.next_frame()) is not None:
-            self.sent_bytes += frame.ByteSize()
+            self.traffic.sent += frame.ByteSize()
             if frame.HasField("ping"):
                 liveness.written()
             yield frame

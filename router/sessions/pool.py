@@ -100,11 +100,6 @@ class Peer(Listener):
             log.info("worker %s is there and loads %s", self.peer, loading.model)
         self.doing = loading
 
-    @property
-    def traffic(self) -> Traffic:
-        """All that went to it and came from it."""
-        return Traffic(self.connection.sent_bytes, self.connection.received_bytes)
-
     def received(self, message: messages.FromWorker) -> None:
         """The worker sent a message. With its load it says how busy it is, and what it has counted."""
         match message:
@@ -181,7 +176,7 @@ class WorkerPool:
     """Features that nobody waited for."""
     _joined: dict[messages.SessionId, tuple[JoinedEnd | None, JoinedEnd | None]] = field(default_factory=dict)
     """The target and the drafter of each session that say something to each other."""
-    _departed: dict[Role, Traffic] = field(default_factory=dict)
+    _departed: dict[Role, Traffic] = field(default_factory=lambda: {role: Traffic() for role in Role})
     _models: choice.ServedModels = field(default_factory=choice.ServedModels)
 
     def models(self) -> dict[str, ServedModel]:
@@ -192,8 +187,8 @@ class WorkerPool:
 
     def traffic(self, role: Role) -> Traffic:
         """Everything that went to workers of a role and came from them since the start."""
-        present = (peer.traffic for peer in self.peers.values() if peer.role is role)
-        return sum(present, self._departed.get(role, Traffic()))
+        present = (peer.connection.traffic for peer in self.peers.values() if peer.role is role)
+        return sum(present, self._departed[role])
 
     def set_workers(self, role: Role, addresses: Iterable[str]) -> None:
         """Connect to new workers of a role and let go of those no longer listed, as soon as sessions have left them."""
@@ -371,7 +366,7 @@ class WorkerPool:
         self.models()  # so that its model is remembered
         del self.peers[peer.peer]
         self.record.forget(peer.peer)
-        self._departed[peer.role] = self._departed.get(peer.role, Traffic()) + peer.traffic
+        self._departed[peer.role] += peer.connection.traffic
         if peer.task:
             peer.task.cancel()
         peer.down(why)

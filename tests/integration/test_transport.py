@@ -300,12 +300,12 @@ async def test_a_worker_that_does_not_read_is_lost(monkeypatch):
 
 async def test_bytes_are_counted_and_a_heartbeat_is_small():
     async with echo_worker(Echo()) as worker, connected(worker.address) as (connection, heard):
-        received = connection.received_bytes
+        received = connection.traffic.received
         assert received >= len(encode_from_worker(WELCOME))
         connection.send(OPEN)
         answer = await heard.next()
-        assert connection.sent_bytes >= len(encode_to_worker(OPEN))
-        assert connection.received_bytes - received >= len(encode_from_worker(answer))
+        assert connection.traffic.sent >= len(encode_to_worker(OPEN))
+        assert connection.traffic.received - received >= len(encode_from_worker(answer))
 
 
 async def test_the_names_of_counters_cross_a_stream_once():

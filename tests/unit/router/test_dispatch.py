@@ -38,6 +38,7 @@ from speculation.messages import (
 from speculation.request.poison_detector import WELL_PAST
 from speculation.request.record import SessionState
 from speculation.request.session import SessionLimits
+from transport.client import Traffic
 from transport.codec_parts import AskedLogprobs
 from transport.incoming import Route
 
@@ -69,7 +70,7 @@ class Wire:
     """A connection that remembers what is sent."""
 
     round_trip = None
-    sent_bytes = received_bytes = 0
+    traffic = Traffic()
 
     def __init__(self) -> None:
         self.sent: list[ToWorker] = []
