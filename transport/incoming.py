@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from protos.paceline.v1 import worker_pb2 as pb
@@ -116,7 +117,6 @@ class Heading(NamedTuple):
     """Of the workers that say such things."""
     session: SessionId
     epoch: int
-    start: int
     features: bool = False
     """Whether these are features, of which whoever passes them on reads no more than this."""
 
@@ -133,30 +133,30 @@ def heading(entry: bytes, *, long: bool = False) -> Heading | None:
         usual = start + length == len(entry) and entry[start] == _SESSION[0] and entry[after_session] == _EPOCH[0]
     except IndexError:
         return None
-    return Heading(kind[0], SessionId(session), epoch, start, is_features(entry)) if usual else None
+    return Heading(kind[0], SessionId(session), epoch, is_features(entry)) if usual else None
 
 
 def relayed(entry: bytes, head: Heading, epoch: int) -> bytes:
     """One entry of a router's frame: what a worker said of a session, under the epoch that it has at the other one.
 
-    Where a field comes twice, the last one counts. So what it is about is put after the bytes that came, whatever they
-    say.
+    Where a message comes twice, both are one, and of a field that comes twice the last one counts. So what it is about
+    is said again after what came, whatever that says.
     """
-    about = _SESSION + _varint(head.session) + _EPOCH + _varint(epoch)
-    length = len(entry) - head.start + len(about)
-    return b"".join((RELAYED[entry[:1]][1], _varint(length), entry[head.start :], about))
+    kind = RELAYED[entry[:1]][1]
+    return b"".join((kind, entry[1:], kind, _about(head.session, epoch)))
+
+
+@lru_cache(MAX_UNREAD)
+def _about(session: SessionId, epoch: int) -> bytes:
+    """Session and epoch alone, with their length before them."""
+    about = _SESSION + _varint(session) + _EPOCH + _varint(epoch)
+    return _varint(len(about)) + about
 
 
 def _varint(value: int) -> bytes:
-    """A whole number, not negative, as protobuf writes it."""
-    if value < 0x80:
-        return bytes((value,))
-    parts = bytearray()
-    while value >= 0x80:
-        parts.append(value & 0x7F | 0x80)
-        value >>= 7
-    parts.append(value)
-    return bytes(parts)
+    """A whole number, not negative, as protobuf writes it: seven bits a byte, and whether another follows."""
+    last = max(value.bit_length() - 1, 0) // 7
+    return bytes(value >> 7 * at & 0x7F | (0x80 if at < last else 0) for at in range(last + 1))
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
