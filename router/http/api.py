@@ -35,7 +35,7 @@ from router.http.auth import PICKER_PATH, ApiKeys, RequireKey
 from router.http.exhaustion import ExhaustionLog, is_exhausted
 from router.http.prompt_recorder import PromptRecorder, RecordedPrompt
 from router.http.request_reader import RequestReader
-from router.limits import Account, admitted, in_time
+from router.limits import admitted, in_time
 from router.schema.request_schema import Kind
 from router.schema.requests import ApiRequest, ModelEntry, no_such_model
 from router.sessions.snapshot import Snapshot
@@ -98,7 +98,6 @@ def build_app(
     """
     settings = settings or ApiSettings()
     metrics = metrics or RouterMetrics(RouterCounters(), Snapshot)
-    metrics.accounts = accounts = dict[str, Account]()
     middleware = [Middleware(asgi.HttpEdge)]
     if origins := settings.admission.cors_origins:
         middleware.append(Middleware(CORSMiddleware, allow_origins=origins, **_CORS))
@@ -108,7 +107,7 @@ def build_app(
         from router.http.tracing import TraceRequests
 
         middleware.append(Middleware(TraceRequests, tracing))
-    middleware.append(Middleware(Admit, settings.admission.allowance, accounts, metrics.tally.answered))
+    middleware.append(Middleware(Admit, settings.admission.allowance, metrics.accounts, metrics.tally.answered))
     api = _Api(generator, tokenizers, settings, metrics, recorder)
     return Starlette(
         routes=[
@@ -220,7 +219,8 @@ class _Api:
         reading = self._reader.read(kind, body, request.state.request_id, caller)
         parsed, served = await in_time(reading, longest, lease.end(longest))
         seconds = seconds_allowed(parsed.timeout, request.headers, admission)
-        parsed = parsed.within(getattr(request.state, "api_key_scope", ""), admission.target_timeout or seconds)
+        scope = getattr(request.state, "api_key_scope", "")
+        parsed = parsed.within(scope, seconds, admission.target_timeout or seconds)
         if self._recorder is not None and parsed.store:
             self._recorder.take(RecordedPrompt(parsed.model, body, parsed.prompts, served.tokenizer))
         return parsed, served
@@ -235,20 +235,19 @@ class _Api:
     ) -> Response:
         """The answer, or one that has begun if it is streamed; ``unless_answered`` ends it."""
         lease = request.state.lease
-        seconds = seconds_allowed(parsed.timeout, request.headers, self._settings.admission)
         lease.take_sessions(len(parsed.generations))
         lease.take_prompt(parsed.prompt_tokens, time.monotonic())
         prefix = "chatcmpl" if parsed.kind == "chat" else "cmpl"
         envelope = Envelope(parsed, f"{prefix}-{uuid.uuid4().hex}", int(time.time()), served.tokenizer)
         tally = self._tally.request(served.model.name, len(parsed.generations), arrived)
-        chunks = admitted(run_choices(parsed, self._generator, served.tokenizer), lease, seconds, tally)
+        chunks = admitted(run_choices(parsed, self._generator, served.tokenizer), lease, parsed.timeout, tally)
         usage = Usage(parsed.prompt_tokens, parsed.n, len(parsed.generations))
         request.state.parsed, request.state.usage = parsed, usage
         if parsed.stream:
             failed = partial(self._failed_midway, request)
             unless_answered.push_async_callback(chunks.aclose)
             first = await anext(chunks)
-            return asgi.EventStream(events(first, chunks, envelope, usage, failed), chunks, lease.end(seconds))
+            return asgi.EventStream(events(first, chunks, envelope, usage, failed), chunks, lease.end(parsed.timeout))
         return JSONResponse(await envelope.whole(chunks, usage))
 
     def _failed_midway(self, request: Request, code: ErrorCode, error: Exception) -> None:

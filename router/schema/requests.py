@@ -111,17 +111,17 @@ class ApiRequest:
     continues: bool = True
     """The text goes on where the prompt ends, instead of beginning anew."""
     timeout: float | None = None
-    """Seconds it may take, as it says itself."""
+    """Seconds it may take, as it says itself; once it is let in, as it is allowed. None: as many as it takes."""
     store: bool = True
     """Whether its prompts may be kept, where that is done."""
 
-    def within(self, scope: str, timeout: float | None = None) -> ApiRequest:
-        """The same, for whom this scope stands, and who waits so many seconds for a target."""
+    def within(self, scope: str, timeout: float | None = None, target_timeout: float | None = None) -> ApiRequest:
+        """The same, for whom this scope stands, and who has so many seconds, so many of them to wait for a target."""
         generations = (
-            replace(one, request_options=replace(one.request_options, scope=scope), timeout=timeout)
+            replace(one, request_options=replace(one.request_options, scope=scope), timeout=target_timeout)
             for one in self.generations
         )
-        return replace(self, generations=tuple(generations))
+        return replace(self, generations=tuple(generations), timeout=timeout)
 
 
 def parse_object(body: bytes) -> dict[str, object]:

@@ -44,7 +44,7 @@ class RouterMetrics:
         self.tally, self.snapshot = tally, snapshot
         self.certificates: Sequence[Path] = ()
         """Files of the TLS certificates in use, whose end is told."""
-        self.accounts: Mapping[str, Account] = {}
+        self.accounts: dict[str, Account] = {}
         """By the name of the API key; one without a name where there are no keys."""
         self._registry, self._for_pickers = CollectorRegistry(), CollectorRegistry()
         self._registry.register(self)
