@@ -220,7 +220,7 @@ class WorkerConnection:
         self._outbox, self._liveness = Outbox(), Liveness(self._patience)
         async with self._channel() as channel:
             stub = (rpc.TargetStub if self._role == "target" else rpc.DraftStub)(channel)
-            call = self._call = stub.Run(self._frames())
+            call = self._call = stub.Run(self._frames(self._outbox, self._liveness))
             incoming = Incoming(self.address, self._role, self._listener, self.routes, later, self._reset)
             self._incoming = incoming
             watching = asyncio.create_task(self._watch(incoming))
@@ -299,8 +299,7 @@ class WorkerConnection:
                 self._reset(why)
                 return
 
-    async def _frames(self) -> AsyncIterator[pb.Frame]:
-        outbox, liveness = self._outbox, self._liveness
+    async def _frames(self, outbox: Outbox, liveness: Liveness) -> AsyncIterator[pb.Frame]:
         while (frame := await outbox.next_frame()) is not None:
             self.traffic.sent += frame.ByteSize()
             if frame.HasField("ping"):
