@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,22 @@ NONE = "none"
 """No quantisation: weights as they are."""
 SNAPSHOTS = "snapshots"
 """In the cache of a hub, what holds a model's files by their commits, below a folder called as the model is."""
+
+
+def misplaced(model: str) -> str:
+    """Why ``model`` is neither a model folder here nor may be a hub id; empty where it is one of them."""
+    folder = Path(os.path.expanduser(model))
+    try:
+        found, has_config, exists = folder.is_dir(), (folder / "config.json").is_file(), folder.exists()
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if found:
+        return "" if has_config else "not a model folder, it has no config.json"
+    if exists:
+        return "is a file; give the folder that holds config.json and the weights"
+    parts = model.split("/")
+    meant_as_hub_id = len(parts) == 2 and all(parts) and model[0] not in "./~" and not Path(parts[0]).is_dir()
+    return "" if meant_as_hub_id else "no such folder; give a model folder or a hub id such as Org/Name"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 
 from cluster.config.config import Config, max_replicas_of
 from cluster.config.environment import COMMIT, expanded, is_folder, pinned
@@ -17,6 +16,7 @@ from cluster.config.security import check_http_exposure, check_security, check_w
 from cluster.config.serving import difference
 from cluster.config.settings import AUTO
 from cluster.config.settings import CheckError as CheckError
+from engine.settings import misplaced
 from speculation.events import Role
 from transport.address import check_free, join, parse
 
@@ -100,21 +100,10 @@ def check_listen(address: str, config: Config) -> None:
 
 def check_model(model: str, flag: str) -> None:
     """Whether this is a model folder, or may be a hub id. The loader has the last word."""
-    folder = expanded(model)
-    try:
-        is_folder, has_config, exists = folder.is_dir(), (folder / "config.json").is_file(), folder.exists()
-    except OSError as error:
-        raise CheckError(f"{flag} {model}: cannot be read: {error.strerror}") from error
-    if is_folder:
-        if not has_config:
-            raise CheckError(f"{flag} {model}: not a model folder, it has no config.json")
-        return
-    if exists:
-        raise CheckError(f"{flag} {model}: is a file; give the folder that holds config.json and the weights")
-    check_pin(model, flag)
-    parts = model.split("/")
-    if len(parts) != 2 or not all(parts) or model[0] in "./~" or Path(parts[0]).is_dir():
-        raise CheckError(f"{flag} {model}: no such folder; give a model folder or a hub id such as Org/Name")
+    if not os.path.exists(expanded(model)):
+        check_pin(model, flag)
+    if why := misplaced(model):
+        raise CheckError(f"{flag} {model}: {why}")
 
 
 def check_pin(model: str, flag: str) -> None:

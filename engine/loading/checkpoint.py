@@ -26,6 +26,7 @@ from transformers.utils.hub import cached_file
 from engine.loading.self_test import STOCK
 from engine.model import ModelError, first_line
 from engine.parallel.group import Group
+from engine.settings import misplaced
 from speculation.messages import Loading, Progress
 
 DTYPES = {
@@ -60,22 +61,9 @@ SPLIT_BY = {
 
 def is_folder(path: str) -> bool:
     """Whether ``path`` is a folder here; raises for what was surely meant to be one, so that nothing is downloaded."""
-    folder = Path(path).expanduser()
-    try:
-        found, has_config, exists = folder.is_dir(), (folder / "config.json").is_file(), folder.exists()
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    if found:
-        if not has_config:
-            raise ModelError(f"{path}: not a model folder, it has no config.json")
-        return True
-    if exists:
-        raise ModelError(f"{path}: is a file; give the folder that holds config.json and the weights")
-    parts = path.split("/")
-    meant_as_hub_id = len(parts) == 2 and all(parts) and path[0] not in "./~" and not Path(parts[0]).is_dir()
-    if not meant_as_hub_id:
-        raise ModelError(f"{path}: no such folder; give a model folder or a hub id such as Org/Name")
-    return False
+    if why := misplaced(path):
+        raise ModelError(f"{path}: {why}")
+    return Path(path).expanduser().is_dir()
 
 
 def choose_device(device: str) -> torch.device:
