@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from cluster.config.environment import replace_file
+from cluster.console import BadInput
 from transport.tls import ROLES, name_of
 
 AUTHORITY_LIFE = timedelta(days=3650)
@@ -28,7 +29,7 @@ AUTHORITY = "ca"
 """Its files are ``ca.crt`` and ``ca.key``; those of a role ``target.crt`` and ``target.key``."""
 
 
-class IssueError(Exception):
+class IssueError(BadInput):
     """An authority that cannot be used. One line that names the file."""
 
 

@@ -16,11 +16,8 @@ from importlib.metadata import entry_points
 from types import ModuleType
 
 from cluster.commands import align, certs, complete, config, doctor, down, router, simulate, top, up, worker
-from cluster.config.checks import CheckError
 from cluster.config.environment import CHECKOUT
 from cluster.config.flags import Parser
-from cluster.config.security import SecurityError
-from cluster.config.settings import ConfigError
 from cluster.console import BAD_INPUT, CommandError, complain, let_go
 from cluster.processes.starting import begin_again
 from transport.address import AddressError
@@ -87,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommandError as error:
         complain(f"paceline: {error}")
         return error.code
-    except (ConfigError, CheckError, SecurityError, AddressError) as error:
+    except AddressError as error:
         complain(f"paceline: {error}")
         return BAD_INPUT
     except KeyboardInterrupt:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from cluster.console import BAD_INPUT, FAILED, CommandError
+from cluster.console import BadInput, CommandError
 from transport.address import is_loopback
 
 SILENCE_SECONDS = 60.0
@@ -81,7 +81,7 @@ def is_local(url: str) -> bool:
         urlsplit(url)  # refuses a bracket that nothing closes, which httpx takes for a name
         return is_loopback(httpx.URL(url).host)
     except (httpx.InvalidURL, ValueError) as error:  # the latter for names in letters beyond ASCII
-        raise CommandError(f"--url {url}: {error}", BAD_INPUT) from error
+        raise BadInput(f"--url {url}: {error}") from error
 
 
 def stream(
@@ -108,13 +108,13 @@ def stream(
                     tally.text += piece["text"]
                     yield piece["text"], piece["drafted"]
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        raise CommandError(f"no Paceline at {url}; start one with `paceline up`", FAILED) from error
+        raise CommandError(f"no Paceline at {url}; start one with `paceline up`") from error
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise CommandError(f"--url {url}: {error}", BAD_INPUT) from error
+        raise BadInput(f"--url {url}: {error}") from error
     except httpx.ReadTimeout as error:
-        raise CommandError(f"{url} sent nothing for {SILENCE_SECONDS:.0f} s", FAILED) from error
+        raise CommandError(f"{url} sent nothing for {SILENCE_SECONDS:.0f} s") from error
     except httpx.TransportError as error:
-        raise CommandError(f"lost the connection to {url} after {tally.tokens} tokens: {error}", FAILED) from error
+        raise CommandError(f"lost the connection to {url} after {tally.tokens} tokens: {error}") from error
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
@@ -124,7 +124,7 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
             continue
         event: dict[str, Any] = json.loads(data)
         if "error" in event:
-            raise CommandError(f"the server gave up: {event['error']['message']}", FAILED)
+            raise CommandError(f"the server gave up: {event['error']['message']}")
         if event.get("speculation") is not None:
             yield event
 
@@ -136,5 +136,5 @@ def _refusal(response: httpx.Response) -> CommandError:
     except (ValueError, KeyError, TypeError):
         reason = f"status {response.status_code}; is this a Paceline server?"
     if response.is_client_error:
-        return CommandError(f"the server refused: {reason}", BAD_INPUT)
-    return CommandError(f"the server failed: {reason}", FAILED)
+        return BadInput(f"the server refused: {reason}")
+    return CommandError(f"the server failed: {reason}")

@@ -29,9 +29,16 @@ BAD_INPUT, FAILED = 2, 1
 class CommandError(Exception):
     """A command cannot go on. One line for the user, and the exit code."""
 
-    def __init__(self, message: str, code: int) -> None:
+    def __init__(self, message: str, code: int = FAILED) -> None:
         super().__init__(message)
         self.code = code
+
+
+class BadInput(CommandError):
+    """What was given is of no use. One line that says what would be right."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, BAD_INPUT)
 
 
 def first_line(error: BaseException) -> str:
@@ -72,7 +79,7 @@ def write(text: str) -> None:
         sys.stdout.flush()
     except (OSError, ValueError, AttributeError) as error:
         why = getattr(error, "strerror", None) or "standard output is closed"
-        raise CommandError(f"cannot write the result: {why}", FAILED) from error
+        raise CommandError(f"cannot write the result: {why}") from error
 
 
 def say(text: str) -> None:

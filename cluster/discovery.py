@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.console import BAD_INPUT, CommandError
+from cluster.console import BadInput
 from speculation.events import Role
 from transport.address import AddressError, parse
 from transport.files import stamp
@@ -181,7 +181,7 @@ class LongPoll:
 MAX_BYTES = 1 << 20
 
 
-class WorkerListError(Exception):
+class WorkerListError(BadInput):
     """A list that cannot be used. One line that names the file, the line and what would be right."""
 
 
@@ -248,7 +248,7 @@ def addresses_in(args: argparse.Namespace) -> dict[Role, list[str]]:
             for role, addresses in read_list(args.workers).items():
                 listed[role] += addresses
         except WorkerListError as error:
-            raise CommandError(f"--workers {error}", BAD_INPUT) from error
+            raise BadInput(f"--workers {error}") from error
     return listed
 
 

@@ -17,19 +17,13 @@ from typing import Any, ClassVar, Self
 
 from cluster.config.environment import is_folder
 from cluster.config.flags import Parser
-from cluster.console import BAD_INPUT, FAILED, CommandError
+from cluster.console import FAILED, CommandError
+from cluster.console import BadInput as BadInput
 
 RESULTS = Path(__file__).parent.parent / "results"
 FIGURES = "write the figures there too"
 METAVARS = {int: "N", float: "N", str: "TEXT", type(None): "FILE", tuple: "NAME"}
 PLACES = ("json", "out")
-
-
-class BadInput(CommandError):
-    """What was given is of no use. One line that says what would be right."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, BAD_INPUT)
 
 
 class BenchError(Exception):

@@ -6,7 +6,7 @@ import argparse
 from datetime import timedelta
 from pathlib import Path
 
-from cluster.console import BAD_INPUT, CommandError, say
+from cluster.console import BadInput, say
 
 ABOUT = "make a development CA, and certificates for routers, targets and drafts"
 DETAILS = """\
@@ -29,10 +29,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make them and say how to use them."""
-    from cluster.certificates import IssueError, new_authority, now, read_authority, write_authority, write_roles
+    from cluster.certificates import new_authority, now, read_authority, write_authority, write_roles
 
     if not 1 <= args.days <= 3650:
-        raise CommandError(f"--days must be a whole number from 1 to 3650, got {args.days}", BAD_INPUT)
+        raise BadInput(f"--days must be a whole number from 1 to 3650, got {args.days}")
     folder: Path = args.folder
     try:
         if args.renew:
@@ -42,10 +42,8 @@ def run(args: argparse.Namespace) -> int:
             authority = new_authority(now())
             write_authority(folder, authority)
         write_roles(folder, authority, now(), timedelta(days=args.days))
-    except IssueError as error:
-        raise CommandError(str(error), BAD_INPUT) from error
     except OSError as error:
-        raise CommandError(f"cannot write to {folder}: {error.strerror or error}", BAD_INPUT) from error
+        raise BadInput(f"cannot write to {folder}: {error.strerror or error}") from error
     folder = folder.resolve()
     say(
         f"""\

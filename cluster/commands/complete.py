@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from cluster.config import environment
-from cluster.console import BAD_INPUT, CommandError, complain, stages, stderr_console, write
+from cluster.console import BadInput, complain, stages, stderr_console, write
 
 if TYPE_CHECKING:
     from cluster.completion import CompletionRequest, CompletionTally
@@ -48,12 +48,12 @@ def run(args: argparse.Namespace) -> int:
     from cluster.completion import CompletionRequest
 
     if args.prompt is None:
-        raise CommandError('give a prompt, such as "def fib(n):", or - to read it from standard input', BAD_INPUT)
+        raise BadInput('give a prompt, such as "def fib(n):", or - to read it from standard input')
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     seed = random.getrandbits(31) if args.seed is None else args.seed
     api_key = environment.api_key() if args.api_key is None else args.api_key
     if not (api_key.isascii() and api_key.isprintable()):
-        raise CommandError("the API key must be printable ASCII", BAD_INPUT)
+        raise BadInput("the API key must be printable ASCII")
     request = CompletionRequest(prompt, args.max_tokens, args.temperature, seed, args.chat, api_key)
     show(args.url, request, compare=not args.no_compare)
     return 0

@@ -15,7 +15,7 @@ from cluster.config.config import Config, from_mapping
 from cluster.config.flags import Parser, add_file, add_setting, configuration, flag_of, overrides_in
 from cluster.config.security import identity, own_api_key
 from cluster.config.settings import ConfigError
-from cluster.console import BAD_INPUT, FAILED, CommandError, say, stages
+from cluster.console import FAILED, BadInput, say, stages
 from cluster.discovery import addresses_in
 from cluster.doctor.finding import Finding, Level, ok, problem
 from speculation.events import Role
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     for name, maximum in (("target_step_ms", 60_000.0), ("draft_step_ms", 60_000.0), ("acceptance", 1.0)):
         value = getattr(args, name)
         if value is not None and not 0 < value <= maximum:
-            raise CommandError(f"{flag_of(name)} {value:g}: must be above 0 and at most {maximum:g}", BAD_INPUT)
+            raise BadInput(f"{flag_of(name)} {value:g}: must be above 0 and at most {maximum:g}")
     listed = addresses_in(args)
     found = list(_findings(args, listed))
     if args.json:

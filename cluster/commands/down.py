@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from cluster.config.flags import add_file, add_setting, configuration
-from cluster.console import BAD_INPUT, CommandError, say, stages
+from cluster.console import BadInput, say, stages
 
 ABOUT = "remove Paceline from a Ray cluster, after `paceline up --detach`"
 DETAILS = """\
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Remove it."""
     config = configuration(args)
     if config.ray.address == "local":
-        raise CommandError("give the Ray cluster: --address auto or --address HOST:PORT", BAD_INPUT)
+        raise BadInput("give the Ray cluster: --address auto or --address HOST:PORT")
     from cluster.ray.cluster import remove
 
     with stages() as report:

@@ -15,7 +15,7 @@ from cluster.config.checks import check_tokenizer
 from cluster.config.config import Config
 from cluster.config.security import check_http_exposure, check_security
 from cluster.config.serving import router_settings
-from cluster.console import BAD_INPUT, FAILED, CommandError, stages, tell
+from cluster.console import BadInput, CommandError, stages, tell
 from cluster.discovery import FileDirectory, StaticDirectory, WorkerListError, addresses_in
 from cluster.processes.logs import add_flags, set_up
 from cluster.processes.starting import READY, STOPPING, notify
@@ -72,13 +72,13 @@ def _directory(args: argparse.Namespace) -> StaticDirectory:
     """Where the router learns its workers from; raises AddressError, CommandError."""
     if args.workers is not None:
         if args.target or args.draft:
-            raise CommandError("give either --workers or --target and --draft", BAD_INPUT)
+            raise BadInput("give either --workers or --target and --draft")
         try:
             return FileDirectory(args.workers)
         except WorkerListError as error:
-            raise CommandError(f"--workers {error}", BAD_INPUT) from error
+            raise BadInput(f"--workers {error}") from error
     if not args.target:
-        raise CommandError("give --target HOST:PORT, at least once, or --workers FILE", BAD_INPUT)
+        raise BadInput("give --target HOST:PORT, at least once, or --workers FILE")
     return StaticDirectory(addresses_in(args))
 
 
@@ -107,7 +107,7 @@ async def _serve(config: Config, directory: StaticDirectory) -> int:
             notify(READY)
             await stop
     except RouterError as error:
-        raise CommandError(str(error), FAILED) from error
+        raise CommandError(str(error)) from error
     finally:
         notify(STOPPING)
         for number in (signal.SIGINT, signal.SIGTERM):  # a second one does not wait for running requests

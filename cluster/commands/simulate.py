@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.config.config import SpeculationConfig
 from cluster.config.flags import Parser, count, flag_of, number, round_trip, values
 from cluster.config.pools import AT_DRAFTER, AT_TARGET
-from cluster.console import BAD_INPUT, CommandError, stages
+from cluster.console import BadInput, stages
 
 if TYPE_CHECKING:
     from cluster.sweep import Simulator, Sweep
@@ -176,15 +176,15 @@ def _check_results(args: argparse.Namespace, sweep: Sweep) -> None:
     for name in ("csv", "plot"):
         file = getattr(args, name)
         if file and (file.is_dir() or not file.absolute().parent.is_dir()):
-            raise CommandError(f"--{name} {file}: must be a file in a folder that exists", BAD_INPUT)
+            raise BadInput(f"--{name} {file}: must be a file in a folder that exists")
     if not args.plot:
         return
     if args.plot.suffix not in PLOT_FORMATS:
-        raise CommandError(f"--plot {args.plot}: must end in one of {', '.join(PLOT_FORMATS)}", BAD_INPUT)
+        raise BadInput(f"--plot {args.plot}: must end in one of {', '.join(PLOT_FORMATS)}")
     if not find_spec("matplotlib"):
-        raise CommandError("--plot needs matplotlib: pip install matplotlib", BAD_INPUT)
+        raise BadInput("--plot needs matplotlib: pip install matplotlib")
     if not axes_of(sweep):
-        raise CommandError("--plot needs several values of --rtt, --sessions or --drafters", BAD_INPUT)
+        raise BadInput("--plot needs several values of --rtt, --sessions or --drafters")
 
 
 def _simulator(args: argparse.Namespace) -> Simulator:
@@ -206,7 +206,7 @@ def _simulator(args: argparse.Namespace) -> Simulator:
 
 def _within(name: str, value: float, minimum: float, maximum: float) -> None:
     if not minimum <= value <= maximum:
-        raise CommandError(f"{flag_of(name)} {value:g}: must be from {minimum:g} to {maximum:g}", BAD_INPUT)
+        raise BadInput(f"{flag_of(name)} {value:g}: must be from {minimum:g} to {maximum:g}")
 
 
 def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
@@ -219,7 +219,7 @@ def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
         _within("coverage", args.coverage, 0, 1)
     for name in HEAD:
         if getattr(args, name) is not None and not args.head:
-            raise CommandError(f"{flag_of(name)} needs --head: it is for an EAGLE-3 head", BAD_INPUT)
+            raise BadInput(f"{flag_of(name)} needs --head: it is for an EAGLE-3 head")
     relay, launch = given["relay_ms"] / 1000, given["launch_ms"] / 1000
     steps, step = _steps(args), given["target_step_ms"] / 1000
     sizes = steps or {1: step, FAR: step * (1 + given["verify_slope"] * (FAR - 1))}
@@ -269,7 +269,7 @@ def _steps(args: argparse.Namespace) -> dict[int, float]:
         return {}
     for name in ("target_step_ms", "verify_slope"):
         if getattr(args, name) is not None:
-            raise CommandError(f"{flag_of(name)} and --rows say what a step takes; give one of them", BAD_INPUT)
+            raise BadInput(f"{flag_of(name)} and --rows say what a step takes; give one of them")
     return dict(values(args, "rows", "", pair))
 
 
@@ -281,13 +281,13 @@ def _recorded(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
 
     for name in [*MADE_UP, *HEAD, "head", "coverage", "rows", "shared_device"]:
         if getattr(args, name) is not None:
-            raise CommandError(f"{flag_of(name)} belongs to a made-up set-up; --record says it already", BAD_INPUT)
+            raise BadInput(f"{flag_of(name)} belongs to a made-up set-up; --record says it already")
     try:
         return read([line for file in args.record for line in _lines(file)])
     except (UselessRecord, KeyError, TypeError, ValueError) as error:
         unknown = f"not what a worker of this version writes: {type(error).__name__}: {error}"
         why = error if isinstance(error, UselessRecord) else unknown
-        raise CommandError(f"--record {' and '.join(map(str, args.record))}: {why}", BAD_INPUT) from error
+        raise BadInput(f"--record {' and '.join(map(str, args.record))}: {why}") from error
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
@@ -303,8 +303,8 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
                     line = None
                 if not isinstance(line, dict) or line.get("role") not in ("target", "draft"):
                     what = f"line {number} is not one that a worker writes with --record"
-                    raise CommandError(f"--record {file}: {what}", BAD_INPUT)
+                    raise BadInput(f"--record {file}: {what}")
                 yield line
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise CommandError(f"--record {file}: {reason}; give what a worker wrote with --record", BAD_INPUT) from error
+        raise BadInput(f"--record {file}: {reason}; give what a worker wrote with --record") from error

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from cluster.commands.complete import DEFAULT_URL
 from cluster.config import environment
-from cluster.console import BAD_INPUT, FAILED, CommandError, say
+from cluster.console import BadInput, CommandError, say
 
 if TYPE_CHECKING:
     import httpx
@@ -52,7 +52,7 @@ FEWEST_ROWS = 3
 NOTHING = "-"
 
 
-class Unreachable(Exception):
+class Unreachable(CommandError):
     """The router does not answer at present. One line."""
 
 
@@ -74,12 +74,12 @@ def run(args: argparse.Namespace) -> int:
 
     if not MIN_INTERVAL <= args.interval <= MAX_INTERVAL:  # also refuses nan
         bounds = f"{MIN_INTERVAL:g} to {MAX_INTERVAL:g} s"
-        raise CommandError(f"--interval must be {bounds}, got {args.interval:g}", BAD_INPUT)
+        raise BadInput(f"--interval must be {bounds}, got {args.interval:g}")
     headers = bearer(_key(args.api_key_file))
     with httpx.Client(timeout=TIMEOUT_SECONDS, trust_env=not is_local(args.url), headers=headers) as client:
         look = partial(look_at, client, args.url)
         console = Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-        view = first(look)
+        view = look()
         if args.json:
             say(json.dumps(view, allow_nan=False))
         elif args.once or not console.is_terminal:
@@ -97,13 +97,13 @@ def look_at(client: httpx.Client, url: str) -> Json:
     try:
         answer = client.get(url.rstrip("/") + "/cluster")
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise CommandError(f"--url {url}: {error}", BAD_INPUT) from error
+        raise BadInput(f"--url {url}: {error}") from error
     except httpx.HTTPError as error:
         raise Unreachable(f"{url} does not answer: {error or type(error).__name__}") from error
     if answer.status_code == httpx.codes.UNAUTHORIZED:
-        raise CommandError(f"{url} wants an API key it knows: see --api-key-file", BAD_INPUT)
+        raise BadInput(f"{url} wants an API key it knows: see --api-key-file")
     if answer.status_code == httpx.codes.FORBIDDEN:
-        raise CommandError(f"{url} wants an operator's API key for this: see --api-key-file", BAD_INPUT)
+        raise BadInput(f"{url} wants an operator's API key for this: see --api-key-file")
     if answer.is_server_error:
         raise Unreachable(f"{url} answers with status {answer.status_code}")
     try:
@@ -111,7 +111,7 @@ def look_at(client: httpx.Client, url: str) -> Json:
     except ValueError:
         view = None
     if not isinstance(view, dict) or view.get("object") != "cluster":
-        raise CommandError(f"{url} is no Paceline server: status {answer.status_code} at /cluster", FAILED)
+        raise CommandError(f"{url} is no Paceline server: status {answer.status_code} at /cluster")
     return view
 
 
@@ -137,14 +137,6 @@ def watch(
             sleep(interval)
 
 
-def first(look: Callable[[], Json]) -> Json:
-    """The first view; a server that was never there is a mistake rather than a fault."""
-    try:
-        return look()
-    except Unreachable as error:
-        raise CommandError(str(error), FAILED) from error
-
-
 def _key(path: Path | None) -> str:
     if path is None:
         key = environment.api_key()
@@ -154,7 +146,7 @@ def _key(path: Path | None) -> str:
     try:
         return next(iter(read_keys(path)))
     except KeyFileError as error:
-        raise CommandError(f"--api-key-file {error}", BAD_INPUT) from error
+        raise BadInput(f"--api-key-file {error}") from error
 
 
 # -- the screen --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from cluster.config import flags
 from cluster.config.checks import check
 from cluster.config.config import Config, max_replicas_of, min_replicas_of
 from cluster.config.security import own_api_key
-from cluster.console import BAD_INPUT, FAILED, CommandError, complain, stages, tell
+from cluster.console import BadInput, CommandError, complain, stages, tell
 from cluster.local import gpus, threads
 from cluster.local.stretched import ABOUT as STRETCHED
 from cluster.local.stretched import stretched
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         with stages() as report:
             config = stretched(config, report)
     if args.detach and (config.backend != "ray" or config.ray.address == "local"):
-        raise CommandError("--detach leaves the application on a running Ray cluster: name it by --address", BAD_INPUT)
+        raise BadInput("--detach leaves the application on a running Ray cluster: name it by --address")
     check(config)
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT as well: in the background it starts out ignored
         signal.signal(number, signal.default_int_handler)
@@ -151,7 +151,7 @@ def _await_http(config: Config) -> None:
             except httpx.TransportError as error:
                 last = str(error)
             time.sleep(0.1)
-    raise CommandError(f"{_url(config)} does not serve within {HTTP_SECONDS:.0f} s ({last})", FAILED)
+    raise CommandError(f"{_url(config)} does not serve within {HTTP_SECONDS:.0f} s ({last})")
 
 
 def _introduce(config: Config) -> None:

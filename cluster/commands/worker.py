@@ -13,7 +13,7 @@ from cluster.config.config import Config
 from cluster.config.pools import SHARED
 from cluster.config.security import check_security, identity
 from cluster.config.serving import start_worker
-from cluster.console import BAD_INPUT, FAILED, CommandError, complain, stages, tell
+from cluster.console import FAILED, BadInput, CommandError, complain, stages, tell
 from cluster.processes.imports import import_worker
 from cluster.processes.logs import add_flags, set_up
 from cluster.processes.rank_processes import RankProcesses
@@ -127,6 +127,6 @@ async def _start(role: Role, config: Config, listen: str) -> Worker:
         try:
             return await start_worker(config, role, door, RankProcesses(), lambda loading: report(loading.doing))
         except (ModelError, RecordError, SourceError) as error:
-            raise CommandError(str(error), BAD_INPUT) from error
+            raise BadInput(str(error)) from error
         except RankError as error:
-            raise CommandError(str(error), FAILED) from error
+            raise CommandError(str(error)) from error

@@ -13,7 +13,7 @@ from cluster.config import speculative_config
 from cluster.config.config import SECTIONS, SETTINGS, Config, load
 from cluster.config.pools import SHARED
 from cluster.config.settings import ConfigError, Override
-from cluster.console import BAD_INPUT, CommandError, complain
+from cluster.console import BAD_INPUT, BadInput, complain
 
 AFTER_INPUT = "--after-input"
 """Flag of a router that is started before its workers are ready."""
@@ -171,7 +171,7 @@ def values(args: argparse.Namespace, name: str, usual: str, parse: Callable[[str
         try:
             found[parse(text.strip())] = None
         except ValueError as error:
-            raise CommandError(f"{flag_of(name)} {text!r}: must be {error}", BAD_INPUT) from None
+            raise BadInput(f"{flag_of(name)} {text!r}: must be {error}") from None
     return tuple(found)
 
 

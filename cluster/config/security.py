@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.config.config import Config
-from cluster.console import complain
+from cluster.console import BadInput, complain
 from transport.address import is_loopback
 
 if TYPE_CHECKING:  # they bring gRPC and HTTP libraries
@@ -22,7 +22,7 @@ ROLE = "{role}"
 """Stands in the paths of certificates for the role of the process that reads them."""
 
 
-class SecurityError(Exception):
+class SecurityError(BadInput):
     """A door that would be open, or a guard that cannot work. One line that says what would be right."""
 
 

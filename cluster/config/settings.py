@@ -18,13 +18,14 @@ from typing import Any, Literal
 import yaml
 
 from cluster.config.environment import expanded, is_folder, pinned_folder
+from cluster.console import BadInput
 
 
-class ConfigError(Exception):
+class ConfigError(BadInput):
     """A setting that cannot be used. One line that names it, its value and what would be right."""
 
 
-class CheckError(Exception):
+class CheckError(BadInput):
     """Something that would fail later. One line that says what would be right."""
 
 

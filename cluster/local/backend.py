@@ -16,7 +16,7 @@ from pathlib import Path
 from cluster.config.config import Config, max_replicas_of
 from cluster.config.flags import AFTER_INPUT
 from cluster.config.serving import worker_config
-from cluster.console import FAILED, CommandError, Stages, complain
+from cluster.console import CommandError, Stages, complain
 from cluster.local.gpus import Turns, here
 from cluster.processes.child import Child, HeldPort, ours
 from cluster.processes.starting import openmp_environment
@@ -96,10 +96,10 @@ class LocalProcesses:
         while waiting := [child for child in children if not there(child)]:
             for child in waiting:
                 if child.ended:
-                    raise CommandError(f"{child.name} cannot start: {child.reason}", FAILED)
+                    raise CommandError(f"{child.name} cannot start: {child.reason}")
             if time.monotonic() > deadline:
                 text = f"not ready within {self._config.start_timeout:.0f} s (start_timeout)"
-                raise CommandError(f"{text}: {', '.join(child.name for child in waiting)}", FAILED)
+                raise CommandError(f"{text}: {', '.join(child.name for child in waiting)}")
             time.sleep(POLL_SECONDS)
 
     def _write(self, name: str, config: Config) -> str:

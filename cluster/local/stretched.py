@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cluster.config.config import Config
 from cluster.config.environment import BUNDLED
-from cluster.console import BAD_INPUT, FAILED, CommandError, Stages
+from cluster.console import BadInput, CommandError, Stages
 
 HIDDEN, LAYERS = 1024, 16
 ABOUT = "about 190 million parameters"
@@ -24,7 +24,7 @@ ABOUT = "about 190 million parameters"
 def stretched(config: Config, report: Stages) -> Config:
     """The same configuration, with the stretched bundled target; raises CommandError if it cannot be built."""
     if config.models:
-        raise CommandError("--stretched serves the bundled model only; leave out the section models", BAD_INPUT)
+        raise BadInput("--stretched serves the bundled model only; leave out the section models")
     source = BUNDLED / "target"
     folder = BUNDLED / ".work" / f"stretched-{HIDDEN}-{LAYERS}"
     built = folder / "model.safetensors"
@@ -40,4 +40,4 @@ def _stretch(source: Path, folder: Path) -> None:
     done = subprocess.run(command, cwd=BUNDLED.parent, capture_output=True, text=True, check=False)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise CommandError(f"cannot stretch the bundled target: {why}", FAILED)
+        raise CommandError(f"cannot stretch the bundled target: {why}")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from cluster.config.environment import CHECKOUT, current
-from cluster.console import FAILED, CommandError
+from cluster.console import CommandError
 
 RESTART_SECONDS = (0.2, 1.0, 3.0, 10.0)
 """Pauses before starting a process again that ended; the last one repeats."""
@@ -194,7 +194,7 @@ class HeldPort:
             self.number: int = self._socket.getsockname()[1]
         except OSError as error:
             self._socket.close()
-            raise CommandError(f"no port of 127.0.0.1 is free: {error.strerror}", FAILED) from error
+            raise CommandError(f"no port of 127.0.0.1 is free: {error.strerror}") from error
         self.address = f"127.0.0.1:{self.number}"
         if sys.platform != "linux":
             self._socket.close()

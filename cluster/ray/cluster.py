@@ -17,7 +17,7 @@ from typing import Any
 
 from cluster.config.config import Config
 from cluster.config.security import check_worker_exposure
-from cluster.console import FAILED, CommandError, Stages, complain, first_line
+from cluster.console import CommandError, Stages, complain, first_line
 from cluster.placement import APPLICATION, Need, lacking, living, needs, with_routers
 from cluster.ray.connection import check_token, end_own_processes, is_broken, join, prepare_environment
 from cluster.ray.parts import declaration, proxy_environment
@@ -74,7 +74,6 @@ class RayCluster:
             raise CommandError(
                 f"Paceline is deployed at {address} already; change it with --detach, or remove it with "
                 f"`paceline down --address {address}`",
-                FAILED,
             )
         self._check_room()
         report("starting Ray Serve")
@@ -93,11 +92,11 @@ class RayCluster:
         while True:
             time.sleep(WATCH_SECONDS)
             if self._local and is_broken():
-                raise CommandError("Ray is gone: one of its processes has ended", FAILED)
+                raise CommandError("Ray is gone: one of its processes has ended")
             try:
                 status = applications()[APPLICATION]
             except (ray.exceptions.RayError, KeyError) as error:
-                raise CommandError(f"Ray is gone: {type(error).__name__}", FAILED) from error
+                raise CommandError(f"Ray is gone: {type(error).__name__}") from error
             waiting = [f"{self._called(name)}: {entry.status}" for name, entry in status.deployments.items()]
             down = f"some replicas are down ({', '.join(waiting)}); Ray replaces them"
             said = "" if status.status == "RUNNING" else down
@@ -140,7 +139,7 @@ class RayCluster:
         self._needs = {need.deployment: need for need in needs(self._config)}
         # A larger cluster may be on its way where an autoscaler runs; here only what is there counts.
         if reason := lacking(self._needs.values(), nodes):
-            raise CommandError(reason, FAILED)
+            raise CommandError(reason)
 
     def _deploy(self) -> None:
         from ray import serve
@@ -162,7 +161,7 @@ class RayCluster:
         except CommandError:
             raise
         except Exception as error:  # whatever Serve raises: it could not be deployed
-            raise CommandError(f"cannot start Ray Serve: {first_line(error)}", FAILED) from error
+            raise CommandError(f"cannot start Ray Serve: {first_line(error)}") from error
 
     def _await(self, report: Stages) -> None:
         """Poll until all replicas run, one fails, or a deadline passes."""
@@ -180,21 +179,21 @@ class RayCluster:
                     running = deployment.replica_states["RUNNING"] if deployment else 0
                     report(f"{running} of {need.replicas} ready", need.name)
             if time.monotonic() > deadline:
-                raise CommandError(f"not ready within {self._config.start_timeout:.0f} s (start_timeout)", FAILED)
+                raise CommandError(f"not ready within {self._config.start_timeout:.0f} s (start_timeout)")
             time.sleep(POLL_SECONDS)
 
     def _raise_if_hopeless(self, status: ApplicationStatus) -> None:
         for name, deployment in status.deployments.items():
             if "failed to start" in deployment.message:
-                raise CommandError(f"{self._called(name)} cannot start: {reason_in(deployment.message)}", FAILED)
+                raise CommandError(f"{self._called(name)} cannot start: {reason_in(deployment.message)}")
             if "to be scheduled" in deployment.message and not self._local:
                 seconds = self._config.ray.placement_timeout
                 if time.monotonic() < self._room_since + seconds:
                     continue
                 wanted = self._needs.get(name, name)
-                raise CommandError(f"Ray found no room within {seconds:.0f} s for {wanted}", FAILED)
+                raise CommandError(f"Ray found no room within {seconds:.0f} s for {wanted}")
         if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-            raise CommandError(f"cannot start: {reason_in(status.message)}", FAILED)
+            raise CommandError(f"cannot start: {reason_in(status.message)}")
 
     def _called(self, deployment: str) -> str:
         return self._needs[deployment].name if deployment in self._needs else deployment
@@ -267,7 +266,6 @@ def check_http(config: Config) -> None:
             f"Ray Serve runs at {address} already and {where}, not on {join_address(router.host, router.port)}; set "
             f"router.host and router.port to that, or end it first: `paceline down --address {address}`, or `serve "
             "shutdown` if it is not Paceline's",
-            FAILED,
         )
 
 
@@ -292,14 +290,14 @@ def remove(config: Config, report: Stages) -> None:
 
     try:
         if APPLICATION not in applications():
-            raise CommandError(f"no Paceline is deployed at {config.ray.address}", FAILED)
+            raise CommandError(f"no Paceline is deployed at {config.ray.address}")
         replicas = [entry["deployment_config"] for entry in application_details()[APPLICATION]["deployments"].values()]
         drain = max((entry["graceful_shutdown_timeout_s"] for entry in replicas), default=0.0)
         _apply([])
         report(f"waiting until streams have ended, for {drain:.0f} s at most")
         if not _await_gone(seconds := drain + GONE_SECONDS):
             text = f"Paceline has not ended at {config.ray.address} within {seconds:.0f} s; Serve goes on ending it"
-            raise CommandError(text, FAILED)
+            raise CommandError(text)
         if not applications():
             serve.shutdown()  # type: ignore[no-untyped-call]
     finally:

@@ -18,7 +18,7 @@ from typing import Any
 
 from cluster.config.config import Config
 from cluster.config.environment import current
-from cluster.console import FAILED, CommandError, complain, first_line
+from cluster.console import CommandError, complain, first_line
 from cluster.placement import APPLICATION
 from cluster.processes.starting import NICENESS
 from transport.address import is_loopback, parse
@@ -39,7 +39,7 @@ def join(config: Config) -> None:
             socket.create_connection(parse(settings.address), timeout=REACH_SECONDS).close()
         except OSError as error:
             where = f"no Ray cluster at {settings.address} ({error.strerror or error})"
-            raise CommandError(f"{where}; --address takes its HOST:PORT", FAILED) from error
+            raise CommandError(f"{where}; --address takes its HOST:PORT") from error
     import ray
 
     try:
@@ -52,7 +52,7 @@ def join(config: Config) -> None:
                 **options,
             )
     except Exception as error:  # ConnectionError, RuntimeError, ValueError ... all end the same way
-        raise CommandError(f"cannot start or reach Ray: {first_line(error)}", FAILED) from error
+        raise CommandError(f"cannot start or reach Ray: {first_line(error)}") from error
     from ray import serve  # noqa: F401 - sets the level of its logger when first imported
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it would write into our own lines
@@ -80,7 +80,7 @@ def check_token(config: Config, address: str, nodes: Iterable[str]) -> None:
     reason = f"the Ray cluster at {address} asks for no token: who can connect to it can run code on it"
     remedy = "start Ray with RAY_AUTH_MODE=token"
     if not (config.router.allow_remote or all(map(is_loopback, nodes))):
-        raise CommandError(f"{reason}; {remedy}, or add --allow-remote if only trusted machines can connect", FAILED)
+        raise CommandError(f"{reason}; {remedy}, or add --allow-remote if only trusted machines can connect")
     complain(f"paceline: {reason}; {remedy}")
 
 

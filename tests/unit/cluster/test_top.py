@@ -143,7 +143,7 @@ def test_it_says_that_the_router_is_away_and_goes_on_when_it_is_back() -> None:
 )
 def test_what_is_wrong_at_the_start_ends_it(answer: Any, words: str, code: int) -> None:
     with pytest.raises(CommandError, match=words) as error:
-        top.first(partial(look_at, client(answer), "http://paceline"))
+        look_at(client(answer), "http://paceline")
     assert error.value.code == code
 
 
