@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from cluster.config.config import Config, max_replicas_of
 from cluster.config.environment import expanded
@@ -16,9 +16,11 @@ from cluster.config.pools import NO_QUANTIZATION, DraftConfig, Pool, TargetConfi
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.models import WeightsError, read_weights
 from cluster.local.gpus import divided
+from cluster.local.threads import usable_cores
 from engine.host.memory import GIB, available_bytes
 from engine.loading.cache_size import CPU_SHARE, CUDA_SHARE, bytes_a_token
-from engine.loading.checkpoint import DTYPES, choose_dtype, read_config
+from engine.loading.checkpoint import read_config
+from engine.loading.loader import Treatment
 from engine.model import ModelError
 from transport.address import AddressError, check_free, join
 
@@ -72,8 +74,6 @@ class DeviceNeed:
 
 def seen() -> Devices:
     """What is here."""
-    import torch
-
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     properties = [torch.cuda.get_device_properties(i) for i in range(count)]
     gpus = [Gpu(found.name, found.total_memory) for found in properties]
@@ -157,7 +157,9 @@ def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, in
         return None  # told by the check of the model's files
     if weights is None:
         return None
-    itemsize = _itemsize(pool, bool(devices.gpus), text_config)
+    # Ranks, too, compute nothing in C++.
+    how = Treatment(pool.quantization, by_rows=not pool.plain_cuda and pool.tensor_parallel_size == 1)
+    itemsize = how.number_format(pool.model, pool.dtype, torch.device("cuda" if devices.gpus else "cpu")).itemsize
     stored = 1 if pool.quantization != NO_QUANTIZATION else itemsize
     context = min(getattr(text_config, "max_position_embeddings", None) or SMALLEST_CONTEXT, SMALLEST_CONTEXT)
     cache = (pool.cache_tokens or context) * bytes_a_token(text_config, itemsize)
@@ -174,19 +176,6 @@ def check_devices(config: Config) -> Iterator[Finding]:
 
 def _pools(config: Config) -> list[Pool]:
     return [pool for pool in config.pools() if pool.settings.replicas]
-
-
-def _itemsize(pool: TargetConfig | DraftConfig, on_gpu: bool, text_config: Any) -> int:
-    import torch
-
-    from engine.cpu.stack import widens
-
-    if pool.dtype in DTYPES:
-        return DTYPES[pool.dtype].itemsize
-    whole = pool.tensor_parallel_size == 1 and pool.quantization == NO_QUANTIZATION
-    in_cpp = whole and not on_gpu and not pool.plain_cuda
-    device = torch.device("cuda" if on_gpu else "cpu")
-    return choose_dtype(pool.dtype, device, widened=in_cpp and widens(text_config)).itemsize
 
 
 def room_of(folder: Path) -> tuple[int, int]:
@@ -248,7 +237,7 @@ def check_shared_memory(total: int, free: int, object_store_mb: int) -> Iterator
 
 def check_machine(config: Config) -> Iterator[Finding]:
     """The rest: cores, port, disk and shared memory."""
-    yield from check_threads(config, len(os.sched_getaffinity(0)))
+    yield from check_threads(config, usable_cores())
     yield from check_port(config.router.host, config.router.port)
     folder = Path(tempfile.gettempdir())
     yield from check_disk(folder, *room_of(folder))

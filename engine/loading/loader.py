@@ -66,6 +66,12 @@ class Treatment:
         ours = self.pack and self.by_rows and device.type == "cpu"
         return ours and self.group is None and self.quantization == NONE
 
+    def number_format(self, path: str, dtype: str, device: torch.device) -> torch.dtype:
+        """What the model there is computed in, of which ``dtype`` is asked. Raises ModelError."""
+        with quiet():
+            widened = dtype == "auto" and self.in_cpp(device) and widens(read_config(path))
+        return choose_dtype(dtype, device, widened=widened)
+
 
 def load(
     path: str,
@@ -101,9 +107,7 @@ def load(
     is_folder(path)  # or nothing else is said
     chosen_device = choose_device(device) if group is None else group.device
     how = Treatment(quantization, pack, self_test, without_speculation, group, by_rows)
-    with quiet():
-        widened = dtype == "auto" and how.in_cpp(chosen_device) and widens(read_config(path))
-    chosen_dtype = choose_dtype(dtype, chosen_device, widened=widened)
+    chosen_dtype = how.number_format(path, dtype, chosen_device)
     check(quantization, chosen_dtype, chosen_device)
     report(f"reading {Path(path).name} in {str(chosen_dtype).removeprefix('torch.')} on {chosen_device}")
     with quiet():
