@@ -22,9 +22,9 @@ _OPEN_ENDED = ("x-kubernetes-preserve-unknown-fields", "x-kubernetes-embedded-re
 _NUMBERS = ("int32", "int64", "float", "double")
 
 
-def strict_schema(crd: dict[str, Any], version: str = VERSION) -> dict[str, Any]:
-    """The JSON schema of one version of a CustomResourceDefinition; metadata and status are left open."""
-    found = next(entry for entry in crd["spec"]["versions"] if entry["name"] == version)
+def strict_schema(crd: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of :data:`VERSION` of a CustomResourceDefinition; metadata and status are left open."""
+    found = next(entry for entry in crd["spec"]["versions"] if entry["name"] == VERSION)
     schema: dict[str, Any] = _strict(found["schema"]["openAPIV3Schema"])
     schema["properties"] |= {"metadata": {"type": "object"}, "status": {"type": "object"}}
     return schema

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
+from cluster.ray.parts import PROXY_SETTINGS
 from deploy.manifests import Manifests, Object, Pod, Violation, environment_of, groups, mount_of, where
 from router.http.asgi import HEAD_SECONDS, STALL_SECONDS
 
@@ -18,7 +19,7 @@ MAX_CLIENT_SECONDS = min(HEAD_SECONDS, STALL_SECONDS)
 """What a router that serves HTTP itself gives a client to send a head, or to read on. HAProxy takes 0 for no limit."""
 WORDS = {
     "RAY_SERVE_HAPROXY_BINARY_PATH": "/app/cluster/ray/haproxy.sh",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.ray.proxy.middleware",
+    **PROXY_SETTINGS,
 }
 """What has Serve's HAProxy and its own proxy answer in our words what no router answers."""
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"

@@ -28,10 +28,6 @@ USES = {"router": (CLIENT, "client auth"), "target": (SERVER, "server auth"), "d
 Content = TypeVar("Content")
 
 
-class _Unreadable(Exception):
-    """A file that does not hold what it should. One line."""
-
-
 def check_all(certificate: str, key: str, authority: str) -> Iterator[Finding]:
     """Those of all roles that are on this machine, where the paths name the role; else the one that they name."""
     paths = (certificate, key, authority)
@@ -48,7 +44,7 @@ def check(certificate: Path, key: Path, authority: Path, now: datetime) -> Itera
             for file in (certificate, authority)
         )
         private = _read(key, "private key in PEM without a password", partial(load_pem_private_key, password=None))
-    except _Unreadable as error:
+    except TlsError as error:
         yield problem(SUBJECT, str(error), "write it again; `security` in the configuration names the files")
         return
     faults = [finding for one in (own, *between) for finding in _validity(certificate, one, now)]
@@ -101,6 +97,6 @@ def _read(file: Path, what: str, load: Callable[[bytes], Content]) -> Content:
     try:
         return load(file.read_bytes())
     except OSError as error:
-        raise _Unreadable(f"cannot read {file}: {error.strerror}") from error
+        raise TlsError(f"cannot read {file}: {error.strerror}") from error
     except (TlsError, ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise _Unreadable(f"{file} holds no {what}") from error
+        raise TlsError(f"{file} holds no {what}") from error

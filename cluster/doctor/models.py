@@ -19,7 +19,7 @@ from cluster.config.checks import CheckError, check_model, check_tokenizer
 from cluster.config.config import Config
 from cluster.config.environment import expanded, is_folder
 from cluster.config.pools import DraftConfig, TargetConfig
-from cluster.config.serving import difference
+from cluster.config.serving import difference, target_of
 from cluster.doctor.finding import Finding, ok, problem, warning
 from engine.loading.checkpoint import read_config
 from engine.model import ModelError
@@ -31,11 +31,10 @@ COPY_AGAIN = "copy the model folder again, or download it again"
 def check(config: Config) -> Iterator[Finding]:
     """The models of all pools that are folders here; those that are hub ids are only named."""
     pools = [pool for pool in config.pools() if pool.settings.replicas or pool.role is Role.TARGET]
-    targets = {pool.model: pool.settings.model for pool in pools if pool.role is Role.TARGET}
     for pool in pools:
         yield from check_folder(f"model of {pool}", pool.settings)
         if pool.role is Role.DRAFT:
-            yield from check_pair(f"vocabulary of {pool}", targets[pool.model], pool.settings.model)
+            yield from check_pair(f"vocabulary of {pool}", target_of(config, pool), pool.settings.model)
         elif draft := config.shared_draft(pool):
             yield from check_folder(f"draft model of {pool}", draft)
 
