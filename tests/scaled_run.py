@@ -15,7 +15,7 @@ from random import Random
 from typing import TypeVar
 
 from cluster.autoscaling import policy
-from cluster.autoscaling.hysteresis import Decision, ScaledPool, State, steer
+from cluster.autoscaling.hysteresis import HoldReason, ScaledPool, State, steer
 from cluster.autoscaling.policy import DesiredReplicas
 from cluster.config.config import AutoscalingConfig
 from simulation.costs import Costs
@@ -26,7 +26,7 @@ POOLS = ("target", "draft", "router")
 LONGEST_TAIL = 3600.0
 """Seconds after the last arrival in which all must be done."""
 
-Steer = Callable[[float, ScaledPool, DesiredReplicas, State, AutoscalingConfig], tuple[Decision, State]]
+Steer = Callable[[float, ScaledPool, DesiredReplicas, State, AutoscalingConfig], tuple[int, HoldReason, State]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,8 @@ class Change:
     at: float
     pool: str
     before: int
-    decision: Decision
+    replicas: int
+    wanted: DesiredReplicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class ScalingOutcome:
         for pool in POOLS:
             changes = [change for change in self.changes if change.pool == pool]
             for first, then in pairwise(changes):
-                opposite = (first.decision.replicas > first.before) != (then.decision.replicas > then.before)
+                opposite = (first.replicas > first.before) != (then.replicas > then.before)
                 if opposite and then.at - first.at < within:
                     found.append((first, then))
         return found
@@ -168,11 +169,11 @@ class _ScalingRun:
             size = self._setup.sizes[pool]
             before = self._replicas[pool]
             known = ScaledPool(before, running[pool], size.min_replicas, size.max_replicas)
-            decision, self._states[pool] = self._steer(now, known, wanted, self._states[pool], settings)
-            if decision.replicas != before:
-                self._outcome.changes.append(Change(now, pool, before, decision))
-                self._fleet.resize(pool, decision.replicas)
-                self._replicas[pool] = decision.replicas
+            replicas, _, self._states[pool] = self._steer(now, known, wanted, self._states[pool], settings)
+            if replicas != before:
+                self._outcome.changes.append(Change(now, pool, before, replicas, wanted))
+                self._fleet.resize(pool, replicas)
+                self._replicas[pool] = replicas
 
     def _running(self) -> dict[str, int]:
         fleet = self._fleet

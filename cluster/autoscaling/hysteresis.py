@@ -53,16 +53,6 @@ class ScaledPool:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """How many replicas a pool shall have, and why."""
-
-    replicas: int
-    why: Why
-    says: str
-    held: HoldReason = HoldReason.NOTHING
-
-
-@dataclass(frozen=True, slots=True)
 class State:
     """What is remembered of a pool from one decision to the next. Times are in seconds, of any one clock."""
 
@@ -83,25 +73,24 @@ class State:
 
 def steer(
     now: float, pool: ScaledPool, wanted: DesiredReplicas, state: State, settings: AutoscalingConfig
-) -> tuple[Decision, State]:
-    """Decide, and remember. ``now`` never goes back."""
+) -> tuple[int, HoldReason, State]:
+    """How many replicas the pool shall have, what keeps it from what is wanted, and what to remember.
 
-    def decision(replicas: int, held: HoldReason, state: State) -> tuple[Decision, State]:
-        return Decision(replicas, wanted.why, wanted.says, held), state
-
+    ``now`` never goes back.
+    """
     bounded = min(max(pool.replicas, pool.min_replicas), pool.max_replicas)
     if bounded != pool.replicas:
-        return decision(bounded, HoldReason.BOUNDS, State())
+        return bounded, HoldReason.BOUNDS, State()
     if wanted.why is Why.UNKNOWN:
-        return decision(pool.replicas, HoldReason.NOTHING, replace(state, small_since=None, large_since=None))
+        return pool.replicas, HoldReason.NOTHING, replace(state, small_since=None, large_since=None)
     needed = _whole(wanted.replicas)
     if needed > pool.replicas:
-        return decision(*_grow(now, pool, needed, replace(state, large_since=None), settings))
+        return _grow(now, pool, needed, replace(state, large_since=None), settings)
     state = replace(state, small_since=None)
     roomy = _whole(wanted.replicas / (1.0 - settings.margin))
     if roomy < pool.replicas:
-        return decision(*_shrink(now, pool, roomy, wanted.why, state, settings))
-    return decision(pool.replicas, HoldReason.NOTHING, replace(state, large_since=None))
+        return _shrink(now, pool, roomy, wanted.why, state, settings)
+    return pool.replicas, HoldReason.NOTHING, replace(state, large_since=None)
 
 
 def _grow(

@@ -18,7 +18,7 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.autoscaling import policy
-from cluster.autoscaling.hysteresis import Decision, ScaledPool, State, steer
+from cluster.autoscaling.hysteresis import HoldReason, ScaledPool, State, steer
 from cluster.autoscaling.policy import DesiredReplicas, Why
 from cluster.config.config import AutoscalingConfig, Config
 from cluster.placement import ROUTER
@@ -35,6 +35,8 @@ STATE = "paceline"
 IMPORT_PATH = "cluster.autoscaling.serve_policy:ServePolicy"
 
 Demand = TypeVar("Demand", TargetDemand, DraftDemand, RouterDemand)
+Told = tuple[int, int, Why, HoldReason]
+"""Of a pool: replicas as decided, of which some may be starting, and those that run; why, and what holds it."""
 
 
 def figures(demand: WorkerDemand | RouterDemand, model: str = "") -> dict[str, float]:
@@ -84,19 +86,20 @@ class ServePolicy:
     def _decide(self, contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
         sizes: dict[Any, int] = {}
         states: dict[Any, dict[str, Any]] = {}
-        decided: dict[str, tuple[Decision, int]] = {}
+        decided: dict[str, Told] = {}
         routers = next((ctx for ctx in contexts.values() if ctx.deployment_name == ROUTER), None)
         for key, ctx in contexts.items():
-            decision, state = self._steer(ctx, self._wanted(ctx, routers))
-            sizes[key], states[key] = decision.replicas, {STATE: asdict(state)}
-            decided[ctx.deployment_name] = decision, ctx.current_num_replicas
-            if decision.replicas != ctx.target_num_replicas:
-                change = f"{ctx.target_num_replicas} -> {decision.replicas} replicas"
-                log.warning("%s: %s; %s: %s", ctx.deployment_name, change, decision.why, decision.says)
+            wanted = self._wanted(ctx, routers)
+            replicas, held, state = self._steer(ctx, wanted)
+            sizes[key], states[key] = replicas, {STATE: asdict(state)}
+            decided[ctx.deployment_name] = replicas, ctx.current_num_replicas, wanted.why, held
+            if replicas != ctx.target_num_replicas:
+                change = f"{ctx.target_num_replicas} -> {replicas} replicas"
+                log.warning("%s: %s; %s: %s", ctx.deployment_name, change, wanted.why, wanted.says)
         self._metrics.tell(decided)
         return sizes, states
 
-    def _steer(self, ctx: AutoscalingContext, wanted: DesiredReplicas) -> tuple[Decision, State]:
+    def _steer(self, ctx: AutoscalingContext, wanted: DesiredReplicas) -> tuple[int, HoldReason, State]:
         min_replicas, max_replicas = ctx.capacity_adjusted_min_replicas, ctx.capacity_adjusted_max_replicas
         pool = ScaledPool(ctx.target_num_replicas, ctx.current_num_replicas, min_replicas, max_replicas)
         assert ctx.current_time is not None
@@ -158,13 +161,12 @@ class DecisionMetrics:
     """The last decision about every pool, in Ray's own metrics."""
 
     def __init__(self) -> None:
-        self._told: dict[str, tuple[int, int, str, str]] = {}
-        """By deployment: replicas as decided, of which some may be starting, and those that run; why, and held."""
+        self._told: Mapping[str, Told] = {}
+        """By deployment."""
         self._gauges: tuple[Any, Any] | None = None
 
-    def tell(self, decisions: Mapping[str, tuple[Decision, int]]) -> None:
-        """What is decided, and how many replicas run, by deployment. Never raises."""
-        fresh = {name: (one.replicas, runs, one.why.value, one.held.value) for name, (one, runs) in decisions.items()}
+    def tell(self, fresh: Mapping[str, Told]) -> None:
+        """What is decided, by deployment. Never raises."""
         if fresh == self._told:
             return
         try:
@@ -173,7 +175,7 @@ class DecisionMetrics:
             log.warning("cannot tell autoscaling decisions: %s", error)
         self._told = fresh
 
-    def _set(self, fresh: Mapping[str, tuple[int, int, str, str]]) -> None:
+    def _set(self, fresh: Mapping[str, Told]) -> None:
         from ray.util.metrics import Gauge
 
         if self._gauges is None:
@@ -183,8 +185,8 @@ class DecisionMetrics:
             )
         replicas, info = self._gauges
         for name, (_, _, why, held) in self._told.items():
-            info.set(0, {"pool": name, "why": why, "held": held})
+            info.set(0, {"pool": name, "why": why.value, "held": held.value})
         for name, (decided, running, why, held) in fresh.items():
             replicas.set(decided, {"pool": name, "state": "decided"})
             replicas.set(running, {"pool": name, "state": "running"})
-            info.set(1, {"pool": name, "why": why, "held": held})
+            info.set(1, {"pool": name, "why": why.value, "held": held.value})

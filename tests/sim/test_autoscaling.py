@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from cluster.autoscaling.hysteresis import Decision, State, _whole
+from cluster.autoscaling.hysteresis import HoldReason, State, _whole
 from cluster.autoscaling.policy import Why
 from cluster.config.config import AutoscalingConfig
 from simulation.costs import Costs, Curve
@@ -29,7 +29,7 @@ def run(arrivals, *, seed: int = 0, sizes=SIZES, **options) -> ScalingOutcome:
 
 
 def changes(outcome: ScalingOutcome, pool: str) -> list[int]:
-    return [change.decision.replicas for change in outcome.changes if change.pool == pool]
+    return [change.replicas for change in outcome.changes if change.pool == pool]
 
 
 def noisy(rng: Random, rate: float, seconds: float) -> list[Arrival]:
@@ -53,7 +53,7 @@ def test_bounds_are_kept_whatever_comes(seed):
             assert sizes[pool].min_replicas <= sample.replicas[pool] <= sizes[pool].max_replicas, (seed, pool, sample)
             assert sample.running[pool] <= sample.replicas[pool], (seed, pool, sample)
     for change in outcome.changes:
-        assert change.decision.replicas <= max(2 * change.before, change.before + 1), (seed, change)
+        assert change.replicas <= max(2 * change.before, change.before + 1), (seed, change)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -73,9 +73,8 @@ def flaps(outcome: ScalingOutcome, arrivals: list[Arrival]):
 
 def thoughtless(now, pool, wanted, state, settings):
     """A policy that does at once what the load of the moment asks for."""
-    return Decision(
-        min(max(_whole(wanted.replicas), pool.min_replicas), pool.max_replicas), wanted.why, wanted.says
-    ), State()
+    replicas = min(max(_whole(wanted.replicas), pool.min_replicas), pool.max_replicas)
+    return replicas, HoldReason.NOTHING, State()
 
 
 def test_a_policy_without_hysteresis_is_found_to_flap():
@@ -132,7 +131,7 @@ def test_drafters_sleep_while_nothing_is_asked_and_wake_when_something_is():
     outcome = run(arrivals)
     assert changes(outcome, "draft") == [1, 0, 1, 0]
     _, down, up, _ = (change for change in outcome.changes if change.pool == "draft")
-    assert (down.decision.why, up.decision.why) == (Why.IDLE, Why.DEMAND)
+    assert (down.wanted.why, up.wanted.why) == (Why.IDLE, Why.DEMAND)
     assert up.at - late < 10
 
 
@@ -140,9 +139,9 @@ def test_drafters_that_are_of_no_use_leave_and_try_again_ever_more_rarely():
     """Each token of a step costs as much as the step: no draft ever pays."""
     setup = Setup(costs(slope=1.0), 0.3, SIZES, limits=FleetLimits(draft_start=5.0))
     outcome = simulate([Arrival(at, 10, 60) for at in range(0, 3000, 3)], setup)
-    ups = [change for change in outcome.changes if change.pool == "draft" and change.decision.replicas]
-    downs = [change for change in outcome.changes if change.pool == "draft" and not change.decision.replicas]
-    assert {change.decision.why for change in downs} == {Why.RESTING}
+    ups = [change for change in outcome.changes if change.pool == "draft" and change.replicas]
+    downs = [change for change in outcome.changes if change.pool == "draft" and not change.replicas]
+    assert {change.wanted.why for change in downs} == {Why.RESTING}
     rests = [up.at - down.at for down, up in zip(downs, ups[1:], strict=False)]
     assert len(rests) >= 3
     assert all(later > 1.8 * sooner for sooner, later in pairwise(rests)), rests
@@ -155,11 +154,11 @@ def test_without_speculation_drafters_stay_away():
 
 def test_every_decision_says_why():
     outcome = run(made_up("ramp", Random(4)), seed=4)
-    words = {change.decision.why for change in outcome.changes}
+    words = {change.wanted.why for change in outcome.changes}
     assert {Why.WORK, Why.LEAD, Why.IDLE} <= words <= set(Why)
     for change in outcome.changes:
-        assert len(change.decision.says.split()) >= 2
-        assert "\n" not in change.decision.says
+        assert len(change.wanted.says.split()) >= 2
+        assert "\n" not in change.wanted.says
 
 
 def test_requests_that_are_never_done_are_told_and_their_waits_count():

@@ -88,10 +88,9 @@ class Steered:
     def at(self, now: float, wanted: float, why: Why = Why.WORK) -> tuple[int, HoldReason]:
         self.state = State(**json.loads(json.dumps(asdict(self.state))))  # as a controller may keep it
         pool = ScaledPool(self.replicas, self.replicas - self.slow, self.min_replicas, self.max_replicas)
-        decision, self.state = steer(now, pool, DesiredReplicas(wanted, why, "because"), self.state, SETTINGS)
-        assert (decision.why, decision.says) == (why, "because")
-        self.replicas = decision.replicas
-        return decision.replicas, decision.held
+        wanted = DesiredReplicas(wanted, why, "because")
+        self.replicas, held, self.state = steer(now, pool, wanted, self.state, SETTINGS)
+        return self.replicas, held
 
 
 def test_a_pool_grows_once_it_has_been_too_small_for_a_while_to_twice_its_size_at_most():

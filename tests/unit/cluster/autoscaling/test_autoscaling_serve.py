@@ -65,14 +65,13 @@ class Controller:
 
 
 class Decisions:
-    """The last decision about every pool, as it is told, and the log of changes."""
+    """What was last wanted of every pool, and the log of changes."""
 
     def __init__(self, log):
-        self.told, self.log = {}, log
+        self.wanted, self.log = {}, log
 
     def __getitem__(self, name):
-        decision, _ = self.told[name]
-        return decision
+        return self.wanted[name]
 
     def changes(self, name):
         return [line.removeprefix(f"{name}: ") for line in self.log.messages if line.startswith(f"{name}: ")]
@@ -81,7 +80,14 @@ class Decisions:
 @pytest.fixture
 def decided(monkeypatch, caplog):
     decisions = Decisions(caplog)
-    monkeypatch.setattr(DecisionMetrics, "tell", lambda _, told: decisions.told.update(told))
+    steer = ServePolicy._steer
+
+    def steered(policy, ctx, wanted):
+        decisions.wanted[ctx.deployment_name] = wanted
+        return steer(policy, ctx, wanted)
+
+    monkeypatch.setattr(ServePolicy, "_steer", steered)
+    monkeypatch.setattr(DecisionMetrics, "tell", lambda _, told: None)
     return decisions
 
 
