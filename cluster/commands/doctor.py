@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from cluster.commands.simulate import MADE_UP
 from cluster.config import environment
 from cluster.config.config import Config, from_mapping
 from cluster.config.flags import Parser, add_file, add_setting, configuration, flag_of, overrides_in
@@ -31,9 +32,6 @@ finding: ok, warning or problem, and what to do. Exit code 1 if there is a probl
   paceline doctor --target 10.0.0.5:7001 --draft 10.0.0.6:7002 --target-step-ms 30
   paceline doctor --url http://127.0.0.1:8000
 """
-DRAFT_STEP_MS, ACCEPTANCE = 2.0, 0.8
-"""Where the flags do not say otherwise; as ``paceline simulate`` has it."""
-
 Check = Callable[[], Iterable[Finding]]
 
 
@@ -48,20 +46,20 @@ def add(parser: Parser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help=about)
     add_setting(parser, "--address", "ray.address")
     distance = parser.add_argument_group("whether drafting pays at the measured distance")
-    about = "a step of the target that computes one token; without it nothing is said"
+    about = f"{MADE_UP['target_step_ms'][-1]}; without it nothing is said"
     distance.add_argument("--target-step-ms", type=float, metavar="X", help=about)
-    about = f"a step of the drafter that expands one place (default: {DRAFT_STEP_MS:g})"
-    distance.add_argument("--draft-step-ms", type=float, default=DRAFT_STEP_MS, metavar="X", help=about)
-    about = f"chance that the drafter's first choice is right (default: {ACCEPTANCE:g})"
-    distance.add_argument("--acceptance", type=float, default=ACCEPTANCE, metavar="X", help=about)
+    for name in ("draft_step_ms", "acceptance"):
+        usual, _, _, what = MADE_UP[name]
+        about = f"{what} (default: {usual:g})"
+        distance.add_argument(flag_of(name), type=float, default=usual, metavar="X", help=about)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     add_file(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check, report, and say by the exit code whether there is a problem."""
-    for name, maximum in (("target_step_ms", 60_000.0), ("draft_step_ms", 60_000.0), ("acceptance", 1.0)):
-        value = getattr(args, name)
+    for name in ("target_step_ms", "draft_step_ms", "acceptance"):
+        value, maximum = getattr(args, name), MADE_UP[name][2]
         if value is not None and not 0 < value <= maximum:
             raise BadInput(f"{flag_of(name)} {value:g}: must be above 0 and at most {maximum:g}")
     listed = addresses_in(args)

@@ -121,15 +121,10 @@ def check(config: Config, addresses: dict[Role, list[str]], *, models: bool = Fa
     import ray
 
     try:
+        rooms = living(ray.nodes())  # type: ignore[no-untyped-call]
         if models:
-            rooms = {node.name: node for node in living(ray.nodes())}  # type: ignore[no-untyped-call]
-
-            def on_node(name: str, config: Config) -> Iterable[Finding]:
-                found: list[Finding] = ray.get(_ask(name, models_there, config), timeout=ANSWER_SECONDS)
-                return found
-
-            yield from check_models(config, rooms, on_node)
-        nodes = list(_nodes(config))
+            yield from check_models(config, rooms)
+        nodes = list(_nodes(config, rooms))
         yield from check_room(config, nodes)
         yield from check_nodes(nodes, versions())
         hosts = [node.room.address for node in nodes]
@@ -139,16 +134,16 @@ def check(config: Config, addresses: dict[Role, list[str]], *, models: bool = Fa
         ray.shutdown()
 
 
-def check_models(
-    config: Config, rooms: Mapping[str, ClusterNode], ask: Callable[[str, Config], Iterable[Finding]]
-) -> Iterator[Finding]:
-    """What a node that may hold a router says of the models; ``ask`` has that node, by its name, look at them."""
-    place = next((name for name, room in rooms.items() if room.may_hold(router_need(config))), None)
+def check_models(config: Config, rooms: Iterable[ClusterNode]) -> Iterator[Finding]:
+    """What a node that may hold a router says of the models, which is asked to look at them."""
+    import ray
+
+    place = next((room.name for room in rooms if room.may_hold(router_need(config))), None)
     if place is None:
         text = "are not here, and no node for routers runs that could look at them"
         yield problem("models", text, "wait for one, or run the doctor where the models are")
         return
-    yield from ask(place, config)
+    yield from ray.get(_ask(place, models_there, config), timeout=ANSWER_SECONDS)
 
 
 def models_there(config: Config) -> list[Finding]:
@@ -176,11 +171,10 @@ def models_on(config: Config, node: ClusterNode) -> list[str]:
     return sorted(folder for folder in read if os.path.isdir(folder) or os.path.isabs(folder))
 
 
-def _nodes(config: Config) -> Iterator[Seen]:
-    """All living nodes; each is asked by a task that runs there."""
+def _nodes(config: Config, rooms: Sequence[ClusterNode]) -> Iterator[Seen]:
+    """Each node, asked by a task that runs there."""
     import ray
 
-    rooms = living(ray.nodes())  # type: ignore[no-untyped-call]
     asked = [_ask(room.name, inspect, models_on(config, room)) for room in rooms]
     ray.wait(asked, num_returns=len(asked), timeout=ANSWER_SECONDS)
     for room, answer in zip(rooms, asked, strict=True):

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ray
 from packaging.requirements import Requirement
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
@@ -471,15 +472,16 @@ def test_models_are_looked_for_where_they_may_be_read():
     assert found == [[], [TARGET], [DRAFT, TARGET], [TARGET]]
 
 
-def test_models_that_are_not_here_are_looked_at_by_a_router_node():
+def test_models_that_are_not_here_are_looked_at_by_a_router_node(monkeypatch):
     config = Config(target=TargetConfig(model="/nowhere", gpus=1), draft=DraftConfig(replicas=0))
-    rooms = {"head": ClusterNode(0.0, 0.0, {}), "router": ClusterNode(4.0, 0.0, {})}
+    head, router = ClusterNode(0.0, 0.0, {}, "head"), ClusterNode(4.0, 0.0, {}, "router")
+    monkeypatch.setattr(ray_nodes, "_ask", lambda node, function, config: (node, function(config)))
     asked = []
-    list(ray_nodes.check_models(config, rooms, lambda name, config: asked.append(name) or []))
+    monkeypatch.setattr(ray, "get", lambda asking, timeout: asked.append(asking[0]) or asking[1])
+    assert "no such folder" in only(ray_nodes.check_models(config, [head, router]))
     assert asked == ["router"]
-    assert "no node for routers runs" in only(ray_nodes.check_models(config, {"head": rooms["head"]}, None))
-    assert "no such folder" in only(ray_nodes.models_there(config))
-    assert "/nowhere" in ray_nodes.models_on(config, rooms["router"])
+    assert "no node for routers runs" in only(ray_nodes.check_models(config, [head]))
+    assert "/nowhere" in ray_nodes.models_on(config, router)
 
 
 def test_the_doctor_leaves_models_to_the_cluster_only_where_they_are_not_here(monkeypatch, capsys):
