@@ -45,18 +45,18 @@ def runtime_requirements(root: Path = ROOT) -> str:
 
 def closure(requirements: Iterable[str]) -> set[str]:
     """Names of all packages that these lead to on this platform, extras included."""
-    found: set[str] = set()
-    seen: set[tuple[str, str]] = set()
-    waiting = [need for line in requirements if _applies(need := Requirement(line), "")]
+    found: set[tuple[str, str]] = set()  # bare, and with every extra that is asked for
+    waiting = [(Requirement(line), "") for line in requirements]
     while waiting:
-        wanted = waiting.pop()
-        name = canonicalize_name(wanted.name)
-        found.add(name)
-        for extra in {"", *wanted.extras}:
-            if (name, extra) not in seen:
-                seen.add((name, extra))
-                waiting += [need for need in _requirements_of(name) if _applies(need, extra)]
-    return found
+        need, why = waiting.pop()
+        if need.marker is not None and not need.marker.evaluate({"extra": why}):
+            continue
+        name = canonicalize_name(need.name)
+        for extra in {"", *need.extras}:
+            if (name, extra) not in found:
+                found.add((name, extra))
+                waiting += [(below, extra) for below in _requirements_of(name)]
+    return {name for name, _ in found}
 
 
 def _requirements_of(name: str) -> list[Requirement]:
@@ -64,10 +64,6 @@ def _requirements_of(name: str) -> list[Requirement]:
         return [Requirement(line) for line in requires(name) or []]
     except PackageNotFoundError as error:
         raise NotLockedError(f"{name} is needed but not installed; run `make setup`") from error
-
-
-def _applies(need: Requirement, extra: str) -> bool:
-    return need.marker is None or need.marker.evaluate({"extra": extra})
 
 
 if __name__ == "__main__":
