@@ -20,6 +20,7 @@ from rich.text import Text
 
 from cluster.commands.complete import DEFAULT_URL
 from cluster.config import environment
+from cluster.config.security import first_key
 from cluster.console import BadInput, CommandError, say
 
 if TYPE_CHECKING:
@@ -141,12 +142,7 @@ def _key(path: Path | None) -> str:
     if path is None:
         key = environment.api_key()
         return key if key.isascii() and key.isprintable() else ""
-    from router.http.auth import KeyFileError, read_keys
-
-    try:
-        return next(iter(read_keys(path)))
-    except KeyFileError as error:
-        raise BadInput(f"--api-key-file {error}") from error
+    return first_key(path, "--api-key-file")
 
 
 # -- the screen --------------------------------------------------------------------------------------------------------

@@ -67,14 +67,18 @@ def api_keys(config: Config) -> ApiKeys | None:
 
 def own_api_key(config: Config) -> str:
     """A key for requests to ourselves; empty where none is needed. Raises :class:`SecurityError`."""
-    if not config.security.api_keys:
-        return ""
+    path = config.security.api_keys
+    return first_key(Path(path), "security.api_keys") if path else ""
+
+
+def first_key(path: Path, named: str) -> str:
+    """The first key in a file, which was ``named`` by a setting or a flag. Raises :class:`SecurityError`."""
     from router.http.auth import KeyFileError, read_keys
 
     try:
-        return next(iter(read_keys(Path(config.security.api_keys))))
+        return next(iter(read_keys(path)))
     except KeyFileError as error:
-        raise SecurityError(f"security.api_keys {error}") from error
+        raise SecurityError(f"{named} {error}") from error
 
 
 def check_worker_exposure(host: str, config: Config) -> None:
