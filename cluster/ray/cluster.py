@@ -20,7 +20,7 @@ from cluster.config.security import check_worker_exposure
 from cluster.console import CommandError, Stages, complain, first_line
 from cluster.placement import APPLICATION, Need, lacking, living, needs, with_routers
 from cluster.ray.connection import check_token, end_own_processes, is_broken, join, prepare_environment
-from cluster.ray.parts import declaration, proxy_environment
+from cluster.ray.parts import PROXY_SETTINGS, declaration, importable
 from transport.address import join as join_address
 
 POLL_SECONDS, WATCH_SECONDS, GONE_SECONDS = 0.25, 2.0, 60.0
@@ -147,7 +147,7 @@ class RayCluster:
         router = self._config.router
         patience = str(int(self._config.ray.placement_timeout))
         environment = {"RAY_SERVE_SLOW_STARTUP_WARNING_S": patience, "RAY_SERVE_SLOW_STARTUP_WARNING_PERIOD_S": "2"}
-        environment |= proxy_environment(self._config)
+        environment |= PROXY_SETTINGS | importable(self._config)
         try:
             serve.start(
                 proxy_location="HeadOnly" if self._local else "EveryNode",

@@ -84,13 +84,12 @@ def all_settings(application: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def declaration(config: Config) -> dict[str, Any]:
     """What ``paceline up`` deploys: an entry of ``applications`` in a ServeDeploySchema, as plain values."""
-    environment = {"PYTHONPATH": str(CHECKOUT)} if config.ray.address == "local" else {}
     pools = [pool for pool in config.pools() if max_replicas_of(pool.settings)]
     described = {
         "name": APPLICATION,
         "route_prefix": "/",
         "import_path": IMPORT_PATH,
-        "runtime_env": {"env_vars": environment},
+        "runtime_env": {"env_vars": importable(config)},
         "args": asdict(outline(config)),
         "deployments": [_declared(config, pool) for pool in (*pools, None)],
     }
@@ -117,8 +116,7 @@ def options(config: Config, pool: Pool | None, *, settings: bool = False) -> dic
     environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **NICENESS}
     if pool is not None:
         environment |= openmp_environment()
-    if local:  # the nodes of a cluster have Paceline installed
-        environment["PYTHONPATH"] = str(CHECKOUT)
+    environment |= importable(config)
     if pool is not None and not local and not pool.settings.gpus and not pool.settings.device.startswith("cuda"):
         environment[VISIBLE_GPUS] = ""  # Ray shows all GPUs of a node to those that reserve none
     if settings:
@@ -134,9 +132,9 @@ def options(config: Config, pool: Pool | None, *, settings: bool = False) -> dic
     return router_need(config).deployment_options(environment) | drain | choice | {"max_surge_percent": ROUTER_SURGE}
 
 
-def proxy_environment(config: Config) -> dict[str, str]:
-    """What Serve's controller and proxies need in their environment, where we start them."""
-    return PROXY_SETTINGS | ({"PYTHONPATH": str(CHECKOUT)} if config.ray.address == "local" else {})
+def importable(config: Config) -> dict[str, str]:
+    """What makes Paceline importable on a Ray of our own; the nodes of a cluster have it installed."""
+    return {"PYTHONPATH": str(CHECKOUT)} if config.ray.address == "local" else {}
 
 
 def _default(pool: Pool) -> Any:
