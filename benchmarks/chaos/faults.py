@@ -20,7 +20,7 @@ from benchmarks.chaos import nodes, settings
 from benchmarks.chaos.processes import CONTROLLER, Process, WorkerReplica
 from benchmarks.chaos.settings import Body, FaultOptions
 from benchmarks.chaos.stage import POLL_SECONDS, Stage, StageError
-from benchmarks.chaos.workload import FaultResult, Reply, Workload, tally
+from benchmarks.chaos.workload import FaultResult, Reply, Workload
 from benchmarks.harness.options import BenchError
 from router.sessions.run import EventKind
 from speculation.events import Role
@@ -58,7 +58,7 @@ async def under_load(
         except (BenchError, TimeoutError) as error:
             complaints.append(in_words(error))
         await load.finish(settings.FINISH_SECONDS)
-    return load.replies, began, FaultResult(options.streams, tally([], {}), healed, complaints)
+    return load.replies, began, FaultResult(options.streams, seconds=healed, complaints=complaints)
 
 
 def in_words(error: Exception) -> str:

@@ -95,11 +95,21 @@ async def long_streams(stage: Stage, options: ChaosOptions) -> FaultResult:
         came.update({router.pid for router in await asyncio.to_thread(stage.processes.routers)} - before)
         successors.update({haproxy.pid for haproxy in await asyncio.to_thread(stage.processes.haproxies)} - carriers)
 
+    workers = await stage.workers(Role.TARGET)
+    targets = [process for worker in workers for process in (worker.replica, *worker.ranks)]
+
+    async def hold_back() -> None:
+        """Stop all targets for a moment where a stream is ahead of its time."""
+        due = settings.LONG_TOKENS * (time.perf_counter() - began) / HELD_BACK_SECONDS
+        if max(len(reply.times) for reply in load.replies) > due:
+            with faults.stopped(*targets):
+                await asyncio.sleep(RESTS_SECONDS)
+
     async with Workload(stage.url, requests, options.streams) as load:
         await load.begun(settings.BEGIN_SECONDS)
         load.resize(0)
         began = time.perf_counter()
-        async with meanwhile(_hold_back(stage, load.replies)), meanwhile(workload.sampling(sample)):
+        async with meanwhile(hold_back, WORKS_SECONDS), meanwhile(sample):
             await stage.update({"router": {"replicas": 2}})
             replaced = time.perf_counter()  # that takes until the last stream has ended
             replacing = asyncio.create_task(stage.update({"router": {"max_sessions": settings.MAX_SESSIONS + 1}}))
@@ -125,19 +135,6 @@ def too_short(replies: Sequence[Reply], since: float, seconds: float) -> list[st
     """Which streams ended so soon after a time, although they were to last longer."""
     lasted = {reply.number: reply.ended - since for reply in replies}
     return [f"request {number} went on for {took:.0f} s only" for number, took in lasted.items() if took <= seconds]
-
-
-async def _hold_back(stage: Stage, replies: Sequence[Reply]) -> None:
-    """Stop all targets for a moment wherever a stream is ahead of its time, for ever."""
-    workers = await stage.workers(Role.TARGET)
-    processes = [process for worker in workers for process in (worker.replica, *worker.ranks)]
-    began = time.perf_counter()
-    while True:
-        due = settings.LONG_TOKENS * (time.perf_counter() - began) / HELD_BACK_SECONDS
-        if max(len(reply.times) for reply in replies) > due:
-            with faults.stopped(*processes):
-                await asyncio.sleep(RESTS_SECONDS)
-        await asyncio.sleep(WORKS_SECONDS)
 
 
 HELD_SECONDS = 12.0

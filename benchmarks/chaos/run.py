@@ -42,16 +42,6 @@ DESCRIPTORS = 24
 WANTED = Requirement("0 after acceptance, memory flat, nothing left")
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A fault of the schedule."""
-
-    after: float
-    """Seconds from the end of the one before."""
-    kind: str
-    seed: int
-
-
 KINDS: Mapping[str, tuple[int, Callable[[Random], Fault]]] = {
     "kill a drafter": (4, lambda _: partial(faults.kill_replica, role=Role.DRAFT)),
     "kill all drafters": (1, lambda _: faults.kill_drafters),
@@ -72,14 +62,17 @@ def _stop(rng: Random) -> float:
     return rng.uniform(*STOP_SECONDS)
 
 
-def schedule(seed: int, seconds: float) -> list[Planned]:
-    """More than enough faults for so long; what comes after that time is not injected."""
+def schedule(seed: int, seconds: float) -> list[tuple[float, str, int]]:
+    """Seconds from the end of the fault before, kind and seed of each fault.
+
+    More than enough for so long; what comes after that time is not injected.
+    """
     rng = Random(f"{seed} soak")
     kinds, weights = list(KINDS), [weight for weight, _ in KINDS.values()]
-    planned, total = [], 0.0
+    planned, total = list[tuple[float, str, int]](), 0.0
     while total < seconds:
         pause = rng.uniform(*PAUSE_SECONDS)
-        planned.append(Planned(pause, rng.choices(kinds, weights)[0], rng.getrandbits(32)))
+        planned.append((pause, rng.choices(kinds, weights)[0], rng.getrandbits(32)))
         total += pause
     return planned
 
@@ -127,7 +120,7 @@ async def soak(stage: Stage, options: SoakOptions) -> FaultResult:
         except StageError as error:
             complaints.append(str(error))
         await load.finish(settings.FINISH_SECONDS)
-    complaints += [words for words in (stage.ended, await stage.left()) if words]
+    complaints += await stage.left()
     end = await footprint(stage)
     complaints += against_growth(Footprint(warm.memory, quiet.descriptors), end)
     notes = [f"{count} x {kind}" for kind, count in sorted(done.items())]
@@ -145,25 +138,25 @@ async def _inject_all(stage: Stage, options: SoakOptions, complaints: list[str])
     """Follow the schedule until the time is over; how often each fault was injected."""
     began, seconds = time.monotonic(), 60 * options.minutes
     done: Counter[str] = Counter()
-    for planned in schedule(options.seed, seconds):
-        await asyncio.sleep(planned.after)
+    for pause, kind, seed in schedule(options.seed, seconds):
+        await asyncio.sleep(pause)
         now = time.monotonic() - began
         if now >= seconds:
             break
-        (_, make), rng = KINDS[planned.kind], Random(planned.seed)
-        takes_target = "target" in planned.kind or "large" in planned.kind
+        (_, make), rng = KINDS[kind], Random(seed)
+        takes_target = "target" in kind or "large" in kind
         if takes_target and await stage.missing(Role.TARGET):
             done["skipped, no target to spare"] += 1
-            say(f"{now:7.1f} s  {planned.kind}: skipped, no target to spare")
+            say(f"{now:7.1f} s  {kind}: skipped, no target to spare")
             continue
-        say(f"{now:7.1f} s  {planned.kind}")
+        say(f"{now:7.1f} s  {kind}")
         try:
             await make(rng)(stage, rng)
-            done[planned.kind] += 1
+            done[kind] += 1
         except StageError:
             done["skipped, no victim"] += 1
         except TimeoutError:
-            complaints.append(f"{planned.kind} at {now:.0f} s: the process, or its successor, was waited for in vain")
+            complaints.append(f"{kind} at {now:.0f} s: the process, or its successor, was waited for in vain")
     return done
 
 

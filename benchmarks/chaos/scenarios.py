@@ -20,7 +20,7 @@ from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.routers import LONG_SECONDS, kill_router, long_streams, one_way_stall
 from benchmarks.chaos.settings import ChaosOptions
 from benchmarks.chaos.stage import Stage, StageError
-from benchmarks.chaos.workload import FaultResult, Requirement, Workload, meanwhile, sampling, tally
+from benchmarks.chaos.workload import FaultResult, Requirement, Workload, meanwhile
 from benchmarks.harness.options import BenchError
 from speculation.events import Role
 
@@ -96,9 +96,9 @@ async def run(scenario: Scenario, stage: Stage, options: ChaosOptions) -> FaultR
         async with nullcontext() if scenario.changes is None else stage.changed(scenario.changes):
             outcome = await scenario.drive(stage, options)
     except (BenchError, TimeoutError, httpx.HTTPError) as error:
-        outcome = FaultResult(options.streams, tally([], {}), complaints=[faults.in_words(error)])
+        outcome = FaultResult(options.streams, complaints=[faults.in_words(error)])
     outcome.name, outcome.fault, outcome.wanted = scenario.name, scenario.fault, scenario.wanted
-    outcome.complaints += [words for words in (stage.ended, await stage.left()) if words]
+    outcome.complaints += await stage.left()
     return outcome
 
 
@@ -201,7 +201,7 @@ async def ramp(stage: Stage, options: ChaosOptions) -> FaultResult:
             workers = await stage.workers(role)
             seen.append(sum(worker.running and bool(worker.address) for worker in workers))
 
-    async with meanwhile(sampling(sample)), Workload(stage.url, requests, 1) as load:
+    async with meanwhile(sample), Workload(stage.url, requests, 1) as load:
         for streams in range(1, settings.RAMP_STREAMS + 1):
             load.resize(streams)
             await asyncio.sleep(STEP_SECONDS)
@@ -234,14 +234,12 @@ async def overload(stage: Stage, options: ChaosOptions) -> FaultResult:
             longest = max(longest, *(part["waiting"] for part in workers if part["role"] == Role.TARGET.value))
 
     began = time.monotonic()
-    async with (
-        meanwhile(sampling(sample)),
-        Workload(stage.url, requests, settings.OVERLOAD * settings.MAX_SESSIONS) as load,
-    ):
+    streams = settings.OVERLOAD * settings.MAX_SESSIONS
+    async with meanwhile(sample), Workload(stage.url, requests, streams) as load:
         await asyncio.sleep(options.overload)
         await load.finish(settings.FINISH_SECONDS)
     seconds = time.monotonic() - began
-    outcome = FaultResult(settings.OVERLOAD * settings.MAX_SESSIONS, await stage.tally(requests, load.replies))
+    outcome = FaultResult(streams, await stage.tally(requests, load.replies))
     grown, first = (most - before) / MEGABYTE, outcome.tally.first_token
     accepted = outcome.tally.requests - outcome.tally.refused
     outcome.notes = [

@@ -175,8 +175,9 @@ class Stage:
 
         await until_nothing(more, seconds, "more workers than needed without load")
 
-    async def left(self) -> str:
-        """What is left of sessions on the workers although nothing is asked for; empty if nothing is."""
+    async def left(self) -> list[str]:
+        """What is wrong when nothing is asked for any more: Paceline has ended, or workers still hold sessions."""
+        found = [self.ended] if self.ended else []
 
         async def busy() -> str:
             return ", ".join([part["id"] for part in (await self.view())["workers"] if _is_busy(part)])
@@ -184,8 +185,8 @@ class Stage:
         try:
             await until_nothing(busy, IDLE_SECONDS, "sessions or cache are still held")
         except (StageError, httpx.HTTPError) as error:
-            return str(error)
-        return ""
+            found.append(str(error))
+        return found
 
     def fresh(self, options: FaultOptions, tokens: int, count: int = FRESH) -> list[Body]:
         """So many requests that no row has asked for before."""

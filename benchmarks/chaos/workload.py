@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -124,7 +124,7 @@ class FaultResult:
     """What was measured under one fault."""
 
     streams: int
-    tally: ReplyTally
+    tally: ReplyTally = field(default_factory=lambda: tally([], {}))
     seconds: float = 0.0
     """From the fault until all workers were back; 0 where nothing was lost."""
     complaints: list[str] = field(default_factory=list)
@@ -257,19 +257,18 @@ class Workload:
 
 
 @asynccontextmanager
-async def meanwhile(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Do it until this is left, then cancel it."""
-    task = asyncio.create_task(work)
+async def meanwhile(work: Callable[[], Awaitable[None]], pause: float = 1.0) -> AsyncIterator[None]:
+    """Do it again and again, so many seconds apart, until this is left."""
+
+    async def repeat() -> None:
+        while True:
+            await work()
+            await asyncio.sleep(pause)
+
+    task = asyncio.create_task(repeat())
     try:
         yield
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-
-
-async def sampling(sample: Callable[[], Awaitable[None]]) -> None:
-    """Take a sample every second, for ever."""
-    while True:
-        await sample()
-        await asyncio.sleep(1.0)
