@@ -149,11 +149,11 @@ def relayed(entry: bytes, head: Heading, epoch: int) -> bytes:
 @lru_cache(MAX_UNREAD)
 def _about(session: SessionId, epoch: int) -> bytes:
     """Session and epoch alone, with their length before them."""
-    about = _SESSION + _varint(session) + _EPOCH + _varint(epoch)
-    return _varint(len(about)) + about
+    about = _SESSION + varint(session) + _EPOCH + varint(epoch)
+    return varint(len(about)) + about
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
     """A whole number, not negative, as protobuf writes it: seven bits a byte, and whether another follows."""
     last = max(value.bit_length() - 1, 0) // 7
     return bytes(value >> 7 * at & 0x7F | (0x80 if at < last else 0) for at in range(last + 1))

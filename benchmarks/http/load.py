@@ -17,8 +17,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from statistics import median
 
+from benchmarks.harness.options import BenchError
 from benchmarks.harness.processes import ReadyProcess, child
-from benchmarks.http.scale import BARE, FEATURES, ROUTER, BadAnswer, LoadPoint, ScaleOptions, result
+from benchmarks.http.scale import BARE, FEATURES, ROUTER, LoadPoint, ScaleOptions, result
 from benchmarks.http.workers import FakeWorker, Script, StepPace
 from cluster.config.environment import BUNDLED
 from cluster.console import stages
@@ -50,7 +51,7 @@ def main(options: ScaleOptions) -> int:
 
 
 async def measure(options: ScaleOptions, report: Callable[[str], None] = lambda _: None) -> list[LoadPoint]:
-    """All points. Raises WorkerFailed, BadAnswer, TimeoutError."""
+    """All points. Raises BenchError, TimeoutError."""
     points = []
     for streams in options.streams:
         for contender in options.contenders:
@@ -100,7 +101,7 @@ class Client(asyncio.Protocol):
         """See :class:`asyncio.Protocol`."""
         for waited in (self.begun, self.ended):
             if not waited.done():
-                waited.set_exception(BadAnswer(f"a connection ended early: {exc}"))
+                waited.set_exception(BenchError(f"a connection ended early: {exc}"))
 
 
 @dataclass

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.options import FIGURES, BenchError, Options, flag
+from benchmarks.harness.options import FIGURES, Options, flag
 from benchmarks.harness.report import Goal, Result, Table, against, goals_table, table_of
 from cluster.config.flags import count
 
@@ -56,10 +56,6 @@ class ScaleOptions(Options):
     def contenders(self) -> list[str]:
         """What is measured."""
         return [one for one in CONTENDERS if self.only in ("", one) and (one != FEATURES or self.features)]
-
-
-class BadAnswer(BenchError):
-    """The server did not stream. One line."""
 
 
 @dataclass(frozen=True, slots=True)

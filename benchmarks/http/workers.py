@@ -29,6 +29,7 @@ from speculation.messages import (
     Welcome,
 )
 from transport.codec import encode_from_worker, encode_to_worker
+from transport.incoming import varint
 from transport.server import Link, serve
 
 LOAD_SECONDS = 0.25
@@ -217,12 +218,3 @@ def _parts(entry: bytes) -> tuple[bytes, bytes]:
 
 def _entry(kind: bytes, about: bytes) -> bytes:
     return kind + varint(len(about)) + about
-
-
-def varint(value: int) -> bytes:
-    """A whole number, not negative, as protobuf writes it."""
-    parts = bytearray()
-    while value >= 0x80:
-        parts.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*parts, value])

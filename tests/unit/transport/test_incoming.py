@@ -35,8 +35,8 @@ from transport.incoming import (
     Incoming,
     Listener,
     Route,
-    _varint,
     heading,
+    varint,
 )
 from transport.outbox import MAX_FRAME_ENTRIES
 
@@ -332,7 +332,7 @@ class Target:
         wire = pb.Verification(session=ONE, epoch=epoch, position=3, tokens=[4])
         body = wire.SerializeToString() + b"\x5a\x00" * of_tokens + b"\x62\x00" * of_prompt
         kind = encode_from_worker(verified(ONE, 3))[:1]
-        self.router.take(kind + _varint(len(body)) + body)
+        self.router.take(kind + varint(len(body)) + body)
 
 
 @pytest.mark.parametrize(
