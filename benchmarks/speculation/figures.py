@@ -214,14 +214,6 @@ def rows(measured: Sequence[MeasuredRuns], log: WorkerLog) -> list[Row]:
     return [_row(one, first[one.pair, one.setting], log) for one in measured]
 
 
-def _traffic_per_token(one: MeasuredRuns, tokens: int) -> tuple[float | None, float | None]:
-    """Bytes to and from the workers for each of so many tokens; None: there were no workers."""
-    used = [run.traffic for run in one.runs if run.traffic]
-    if not used:
-        return None, None
-    return sum(traffic.sent for traffic in used) / tokens, sum(traffic.received for traffic in used) / tokens
-
-
 def _row(one: MeasuredRuns, first: MeasuredRuns, log: WorkerLog) -> Row:
     found = beside(one.runs, first.runs)
     parts = [(log.during(run.start, run.end), run.start, run.end) for run in one.runs]
@@ -229,7 +221,7 @@ def _row(one: MeasuredRuns, first: MeasuredRuns, log: WorkerLog) -> Row:
     recorded = parts if steps and one.setting.batch == 1 else []
     seconds_by_size = verify_seconds(steps)
     tokens = sum(len(request.tokens) for run in one.runs for request in run.decoded)
-    sent_per_token, received_per_token = _traffic_per_token(one, tokens)
+    used = [run.traffic for run in one.runs if run.traffic]  # none: there were no workers
     return Row(
         pair=one.pair,
         setting=one.setting,
@@ -242,16 +234,15 @@ def _row(one: MeasuredRuns, first: MeasuredRuns, log: WorkerLog) -> Row:
         efficiency=tuple(efficiency(part.steps, seconds_by_size, end - start) for part, start, end in recorded),
         profile=profile(recorded),
         depths=acceptance_by_depth(steps),
-        sent_per_token=sent_per_token,
-        received_per_token=received_per_token,
+        sent_per_token=sum(traffic.sent for traffic in used) / tokens if used else None,
+        received_per_token=sum(traffic.received for traffic in used) / tokens if used else None,
     )
 
 
-def find(rows: Iterable[Row], pair: str, setting: str, contender: str) -> Row | None:
-    """The row of that name."""
-    return next(
-        (row for row in rows if (row.pair, row.setting.name, row.contender) == (pair, setting, contender)), None
-    )
+def find(rows: Iterable[Row], pair: str, setting: ComparisonSetting, *contenders: str) -> Row | None:
+    """The row of the first of these contenders that was measured there."""
+    there = {row.contender: row for row in rows if (row.pair, row.setting) == (pair, setting)}
+    return next((there[name] for name in contenders if name in there), None)
 
 
 def ratio(row: Row, baseline: Row) -> tuple[float, float, float]:
@@ -270,7 +261,7 @@ def _efficiency(setting: ComparisonSetting) -> Callable[[Sequence[Row]], float]:
 
 
 def _must(rows: Sequence[Row], setting: ComparisonSetting, contender: str) -> Row:
-    row = find(rows, rows[0].pair, setting.name, contender)
+    row = find(rows, rows[0].pair, setting, contender)
     assert row is not None, f"{contender} was not measured in {setting.name}"
     return row
 

@@ -35,8 +35,19 @@ from benchmarks.harness.measure import (
     take_turns,
 )
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, trained_pair, wrong_draft
-from benchmarks.harness.processes import WorkerPlan, connected, drafting_late, running, until_lost
-from benchmarks.harness.report import PlotLine, PlotPanel, Result, Table, against, cell, draw, goals_table, table_of
+from benchmarks.harness.processes import WorkerPlan, all_running, connected, drafting_late, running, until_lost
+from benchmarks.harness.report import (
+    PlotLine,
+    PlotPanel,
+    Result,
+    Table,
+    against,
+    cell,
+    describe_machine,
+    draw,
+    goals_table,
+    table_of,
+)
 from benchmarks.speculation import figures, settings
 from benchmarks.speculation.figures import OURS, MeasuredRuns, PairResult, Row, find, ratio
 from benchmarks.speculation.settings import EXTRAS, ROUND_TRIPS, ComparisonSetting, PairPlan, SpeculationOptions
@@ -142,11 +153,11 @@ async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, repor
     flags = ["--dtype", options.dtype, "--threads", "1"]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
         records = [Path(name) / f"{worker}.jsonl" for worker in ("target", "draft", "wrong")]
-        async with (
-            running(WorkerPlan(Role.TARGET, pair.target, 0, records[0], flags)) as target,
-            running(WorkerPlan(Role.DRAFT, pair.draft, 1, records[1], flags)) as draft,
-            connected(target, draft) as dispatcher,
-        ):
+        plans = [
+            WorkerPlan(Role.TARGET, pair.target, 0, records[0], flags),
+            WorkerPlan(Role.DRAFT, pair.draft, 1, records[1], flags),
+        ]
+        async with all_running(plans) as (target, draft), connected(target, draft) as dispatcher:
             for setting in plan.settings:
                 await compare_ours(bench, dispatcher, setting, plan.lookup)
             if plan.extras:
@@ -163,11 +174,11 @@ async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, repor
         if plan.shared:
             flags = ["--dtype", options.dtype, "--threads", str(len(os.sched_getaffinity(0)))]
             records += [Path(name) / f"shared-{role}.jsonl" for role in ("target", "draft")]
-            async with (
-                running(WorkerPlan(Role.TARGET, pair.target, None, records[-2], flags)) as target,
-                running(WorkerPlan(Role.DRAFT, pair.draft, None, records[-1], flags)) as draft,
-                connected(target, draft) as dispatcher,
-            ):
+            plans = [
+                replace(plan, core=None, record=record, flags=flags)
+                for plan, record in zip(plans, records[-2:], strict=True)
+            ]
+            async with all_running(plans) as workers, connected(*workers) as dispatcher:
                 await compare_ours(bench, dispatcher, settings.SHARED, lookup=False)
         log = figures.read_log(records)  # complete only now: workers write when they are idle
     return PairResult(pair, figures.rows(bench.measured, log), figures.rows(bench.tried, log))
@@ -188,13 +199,12 @@ def main(options: SpeculationOptions) -> int:
     return 0
 
 
-COLOURS = {
-    figures.OURS: "tab:blue",
-    figures.SEQUENTIAL: "tab:orange",
-    figures.PARALLEL: "tab:green",
-    figures.PLAIN: "tab:grey",
+STYLES = {
+    figures.OURS: {"marker": "o", "color": "tab:blue"},
+    figures.SEQUENTIAL: {"marker": "o", "color": "tab:orange"},
+    figures.PARALLEL: {"marker": "o", "color": "tab:green"},
+    figures.PLAIN: {"marker": "o", "color": "tab:grey"},
 }
-STYLES = {contender: {"marker": "o", "color": colour} for contender, colour in COLOURS.items()}
 TRIED = 10
 
 
@@ -202,44 +212,43 @@ def result(options: SpeculationOptions, outcomes: Sequence[PairResult], **about:
     """All that is shown; the main pair's outcome comes first."""
     rows = list(chain.from_iterable(outcome.rows for outcome in outcomes))
     given = {name: value for name, value in asdict(options).items() if name not in ("json", "out")}
-    pairs = [outcome.pair for outcome in outcomes]
-    found = Result(
-        "speculation",
-        "Speculative decoding",
-        options,
-        (settings_table(rows), step_times(rows), goals_table(figures.GOALS, rows)),
-        [f"{pair.name}: {pair.about}" for pair in pairs],
-        {
-            **against(figures.GOALS, rows),
-            "options": given,
-            "pairs": [{"name": pair.name, "parameters": pair.parameters, "about": pair.about} for pair in pairs],
-            "rows": [asdict(row) for row in rows],
-            "tried": [asdict(row) for outcome in outcomes for row in outcome.tried],
-        },
-        plots=lambda folder: plots(rows, folder),
-        **about,
-    )
-    machine = found.machine
+    pairs, machine = [outcome.pair for outcome in outcomes], about.setdefault("machine", describe_machine())
     about_all = (
         f"{machine['processor']}, {machine['cores']} cores: one for the target, one for the drafter, the router beside "
         f"them; transformers {machine['transformers']} gets as many in all. {options.dtype}, {options.prompts} prompts "
         f"(held out in training) of {options.tokens} new tokens, contenders in turn prompt by prompt; ratios: medians "
         "over the prompts. The round trip is injected between router and drafter."
     )
-    return replace(found, notes=[about_all, *found.notes, *NOTES], figures={**found.figures, "machine": machine})
+    return Result(
+        "speculation",
+        "Speculative decoding",
+        options,
+        (settings_table(rows), step_times(rows), goals_table(figures.GOALS, rows)),
+        [about_all, *(f"{pair.name}: {pair.about}" for pair in pairs), *NOTES],
+        {
+            **against(figures.GOALS, rows),
+            "options": given,
+            "pairs": [{"name": pair.name, "parameters": pair.parameters, "about": pair.about} for pair in pairs],
+            "rows": [asdict(row) for row in rows],
+            "tried": [asdict(row) for outcome in outcomes for row in outcome.tried],
+            "machine": machine,
+        },
+        plots=lambda folder: plots(rows, folder),
+        **about,
+    )
+
+
+def over_plain(row: Row, rows: Sequence[Row]) -> tuple[float, float, float] | None:
+    """Median, lowest and highest ratio to plain decoding, ours if it was measured there; None: nobody's was."""
+    plain = find(rows, row.pair, row.setting, figures.PLAIN, TRANSFORMERS_PLAIN)
+    return ratio(row, plain) if plain else None
 
 
 def settings_table(rows: Sequence[Row]) -> Table:
     """Every contender in every setting."""
-
-    def over(row: Row) -> tuple[float, float, float] | None:
-        named = (find(rows, row.pair, row.setting.name, name) for name in (figures.PLAIN, TRANSFORMERS_PLAIN))
-        plain = next(filter(None, named), None)
-        return ratio(row, plain) if plain else None
-
     return table_of(
         "All settings",
-        [(row, over(row)) for row in rows],
+        [(row, over_plain(row, rows)) for row in rows],
         {
             "pair": lambda of: of[0].pair,
             "setting": lambda of: of[0].setting.name,
@@ -303,26 +312,16 @@ def plots(rows: Sequence[Row], folder: Path) -> dict[str, str]:
 
 def speedup(rows: Sequence[Row]) -> list[PlotPanel]:
     """A panel for every pair measured at several round trips."""
-    at: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.contender == figures.OURS and row.setting in ROUND_TRIPS:
-            at.setdefault(row.pair, []).append(row)
     panels = []
-    for pair, found in at.items():
-        if len(found) > 1:
-            trips = sorted(found, key=lambda row: row.setting.rtt_ms)
-            lines: list[PlotLine] = [
-                (contender, [(row.setting.rtt_ms, _over_plain(rows, row, contender)) for row in trips], style)
-                for contender, style in STYLES.items()
-            ]
+    for pair in dict.fromkeys(row.pair for row in rows):
+        lines: list[PlotLine] = []
+        for contender, style in STYLES.items():
+            trips = filter(None, (find(rows, pair, setting, contender) for setting in ROUND_TRIPS))
+            points = [(row.setting.rtt_ms, over[0]) for row in trips if (over := over_plain(row, rows))]
+            lines.append((contender, points, style))
+        if len(lines[0][1]) > 1:
             panels.append(PlotPanel("round trip, ms", "speed-up over plain", lines, pair))
     return panels
-
-
-def _over_plain(rows: Sequence[Row], beside: Row, contender: str) -> float:
-    row, plain = (find(rows, beside.pair, beside.setting.name, name) for name in (contender, figures.PLAIN))
-    assert row is not None and plain is not None
-    return ratio(row, plain)[0]
 
 
 def acceptance(rows: Sequence[Row]) -> list[PlotPanel]:
