@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from cluster.config.environment import is_folder
-from cluster.config.flags import Parser
+from cluster.config.flags import Parser, flag_of, parsed
 from cluster.console import FAILED, CommandError
 from cluster.console import BadInput as BadInput
 
@@ -169,22 +169,11 @@ def _checked(one: Field[Any], args: argparse.Namespace) -> Any:
 
 
 def _several(one: Field[Any], given: list[str]) -> tuple[Any, ...]:
-    if "whole" in one.metadata:
-        return tuple(given)
-    texts, parse = [text.strip() for part in given for text in part.split(",")], one.metadata.get("parse")
-    if parse is None:
-        return tuple(texts)
-    found: dict[Any, None] = {}
-    for text in texts:
-        try:
-            found[parse(text)] = None
-        except ValueError as error:
-            raise BadInput(f"{_name(one)} {text!r}: must be {error}") from None
-    return tuple(found)
+    return tuple(given) if "whole" in one.metadata else parsed(_name(one), given, one.metadata.get("parse", str))
 
 
 def _name(one: Field[Any]) -> str:
-    return str(one.metadata.get("name") or f"--{one.name.replace('_', '-')}")
+    return str(one.metadata.get("name", flag_of(one.name)))
 
 
 def _word(value: Any) -> str:

@@ -166,12 +166,17 @@ def values(args: argparse.Namespace, name: str, usual: str, parse: Callable[[str
 
     ``parse`` raises ValueError saying what would be right. Raises :class:`cluster.console.CommandError`.
     """
+    return parsed(flag_of(name), getattr(args, name) or [usual], parse)
+
+
+def parsed(flag: str, given: Sequence[str], parse: Callable[[str], Value]) -> tuple[Value, ...]:
+    """The values of a repeated flag, which commas separate as well; see :func:`values`."""
     found: dict[Value, None] = {}
-    for text in ",".join(getattr(args, name) or [usual]).split(","):
+    for text in ",".join(given).split(","):
         try:
             found[parse(text.strip())] = None
         except ValueError as error:
-            raise BadInput(f"{flag_of(name)} {text!r}: must be {error}") from None
+            raise BadInput(f"{flag} {text!r}: must be {error}") from None
     return tuple(found)
 
 
