@@ -100,16 +100,14 @@ class DraftingBench:
 
     async def _start(self, ending: AsyncExitStack) -> dict[Key, ReadyProcess]:
         """All at once: reading weights and recording steps takes each of them a while."""
-        started, plans = time.perf_counter(), self._plans()
+        started = time.perf_counter()
+        drafters = sorted({_alive(setting.drafter) for setting in self.options.settings})
+        keys = [key for where in self.options.placed for drafter in drafters for key in _workers(where, drafter)]
+        plans = {key: self._plan(*key) for key in keys}
         self.tell(f"starting {len(plans)} workers")
         workers = await ending.enter_async_context(all_running([*plans.values()], together=True))
         self.tell(f"ready after {time.perf_counter() - started:.0f} s: {', '.join(map(_name, plans))}")
         return dict(zip(plans, workers, strict=True))
-
-    def _plans(self) -> dict[Key, WorkerPlan]:
-        drafters = sorted({_alive(setting.drafter) for setting in self.options.settings})
-        keys = [key for where in self.options.placed for drafter in drafters for key in _workers(where, drafter)]
-        return {key: self._plan(*key) for key in keys}
 
     def _plan(self, role: Role, placement: str, drafter: str) -> WorkerPlan:
         draft = wrong_draft(self.pair) if drafter == settings.WRONG else self.pair.draft

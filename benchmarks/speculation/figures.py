@@ -156,7 +156,7 @@ class MeasuredRuns:
     pair: str
     setting: ComparisonSetting
     contender: str
-    runs: tuple[Run, ...]
+    runs: Sequence[Run]
     choice: str = ""
 
 

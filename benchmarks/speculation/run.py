@@ -94,13 +94,11 @@ class PairBench:
         warm_up: int = WARM_UP,
     ) -> None:
         """Measure the contenders of a setting. ``choices``: what was chosen for whom."""
-        batches = self.batches(setting)
-        if setting == settings.WRONG_COLD:
-            batches = batches[:COLD_ROUNDS]
+        batches = self.batches(setting)[: COLD_ROUNDS if setting == settings.WRONG_COLD else None]
         self.report(f"{self.pair.name}, {setting.name}")
-        runs = await take_turns(runners, batches, warm_up)
         self.measured += [
-            MeasuredRuns(self.pair.name, setting, name, tuple(runs[name]), choices.get(name, "")) for name in runners
+            MeasuredRuns(self.pair.name, setting, name, runs, choices.get(name, ""))
+            for name, runs in (await take_turns(runners, batches, warm_up)).items()
         ]
 
     async def choose(self, setting: ComparisonSetting, contender: str, choices: Mapping[str, Runner]) -> str:
@@ -109,9 +107,7 @@ class PairBench:
         batches = [Batch((prompt,), tokens, setting.temperature) for prompt in self.prompts[-SWEEP_PROMPTS:]]
         self.report(f"{self.pair.name}, {setting.name}: best {contender}")
         runs = await take_turns(choices, batches, warm_up=0)
-        self.tried += [
-            MeasuredRuns(self.pair.name, setting, contender, tuple(runs[choice]), choice) for choice in choices
-        ]
+        self.tried += [MeasuredRuns(self.pair.name, setting, contender, own, choice) for choice, own in runs.items()]
         return best(runs)
 
 
