@@ -21,7 +21,6 @@ from logging.handlers import BufferingHandler
 from typing import Any, cast
 
 import torch
-from rich.console import Console
 from torch._C._autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
@@ -34,6 +33,7 @@ from benchmarks.gpu.device import Subject, TimedDevice, floor_ms
 from benchmarks.gpu.figures import StageResult, StepTiming, contender, result
 from benchmarks.gpu.settings import GpuOptions
 from benchmarks.harness.report import Result
+from cluster.console import complain
 from engine.attention.rows import ROW_CLASSES
 from engine.cache.kv_cache import CachedSequence
 from engine.interface import Chunk
@@ -59,8 +59,7 @@ def main(options: GpuOptions) -> int:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     device = torch.device(options.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU, with stand-ins for what a GPU does"
-    told, outcomes, warnings = Console(stderr=True), list[StageResult](), BufferingHandler(MOST_WARNINGS)
-
+    outcomes, warnings = list[StageResult](), BufferingHandler(MOST_WARNINGS)
     warnings.setLevel(logging.WARNING)
 
     def so_far() -> Result:
@@ -69,12 +68,12 @@ def main(options: GpuOptions) -> int:
     def report(outcome: StageResult) -> None:
         outcomes.append(outcome)
         what = " ".join(filter(None, (outcome.stage, outcome.shape, outcome.part)))
-        told.print(f"{what}: {outcome.failed or 'done'}, {outcome.seconds:.1f} s", highlight=False)
+        complain(f"{what}: {outcome.failed or 'done'}, {outcome.seconds:.1f} s")
         so_far().save()
 
     logging.getLogger("engine").addHandler(warnings)
     try:
-        measure(options, device, report, lambda line: told.print(line, highlight=False))
+        measure(options, device, report, complain)
     finally:
         logging.getLogger("engine").removeHandler(warnings)
     so_far().show()

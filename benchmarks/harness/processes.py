@@ -155,13 +155,14 @@ async def connected(target: ReadyProcess, draft: ReadyProcess | None = None) -> 
     if draft is not None:
         dispatcher.pool.set_workers(Role.DRAFT, [draft.first])
     try:
-        await _until_up(dispatcher)
+        await until_up(dispatcher)
         yield dispatcher
     finally:
         await dispatcher.pool.close()
 
 
-async def _until_up(dispatcher: Dispatcher) -> None:
+async def until_up(dispatcher: Dispatcher) -> None:
+    """Return once a router is connected to all its workers. Raises TimeoutError."""
     async with asyncio.timeout(CONNECT_SECONDS):
         while not all(peer.welcome for peer in dispatcher.pool.peers.values()):
             await asyncio.sleep(0.05)
@@ -173,10 +174,10 @@ async def drafting_late(dispatcher: Dispatcher, seconds: float) -> AsyncIterator
     (near,) = (peer.connection for peer in dispatcher.pool.peers.values() if peer.role is Role.DRAFT)
     async with Proxy(near.address, lambda: seconds) as proxy:
         dispatcher.pool.set_workers(Role.DRAFT, [proxy.address])
-        await _until_up(dispatcher)
+        await until_up(dispatcher)
         yield
         dispatcher.pool.set_workers(Role.DRAFT, [near.address])
-        await _until_up(dispatcher)
+        await until_up(dispatcher)
 
 
 @asynccontextmanager

@@ -185,7 +185,7 @@ def notes(options: ScaleOptions) -> list[str]:
     ]
 
 
-def result(options: ScaleOptions, points: Sequence[LoadPoint], **about: Any) -> Result:
+def result(options: ScaleOptions, points: Sequence[LoadPoint]) -> Result:
     """All that is shown."""
     tables = [table(points)]
     document: dict[str, Any] = {"points": [asdict(point) for point in points]}
@@ -193,4 +193,4 @@ def result(options: ScaleOptions, points: Sequence[LoadPoint], **about: Any) -> 
         goals = [goal for goal in GOALS if goal.ours(points) is not None]
         tables += [goals_table(goals, points)]
         document = {**against(goals, points), "summary": summary(points), **document}
-    return Result("scale", "What one router carries", options, tables, notes(options), document, **about)
+    return Result("scale", "What one router carries", options, tables, notes(options), document)

@@ -27,7 +27,7 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from benchmarks.harness.processes import answer_lines
+from benchmarks.harness.processes import answer_lines, until_up
 from benchmarks.http.workers import StepPace
 from router.dispatch import DispatchLimits
 from router.http.asgi import REQUEST_ID_HEADER
@@ -117,8 +117,7 @@ async def router(targets: str, drafts: str = "") -> None:
     listed = [address.split(",") if address else [] for address in (targets, drafts)]
     whole = Router(RouterSettings(listed[0], listed[1], port=0, limits=DispatchLimits(sessions=MAX_SESSIONS)))
     await whole.start()
-    while not all(peer.welcome for peer in whole.dispatcher.pool.peers.values()):
-        await asyncio.sleep(0.01)
+    await until_up(whole.dispatcher)
     freeze_loaded()
     await answer_lines(whole.address.rpartition(":")[2], usage)
     await whole.stop()
