@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import psutil  # type: ignore[import-untyped]
 
+from cluster.config.pools import KINDS
 from speculation.events import Role
 from transport.address import join
 
 REPLICA = "ray::ServeReplica:paceline:"
 CONTROLLER = "ray::ServeController"
-_KINDS = {Role.TARGET: "TargetWorker", Role.DRAFT: "DraftWorker"}
 GONE = (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied)
 _IDLE = (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED, psutil.STATUS_DEAD)
 Told = TypeVar("Told")
@@ -119,7 +119,7 @@ class Processes:
         everything = list(self._all())
         found = []
         for replica in everything:
-            if f"{REPLICA}{_KINDS[role]}" in replica.title:
+            if f"{REPLICA}{KINDS[role]}" in replica.title:
                 node = replica.node
                 ranks = (p for p in everything if f"ray::paceline:{role}" in p.title and p.node == node)
                 found.append(WorkerReplica(node, replica.listens(), replica, tuple(ranks)))
