@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
@@ -64,10 +64,6 @@ def measure(
     asyncio.run(bench.run(options.budget_s - built.seconds if options.budget_s else None))
 
 
-Key = tuple[Role, str, str]
-"""A worker: its role, where the draft model works, and which drafter it has; none, if a target serves with all."""
-
-
 @dataclass(slots=True)
 class DraftingBench:
     """The settings, on workers of one pair."""
@@ -98,29 +94,39 @@ class DraftingBench:
             facts = {"not measured for want of time": f"{len(left)} settings, from {left[0]} on"}
             self.report(StageResult(settings.SPECULATION, _shape(self.gpu), "rest", facts=facts))
 
-    async def _start(self, ending: AsyncExitStack) -> dict[Key, ReadyProcess]:
+    async def _start(self, ending: AsyncExitStack) -> dict[str, ReadyProcess]:
         """All at once: reading weights and recording steps takes each of them a while."""
         started = time.perf_counter()
         drafters = sorted({_alive(setting.drafter) for setting in self.options.settings})
-        keys = [key for where in self.options.placed for drafter in drafters for key in _workers(where, drafter)]
-        plans = {key: self._plan(*key) for key in keys}
+        plans: dict[str, WorkerPlan] = {}
+        for placement, drafter in itertools.product(self.options.placed, drafters):
+            plans |= self._plans(placement, drafter)
         self.tell(f"starting {len(plans)} workers")
         workers = await ending.enter_async_context(all_running([*plans.values()], together=True))
-        self.tell(f"ready after {time.perf_counter() - started:.0f} s: {', '.join(map(_name, plans))}")
+        self.tell(f"ready after {time.perf_counter() - started:.0f} s: {', '.join(plans)}")
         return dict(zip(plans, workers, strict=True))
 
-    def _plan(self, role: Role, placement: str, drafter: str) -> WorkerPlan:
+    def _plans(self, placement: str, drafter: str) -> dict[str, WorkerPlan]:
+        """By name: a target, and where the draft model works elsewhere, that: then it serves with all drafters.
+
+        ``drafter``: one that is alive.
+        """
         draft = wrong_draft(self.pair) if drafter == settings.WRONG else self.pair.draft
-        name = _name((role, placement, drafter)).replace(" ", "-")
-        record = Path(self.options.records) / f"{name}.jsonl" if self.options.records else None
-        if role is Role.DRAFT:
-            return WorkerPlan(role, draft, None, record, self._drafting(placement))
         device, options = self.gpu.device.type, self.options
         room = max(max(options.sizes.streams) * (MAX_PROMPT_TOKENS + options.tokens + BRANCHES), MIN_CACHE_TOKENS)
         flags = ["--device", device, "--dtype", "auto", "--cache-tokens", str(room)]
         if placement == settings.SHARED:
             flags += ["--set", f"draft.device={device}", "--draft-model", str(draft)]
-        return WorkerPlan(role, self.pair.target, None, record, flags)
+            plans = {f"{placement} {drafter} target": WorkerPlan(Role.TARGET, self.pair.target, None, flags=flags)}
+        else:
+            plans = {
+                f"{placement} target": WorkerPlan(Role.TARGET, self.pair.target, None, flags=flags),
+                f"{placement} {drafter} draft": WorkerPlan(Role.DRAFT, draft, None, flags=self._drafting(placement)),
+            }
+        if not options.records:
+            return plans
+        folder = Path(options.records)
+        return {name: replace(plan, record=folder / f"{name.replace(' ', '-')}.jsonl") for name, plan in plans.items()}
 
     def _drafting(self, placement: str) -> list[str]:
         if placement == settings.CPU or not self.gpu.on_cuda:
@@ -129,14 +135,14 @@ class DraftingBench:
         return ["--device", "cuda:1" if torch.cuda.device_count() > 1 else "cuda"]
 
     async def _contenders(
-        self, ending: AsyncExitStack, workers: Mapping[Key, ReadyProcess], drafter: str
+        self, ending: AsyncExitStack, workers: Mapping[str, ReadyProcess], drafter: str
     ) -> dict[str, Runner]:
         """Plain decoding, and drafting from every place; plain on a target without a draft model, if there is one."""
         routers: dict[str, Dispatcher] = {}
         for placement in self.options.placed:
             if (placement, drafter) == (settings.SHARED, settings.DEAD):
                 continue  # it would take the target with it
-            both = [workers[key] for key in _workers(placement, _alive(drafter))]
+            both = [workers[name] for name in self._plans(placement, _alive(drafter))]
             routers[placement] = await ending.enter_async_context(connected(*both))
             if drafter == settings.DEAD:
                 await both[1].kill()
@@ -164,13 +170,6 @@ class DraftingBench:
 def _alive(drafter: str) -> str:
     """Whose worker that is: one dies that was right."""
     return settings.RIGHT if drafter == settings.DEAD else drafter
-
-
-def _workers(placement: str, drafter: str) -> list[Key]:
-    """A target, and where the draft model works elsewhere, that: then the target serves with all drafters."""
-    if placement == settings.SHARED:
-        return [(Role.TARGET, placement, drafter)]
-    return [(Role.TARGET, placement, ""), (Role.DRAFT, placement, drafter)]
 
 
 def distinct(prompts: Sequence[tuple[Token, ...]], count: int, rounds: int) -> list[tuple[tuple[Token, ...], ...]]:
@@ -205,8 +204,3 @@ def _between_commits(runs: Sequence[Run]) -> float:
 def _shape(gpu: TimedDevice) -> str:
     """Goals are those of a GPU."""
     return settings.STRETCHED if gpu.on_cuda else settings.CPU_SHAPE
-
-
-def _name(key: Key) -> str:
-    role, placement, drafter = key
-    return " ".join(filter(None, (placement, drafter, role.value)))
