@@ -108,10 +108,9 @@ async def decode_batches(
     No two requests share a prompt, or a cached one would win.
     """
     runners = {
-        ALONE: _alone(loop.run),
-        TOGETHER: _together(loop.run),
-        PREFIX + ALONE: _alone(stock.run),
-        PREFIX + TOGETHER: _together(stock.run),
+        prefix + name: _only(prompts, run)
+        for prefix, run in (("", loop.run), (PREFIX, stock.run))
+        for name, prompts in ((ALONE, slice(CONCURRENT, None)), (TOGETHER, slice(CONCURRENT)))
     }
     mixed = {MIXED: loop.run, PREFIX + MIXED: stock.run}
     batches = [figures.mixed_batch(CONCURRENT, generator) for _ in range(options.mixed_turns)]
@@ -145,14 +144,9 @@ async def serve(folder: Path, options: EngineOptions, dtype: torch.dtype, genera
         return figures.memory_of(worker.process.pid, options, dtype.itemsize, WORKER_CACHE_TOKENS, CONCURRENT)
 
 
-def _alone(runner: Runner) -> Runner:
-    """Only the last prompt of a batch."""
-    return lambda batch: runner(replace(batch, prompts=batch.prompts[CONCURRENT:]))
-
-
-def _together(runner: Runner) -> Runner:
-    """All but the last prompt of a batch."""
-    return lambda batch: runner(replace(batch, prompts=batch.prompts[:CONCURRENT]))
+def _only(prompts: slice, runner: Runner) -> Runner:
+    """On some prompts of a batch."""
+    return lambda batch: runner(replace(batch, prompts=batch.prompts[prompts]))
 
 
 LINK = "benchmark"
