@@ -192,5 +192,6 @@ def result(options: ScaleOptions, points: Sequence[LoadPoint]) -> Result:
     if any(point.contender == ROUTER for point in points):
         goals = [goal for goal in GOALS if goal.ours(points) is not None]
         tables += [goals_table(goals, points)]
-        document = {**against(goals, points), "summary": summary(points), **document}
+        told = against(goals, points)
+        document = {**told, "summary": {**told["summary"], **summary(points)}, **document}
     return Result("scale", "What one router carries", options, tables, notes(options), document)

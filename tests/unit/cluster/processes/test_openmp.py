@@ -102,4 +102,4 @@ def test_pytorch_computes_with_it():
     done = subprocess.run(
         [sys.executable, "-c", MAPPED], cwd=CHECKOUT, env=chosen, capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == [str(starting.runtime())]
+    assert [Path(mapped) for mapped in done.stdout.split()] == [starting.runtime().resolve()]
