@@ -10,11 +10,12 @@ from typing import Self
 from benchmarks.chaos.settings import ChaosOptions, SoakOptions
 from benchmarks.gpu.settings import GpuOptions
 from benchmarks.harness import options
-from benchmarks.harness.options import FIGURES, BadInput, Options, between, flag, known
+from benchmarks.harness.options import FIGURES, Options, between, flag, known
 from benchmarks.http.scale import ScaleOptions
 from benchmarks.serve.settings import ServeOptions
 from benchmarks.speculation.settings import SpeculationOptions
 from cluster.config.flags import Parser
+from cluster.console import BadInput
 from cluster.local.threads import usable_cores
 
 ABOUT = "measure decoding speed on this machine, against other ways to decode, and what faults do to streams"
@@ -34,7 +35,7 @@ measures servers that run already. Keep the machine quiet meanwhile.
 """
 HIDDEN_MULTIPLE = 256
 """Of the engine benchmark's model: four heads of 64 share a key head."""
-PARTS = ("eagle", "steps", "repetition", "vocabularies", "structured", "placement")
+PARTS = ("eagle", "steps", "repetition", "vocabularies", "staged", "structured", "placement")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class DraftingOptions(Options):
     ABOUT = "every way to draft without a small sibling, drafts of JSON, and where a draft model works"
     DETAILS = (
         f"Parts: {', '.join(PARTS)}.\n"
-        "The quick run leaves the last two out and takes about five minutes, the full one half an hour."
+        "The quick run leaves the last three out and takes about five minutes, the full one half an hour."
     )
     MODULE = "benchmarks.drafting"
     FOLDER = "-drafting"

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -20,9 +21,19 @@ import torch
 from benchmarks import step_costs
 from benchmarks.bench import DraftingOptions
 from benchmarks.grammar_prompts import KINDS
-from benchmarks.harness import pair as pairs
-from benchmarks.harness.measure import DRAFTED, PLAIN, WITH_LOOKUP, Batch, Runner, reached, rows, served, take_turns
-from benchmarks.harness.pair import ROOT, Shape, held_out, noiseless_target, stretched_eagle
+from benchmarks.harness.measure import (
+    DRAFTED,
+    PLAIN,
+    WITH_LOOKUP,
+    Batch,
+    Runner,
+    in_chains,
+    reached,
+    rows,
+    served,
+    take_turns,
+)
+from benchmarks.harness.pair import ROOT, Shape, held_out, noiseless_target, stretched_eagle, stretched_pair
 from benchmarks.harness.processes import WorkerPlan, all_running, connected, serving
 from benchmarks.harness.report import Goal, Result, against, goals_table, table_of, tell
 from cluster.console import say
@@ -30,7 +41,7 @@ from cluster.local.stretched import HIDDEN, LAYERS
 from router.schema.structured import json_schema_grammar
 from router.text.tokenizer import Tokenizer
 from speculation.events import Role
-from speculation.messages import RequestOptions, Source, Speculation
+from speculation.messages import RequestOptions, Schedule, Source, Speculation
 
 Row = Mapping[str, Any]
 ABOUT = "Each contender beside plain decoding, in turn prompt by prompt; ratios are medians over the prompts."
@@ -191,6 +202,33 @@ async def vocabularies(size: Size) -> AsyncIterator[Sequence[Row]]:
             yield await compared(runners, batches, exact=False, temperature=temperature)
 
 
+# -- a dear draft model, whose own steps verify guesses ----------------------------------------------------------------
+
+STAGED = {
+    "draft model": ("--second-level", "none"),
+    "with guesses of lookup": ("--second-level", "lookup"),
+    "and of a smaller model": ("--assistant", str(SAME)),
+}
+DEAR = 6
+"""Layers of the draft model, of the target's width and a quarter of its depth: a step of it costs a quarter too."""
+
+
+async def staged(size: Size) -> AsyncIterator[Sequence[Row]]:
+    """One target and a drafter for each kind of guesses, never two at work; under our schedule and the sequential."""
+    draft, flags = noiseless_target(Shape().hidden, DEAR), ("--dtype", "bfloat16")
+    plans = [WorkerPlan(Role.TARGET, _told(Shape()), 0, flags=flags)]
+    plans += [WorkerPlan(Role.DRAFT, draft, 1, flags=(*flags, *way)) for way in STAGED.values()]
+    async with AsyncExitStack() as stack:
+        verifying, *drafting = await stack.enter_async_context(all_running(plans))
+        paired = [await stack.enter_async_context(connected(verifying, one)) for one in drafting]
+        for how, temperature in itertools.product((DRAFTED, in_chains(Schedule.SEQUENTIAL, 6)), size.temperatures):
+            runners = {"plain": served(paired[0], PLAIN)}
+            runners |= {name: served(each, how) for name, each in zip(STAGED, paired, strict=True)}
+            prompts = enumerate(held_out(size.rounds))
+            batches = [Batch((prompt,), size.tokens, temperature, seed) for seed, prompt in prompts]
+            yield await compared(runners, batches, schedule=how.schedule.value, temperature=temperature)
+
+
 # -- JSON that a schema demands ----------------------------------------------------------------------------------------
 
 _ARGUMENT = {
@@ -226,7 +264,7 @@ STRUCTURED = {
 
 async def structured(size: Size) -> AsyncIterator[Sequence[Row]]:
     """One schema, in two layouts."""
-    pair = pairs.stretched_pair(Shape())
+    pair = stretched_pair(Shape())
     async with serving(_told(Shape()), draft=pair.draft) as dispatcher:
         runners = {name: served(dispatcher, speculation) for name, speculation in STRUCTURED.items()}
         for layout, form in LAYOUTS.items():
@@ -279,7 +317,7 @@ async def placement(size: Size) -> AsyncIterator[Sequence[Row]]:
 
 def _told(shape: Shape) -> Path:
     """The target, after saying what it is."""
-    pair = pairs.stretched_pair(shape)
+    pair = stretched_pair(shape)
     say(pair.about)
     return pair.target
 
@@ -308,6 +346,7 @@ PARTS = (
     Part("steps", steps, Size(6, 96, ()), Size(1, 48, ())),
     Part("repetition", repetition, Size(6, 200, (0.0, 0.7)), Size(2, 200, (0.0,))),
     Part("vocabularies", vocabularies, Size(10, 96, (0.0, 0.8)), Size(3, 48, (0.0,))),
+    Part("staged", staged, Size(12, 64, (0.0, 0.8))),
     Part("structured", structured, Size(12, 200, (0.0,))),
     Part("placement", placement, Size(4, 64, (0.0, 0.8))),
 )
