@@ -11,9 +11,10 @@ from typing import Any, Self
 
 import yaml
 
-from benchmarks.harness.options import BadInput, Options, flag
+from benchmarks.harness.options import Options, flag
 from cluster.config.environment import BUNDLED, CHECKOUT, current
 from cluster.config.pools import DTYPES
+from cluster.console import BadInput
 
 TARGETS, DRAFTS, ROUTERS, RANKS = 2, 2, 1, 2
 SEED, TEMPERATURE = 100, 0.8

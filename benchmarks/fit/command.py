@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from benchmarks.harness import options
-from benchmarks.harness.options import BadInput, Options, flag
+from benchmarks.harness.options import Options, flag
 from cluster.config.checks import check_head, check_model, check_tokenizer
 from cluster.config.environment import BUNDLED
 from cluster.config.flags import count, round_trip
 from cluster.config.pools import AT_DRAFTER, AT_TARGET, DTYPES
+from cluster.console import BadInput
 from cluster.local.threads import usable_cores
 from speculation.messages import Sampling, Source, Speculation
 

@@ -13,8 +13,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.harness.options import BadInput, Options, flag, known
+from benchmarks.harness.options import Options, flag, known
 from cluster.config.flags import count, number
+from cluster.console import BadInput
 
 VOCABULARY, CONTEXT = 32_768, 8_192
 

@@ -17,8 +17,7 @@ from typing import Any, ClassVar, Self
 
 from cluster.config.environment import is_folder
 from cluster.config.flags import Parser, flag_of, parsed
-from cluster.console import FAILED, CommandError
-from cluster.console import BadInput as BadInput
+from cluster.console import FAILED, BadInput, CommandError
 
 RESULTS = Path(__file__).parent.parent / "results"
 FIGURES = "write the figures there too"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.options import BadInput
+from cluster.console import BadInput
 from router.text.chat_template import TemplateError
 from router.text.tokenizer import Tokenizer
 from speculation.messages import Token

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import SplitResult, urlsplit
 
-from benchmarks.harness.options import BadInput, Options, between, flag
+from benchmarks.harness.options import Options, between, flag
 from cluster.config.environment import current
+from cluster.console import BadInput
 
 Json = dict[str, Any]
 MOST_OPEN = 4096

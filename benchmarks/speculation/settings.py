@@ -13,7 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 
-from benchmarks.harness.options import FIGURES, BadInput, Options, flag
+from benchmarks.harness.options import FIGURES, Options, flag
+from cluster.console import BadInput
 
 MAIN_ACCEPTANCE = 0.8
 
