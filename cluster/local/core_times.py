@@ -2,19 +2,22 @@
 
     python -m cluster.local.core_times --target FOLDER --draft FOLDER --threads 1 2
 
-prints :func:`cluster.local.cores.encoded` as one line of JSON. A process of its own because it may take more memory
-than there is, because torch keeps what it once took, and so that the one who asked can end it. One model is loaded at a
-time, on the CPU. Decides nothing; :mod:`cluster.local.threads` runs it.
+prints :func:`cluster.local.cores.encoded` as one line of JSON, and whether it had the cores for itself, as ``alone``. A
+process of its own because it may take more memory than there is, because torch keeps what it once took, and so that the
+one who asked can end it. One model is loaded at a time, on the CPU. Decides nothing; :mod:`cluster.local.threads` runs
+it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from cluster.config.flags import add_parent
 from cluster.console import FAILED, complain, say
@@ -36,6 +39,8 @@ REPEATS = 7
 """Steps timed of one kind, at most; what counts is their median."""
 ENOUGH_SECONDS = 0.2
 """No further step of a kind is timed after so long."""
+DELAYED = 0.1
+"""Share of the time that its threads may wait for a core, all together, before others' work counts as in the way."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.exit_with is not None:
         exit_with(args.exit_with)
+    began, waited = time.perf_counter(), _waited()
     try:
         target = step_times(
             args.target, args.target_dtype, args.target_quantization, DRAFTS, args.threads, invariant=True
@@ -59,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModelError as error:
         complain(str(error))
         return FAILED
-    say(json.dumps(encoded({count: StepTimes(target[count], draft[count][0]) for count in args.threads})))
+    times = encoded({count: StepTimes(target[count], draft[count][0]) for count in args.threads})
+    say(json.dumps({**times, "alone": _waited() - waited < DELAYED * (time.perf_counter() - began)}))
     return 0
 
 
@@ -85,6 +92,15 @@ def step_times(
         steps = {k: Chunk(sequence, tokens[PREFIX : PREFIX + 1 + k], rows=range(1 + k)) for k in drafts}
         found[count] = {k: _milliseconds(engine, step) for k, step in steps.items()}
     return found
+
+
+def _waited() -> float:
+    """Seconds that this process's threads have waited for a core so far, as far as the system tells."""
+    seconds = 0.0
+    for task in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread may end meanwhile
+            seconds += 1e-9 * int(task.read_text().split()[1])
+    return seconds
 
 
 def _milliseconds(engine: Engine, step: Chunk) -> float:

@@ -4,8 +4,9 @@ On a GPU, with several workers of a kind or ranks of a worker, on other machines
 is given for one of the two, ``threads: auto`` is 1 and ``draft.placement: auto`` is a draft worker. One target that
 nobody drafts for has all cores of this machine. One target and one draft model that compute on them are measured, once,
 and get the division that :mod:`cluster.local.cores` predicts to be the fastest of those that the placement leaves open;
-such a target may use all cores for steps of many tokens. When they cannot be measured, the drafter gets one core and
-the target the others: that is never an error, and it is not tried again for a day.
+such a target may use all cores for steps of many tokens. What was measured beside other work counts for an hour. When
+they cannot be measured, the drafter gets one core and the target the others: that is never an error, and it is not
+tried again for a day.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ LAYOUT = 3
 """Number of the file's layout; a file with another is not read."""
 MAX_ENTRIES = 32
 """Measurements kept; the oldest go first."""
-FAILED_SECONDS = 86_400.0
-"""How long nobody tries again what failed: the machine may have been busy, or the models take too long to load."""
+FAILED_SECONDS, BESIDE_WORK_SECONDS = 86_400.0, 3600.0
+"""How long nobody tries again what failed: the machine may have been busy, or the models take too long to load. And how
+long step times count that others' work delayed."""
 MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
 """What the speed of a model depends on."""
 
@@ -60,13 +62,14 @@ def settled(config: Config) -> Config:
         config = replace(config, target=replace(config.target, threads=threads, max_threads=most))
     if not divisible(config, cores):
         return config
-    key, failure = key_of(config, cores), ""
+    key, failure, again = key_of(config, cores), "", ""
     measured, failed = recall(key, cores, time.time())
     fresh = measured is None and not failed
     if fresh:
         try:
-            measured = _measured(config, cores)
-            keep(key, encoded(measured))
+            measured, alone = _measured(config, cores)
+            keep(key, encoded(measured) | ({} if alone else {"beside_work": time.time()}))
+            again = "" if alone else "; beside other work, so it is measured again in an hour"
         except Unmeasured as error:
             failure = str(error)
             keep(key, {"failed": time.time()})
@@ -75,7 +78,7 @@ def settled(config: Config) -> Config:
         doubt = f"if that is fastest could not be measured ({failure}), see --threads"
         complain(f"paceline: {cores} cores: {division}; {doubt}")
     elif fresh:
-        tell(f"{cores} cores: {division}, the fastest as measured at this first start")
+        tell(f"{cores} cores: {division}, the fastest as measured at this first start{again}")
     target, draft = replace(config.target, threads=division.target), config.draft
     draft = replace(draft, threads=division.draft) if division.draft else replace(draft, placement=SHARED)
     return replace(config, target=target, draft=draft)
@@ -119,14 +122,16 @@ def _drafts_in_turn(config: Config) -> bool:
     return config.shared_draft(config.pools()[0]) is not None
 
 
-def _measured(config: Config, cores: int) -> Measured:
-    """Raises :class:`Unmeasured`."""
+def _measured(config: Config, cores: int) -> tuple[Measured, bool]:
+    """And whether no other work delayed it. Raises :class:`Unmeasured`."""
     with stages() as report:
         limit = f"{MEASURE_SECONDS:g} s at most, at the first start of a pair"
         report(f"timing both models to divide {cores} cores between them ({limit})")
         said = output_of(measuring(config, cores), MEASURE_SECONDS)
     try:
-        return decoded(json.loads(said), cores)
+        document = json.loads(said)
+        alone = document.pop("alone", True) if isinstance(document, dict) else True
+        return decoded(document, cores), alone is True
     except ValueError as error:
         raise Unmeasured(str(error)) from error
 
@@ -166,6 +171,9 @@ def cache_file() -> Path:
 def recall(key: str, cores: int, now: float) -> tuple[Measured | None, bool]:
     """What was kept under ``key``, if it is whole; else whether measuring it failed a short while before ``now``."""
     entry = _entries().get(key)
+    beside_work = entry.pop("beside_work", None) if isinstance(entry, dict) else None
+    if isinstance(beside_work, int | float) and not 0 <= now - beside_work < BESIDE_WORK_SECONDS:
+        return None, False
     with contextlib.suppress(ValueError):
         return decoded(entry, cores), False
     since = entry.get("failed") if isinstance(entry, dict) else None

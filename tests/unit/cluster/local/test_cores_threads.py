@@ -148,6 +148,21 @@ def test_the_first_start_measures_and_the_second_remembers(monkeypatch, capsys, 
     assert [path.name for path in cache.parent.iterdir()] == ["cores.json"]
 
 
+def test_what_other_work_delayed_counts_for_an_hour(monkeypatch, capsys):
+    measured_by(monkeypatch, f"print({json.dumps({**encoded(MEASURED), 'alone': False})!r})")
+    first = settled(configured())
+    assert (first.target.threads, first.draft.threads) == (2, 2)
+    assert capsys.readouterr().out.endswith("; beside other work, so it is measured again in an hour\n")
+    measured_by(monkeypatch, f"print({json.dumps({**encoded(DEAR), 'alone': True})!r})")
+    assert settled(configured()) == first
+    monkeypatch.setattr(threads, "BESIDE_WORK_SECONDS", 0.0)
+    second = settled(configured())
+    assert (second.target.threads, second.draft.threads) == (1, 1)
+    assert capsys.readouterr().out.endswith("as measured at this first start\n")
+    assert settled(configured()) == second
+    assert capsys.readouterr() == ("", "")
+
+
 def test_a_target_that_drafts_in_turn_gets_the_cores_that_pay(monkeypatch, capsys, cache):
     measured_by(monkeypatch, f"print({json.dumps(encoded(MEASURED))!r})")
     assert chosen_threads(settled(configured(draft_placement="shared")).target) == 2
@@ -333,7 +348,9 @@ def test_the_key_follows_what_the_times_depend_on(tmp_path):
 
 
 def test_the_bundled_pair_is_measured():
-    times = decoded(json.loads(output_of(measuring(configured(), 2), 600)), 2)
+    said = json.loads(output_of(measuring(configured(), 2), 600))
+    assert said.pop("alone") in (True, False)
+    times = decoded(said, 2)
     assert set(times) == {1, 2}
     assert all(step > 0 for found in times.values() for step in (found.draft, *found.target.values()))
 
