@@ -413,10 +413,22 @@ REJECTION_PATHS = {
 }
 
 
-def check(count: Count) -> None:
+def check(count: Count, seed: int = SEED) -> None:
     for temperature, differences in count.differences.items():
         found = deviations(differences, temperature)
-        assert max(map(abs, found)) < BOUND, f"seed {SEED}, temperature {temperature}: {found} standard errors"
+        assert max(map(abs, found)) < BOUND, f"seed {seed}, temperature {temperature}: {found} standard errors"
+
+
+def check_law(path: Path, count: Count, sessions: int) -> None:
+    """The same under the rejection rule, where the text depends on what was there in time: each run is a new sample.
+
+    So what is beyond the bound, as happens by chance once in a hundred runs, is looked at again in a sample four times
+    as large, in which a bias shows twice as clearly.
+    """
+    try:
+        check(count)
+    except AssertionError:
+        check(run(path, 4 * sessions, SEED + 1), SEED + 1)
 
 
 @pytest.fixture(autouse=True)
@@ -456,19 +468,20 @@ def test_text_under_the_rejection_rule_has_the_targets_law_on_every_path(name):
     assert count.accepted > 0
     # Where p is q, a coin in 50,000 falls between p and what whole weights make of it.
     assert (count.offered - count.accepted > count.offered / 2000) is (name != "hit")
-    check(count)
+    check_law(REJECTION_PATHS[name], count, SESSIONS)
 
 
 def test_a_drafted_stop_token_ends_a_text_no_sooner_than_the_target_would():
     """The target's step begins where a drafter would hold back what it has drafted, but not a draft that has ended."""
     stop = 3
     path = Path(REJECTION, targets_engine, draft_steps=2, stop_tokens=frozenset({stop}))
-    count = run(path, SESSIONS // 4 // BATCH * BATCH)
+    count = run(path, QUARTER)
     assert count.accepted > 0
     assert abs(stops_too_often(count.texts.values(), stop)) < BOUND
-    check(count)
+    check_law(path, count, QUARTER)
 
 
+QUARTER = SESSIONS // 4 // BATCH * BATCH
 QUARTERS = {
     "a drafter of another vocabulary": Path(REJECTION, targets_engine, vocabulary=other_vocabulary()),
     "sources at the target alone": Path(replace(REJECTION, sources=AT_TARGET), prediction=mistaken),
@@ -482,9 +495,9 @@ QUARTERS = {
 )
 def test_text_under_the_rejection_rule_has_the_targets_law_whoever_drafts(name):
     """A quarter of the tokens: a bias of 0.02 would be found."""
-    count = run(QUARTERS[name], SESSIONS // 4 // BATCH * BATCH)
+    count = run(QUARTERS[name], QUARTER)
     assert 0 < count.accepted < count.offered
-    check(count)
+    check_law(QUARTERS[name], count, QUARTER)
 
 
 def test_a_bias_of_one_hundredth_would_be_found():
