@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -34,7 +33,7 @@ from benchmarks.harness.measure import (
     take_turns,
 )
 from benchmarks.harness.pair import ROOT, Shape, held_out, noiseless_target, stretched_eagle, stretched_pair
-from benchmarks.harness.processes import WorkerPlan, all_running, connected, serving
+from benchmarks.harness.processes import WorkerPlan, all_running, connected, each_drafting, serving
 from benchmarks.harness.report import Goal, Result, against, goals_table, table_of, tell
 from cluster.console import say
 from cluster.local.stretched import HIDDEN, LAYERS
@@ -175,31 +174,29 @@ async def repetition(size: Size) -> AsyncIterator[Sequence[Row]]:
             yield await compared(runners, batches, 0, skip=NOT_COUNTED, kind=kind, temperature=temperature)
 
 
+def _seeded(size: Size, temperature: float) -> list[Batch]:
+    """A prompt each, and a seed of its own."""
+    return [Batch((prompt,), size.tokens, temperature, seed) for seed, prompt in enumerate(held_out(size.rounds))]
+
+
 # -- a draft with another tokenizer ------------------------------------------------------------------------------------
 
 
 async def vocabularies(size: Size) -> AsyncIterator[Sequence[Row]]:
     """The target alone, and with two drafts of one size, never both at work."""
     target, flags = _told(Shape()), ("--dtype", "bfloat16")
-    plans = [
-        WorkerPlan(Role.TARGET, target, 0, flags=flags),
+    drafts = [
         WorkerPlan(Role.DRAFT, SAME, 1, flags=flags),
         WorkerPlan(Role.DRAFT, OTHER, 1, flags=(*flags, "--target-tokenizer", str(target))),
     ]
-    async with (
-        all_running(plans) as (verifying, same, other),
-        connected(verifying, same) as with_same,
-        connected(verifying, other) as with_other,
-    ):
+    async with each_drafting(WorkerPlan(Role.TARGET, target, 0, flags=flags), drafts) as (with_same, with_other):
         runners = {
             "plain": served(with_same, PLAIN),
             "draft, same tokenizer": served(with_same, DRAFTED),
             OTHER_NAME: served(with_other, DRAFTED),
         }
         for temperature in size.temperatures:
-            prompts = enumerate(held_out(size.rounds))
-            batches = [Batch((prompt,), size.tokens, temperature, seed) for seed, prompt in prompts]
-            yield await compared(runners, batches, exact=False, temperature=temperature)
+            yield await compared(runners, _seeded(size, temperature), exact=False, temperature=temperature)
 
 
 # -- a dear draft model, whose own steps verify guesses ----------------------------------------------------------------
@@ -216,16 +213,12 @@ DEAR = 6
 async def staged(size: Size) -> AsyncIterator[Sequence[Row]]:
     """One target and a drafter for each kind of guesses, never two at work; under our schedule and the sequential."""
     draft, flags = noiseless_target(Shape().hidden, DEAR), ("--dtype", "bfloat16")
-    plans = [WorkerPlan(Role.TARGET, _told(Shape()), 0, flags=flags)]
-    plans += [WorkerPlan(Role.DRAFT, draft, 1, flags=(*flags, *way)) for way in STAGED.values()]
-    async with AsyncExitStack() as stack:
-        verifying, *drafting = await stack.enter_async_context(all_running(plans))
-        paired = [await stack.enter_async_context(connected(verifying, one)) for one in drafting]
+    drafts = [WorkerPlan(Role.DRAFT, draft, 1, flags=(*flags, *way)) for way in STAGED.values()]
+    async with each_drafting(WorkerPlan(Role.TARGET, _told(Shape()), 0, flags=flags), drafts) as paired:
         for how, temperature in itertools.product((DRAFTED, in_chains(Schedule.SEQUENTIAL, 6)), size.temperatures):
             runners = {"plain": served(paired[0], PLAIN)}
             runners |= {name: served(each, how) for name, each in zip(STAGED, paired, strict=True)}
-            prompts = enumerate(held_out(size.rounds))
-            batches = [Batch((prompt,), size.tokens, temperature, seed) for seed, prompt in prompts]
+            batches = _seeded(size, temperature)
             yield await compared(runners, batches, schedule=how.schedule.value, temperature=temperature)
 
 

@@ -161,6 +161,14 @@ async def connected(target: ReadyProcess, draft: ReadyProcess | None = None) -> 
         await dispatcher.pool.close()
 
 
+@asynccontextmanager
+async def each_drafting(target: WorkerPlan, drafts: Sequence[WorkerPlan]) -> AsyncIterator[list[Dispatcher]]:
+    """One target, and with each of the drafters a router's session side: never should two of these be at work."""
+    async with AsyncExitStack() as stack:
+        verifying, *drafting = await stack.enter_async_context(all_running([target, *drafts]))
+        yield [await stack.enter_async_context(connected(verifying, draft)) for draft in drafting]
+
+
 async def until_up(dispatcher: Dispatcher) -> None:
     """Return once a router is connected to all its workers. Raises TimeoutError."""
     async with asyncio.timeout(CONNECT_SECONDS):

@@ -171,8 +171,8 @@ async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, repor
             flags = ["--dtype", options.dtype, "--threads", str(len(os.sched_getaffinity(0)))]
             records += [Path(name) / f"shared-{role}.jsonl" for role in ("target", "draft")]
             plans = [
-                replace(plan, core=None, record=record, flags=flags)
-                for plan, record in zip(plans, records[-2:], strict=True)
+                replace(alone, core=None, record=record, flags=flags)
+                for alone, record in zip(plans, records[-2:], strict=True)
             ]
             async with all_running(plans) as workers, connected(*workers) as dispatcher:
                 await compare_ours(bench, dispatcher, settings.SHARED, lookup=False)
