@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 if not Path("/dev/nvidiactl").exists():
@@ -22,6 +24,7 @@ from cluster import console
 from tests.words import in_one_process, may_match
 
 CLUSTERS = "tests/cluster/"
+OURS = ("router", "transport", "engine", "speculation", "target_service", "draft_service", "cluster")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a shell leaves it for what it starts in the background; tests interrupt themselves and what they start.
@@ -79,6 +82,14 @@ def pytest_runtest_setup() -> None:
 def no_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that run in the process of a test tell mistakes alone: a slow machine must not add a line."""
     monkeypatch.setattr(console, "SLOW_SECONDS", threading.TIMEOUT_MAX)
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_before() -> Iterator[None]:
+    """What a test has left unsaid, another one may be about."""
+    yield
+    levels = {name: logging.getLogger(name).level for name in logging.root.manager.loggerDict if name.startswith(OURS)}
+    assert not any(levels.values()), f"the level of a logger was changed for good: {levels}"
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from benchmarks.engine import figures
 from benchmarks.engine.figures import ALONE, CONCURRENT, MIXED, TOGETHER, Measured, Memory, random_prompts
 from benchmarks.engine.steps import PREFIX, TRIES, TimedSteps, Work, chain, in_turn, pinned, reads
 from benchmarks.harness.measure import PLAIN, Batch, Decoded, Run, Runner, TimedCommit, served, take_turns
-from benchmarks.harness.processes import WorkerPlan, connected, running
+from benchmarks.harness.processes import WorkerPlan, connected, losses_unsaid, running
 from benchmarks.harness.transformers_baseline import Stock
 from cluster.config.config import Config
 from cluster.config.serving import target_settings
@@ -54,8 +53,7 @@ READ_BYTES = 512 << 20
 def main(options: EngineOptions) -> int:
     """Build the model, measure, and report. Raises WorkerFailed, GenerationError, ModelError, TimeoutError."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.getLogger("router.sessions.pool").setLevel(logging.ERROR)  # that its worker leaves is part of the plan
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, stages() as report:
+    with losses_unsaid(), tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, stages() as report:
         report("writing a model of random weights")
         figures.write_model(options, Path(folder) / "model")
         measured, dtype = asyncio.run(measure(Path(folder), options, report))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from benchmarks.fit.command import FitOptions
 from benchmarks.fit.predict import Forecast, Known, Predictor, forecast
 from benchmarks.fit.serving import TargetText, Watched, spread, watch
 from benchmarks.fit.validate import validate
+from benchmarks.harness.processes import losses_unsaid
 from cluster.console import say, stages
 from router.text.tokenizer import Tokenizer
 from simulation.agreement import AgreementPassage
@@ -38,10 +38,9 @@ def publish(result: report.FitResult) -> None:
 def fit(options: FitOptions) -> report.FitResult:
     """Measure, predict, choose and, if asked to, check."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.getLogger("router.sessions.pool").setLevel(logging.ERROR)  # that workers come and go is part of the plan
     tokenizer = Tokenizer.load(options.target)
     prompts = [prompt.tokens(tokenizer) for prompt in options.prompts]
-    with stages() as progress, tempfile.TemporaryDirectory(prefix="paceline-fit-") as name:
+    with losses_unsaid(), stages() as progress, tempfile.TemporaryDirectory(prefix="paceline-fit-") as name:
         progress("comparing tokenizers")
         translated = teacher.translated(options)
         watched = asyncio.run(watch(options, prompts, Path(name), progress))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -28,7 +27,7 @@ from benchmarks.gpu.figures import Speedup, StageResult
 from benchmarks.gpu.settings import DraftingSetting, GpuOptions
 from benchmarks.harness.measure import DRAFTED, PLAIN, Batch, Run, Runner, beside, served, take_turns
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, wrong_draft
-from benchmarks.harness.processes import ReadyProcess, WorkerPlan, all_running, connected, until_lost
+from benchmarks.harness.processes import ReadyProcess, WorkerPlan, all_running, connected, losses_unsaid, until_lost
 from router.dispatch import Dispatcher
 from speculation.events import Role
 from speculation.messages import Token
@@ -52,7 +51,6 @@ def measure(
     :class:`benchmarks.harness.processes.WorkerFailed`, TimeoutError, and what the device does.
     """
     started = time.perf_counter()
-    logging.getLogger("transport.client").setLevel(logging.ERROR)  # that workers are lost is part of the plan
     sizes = options.sizes
     tell(f"building the target: hidden size {sizes.hidden}, {sizes.layers} layers (or finding it as built before)")
     pair = stretched_pair(Shape(sizes.hidden, sizes.layers, options.agreement), gpu.device)
@@ -61,7 +59,8 @@ def measure(
     built = StageResult(settings.SPECULATION, _shape(gpu), "pair", time.perf_counter() - started, facts=facts)
     report(built)
     bench = DraftingBench(options, gpu, pair, report, tell)
-    asyncio.run(bench.run(options.budget_s - built.seconds if options.budget_s else None))
+    with losses_unsaid():
+        asyncio.run(bench.run(options.budget_s - built.seconds if options.budget_s else None))
 
 
 @dataclass(slots=True)

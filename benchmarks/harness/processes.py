@@ -7,12 +7,13 @@ here, too: usually each on a core of its own, without Ray; and routers' session 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -196,6 +197,20 @@ async def serving(target: Path, draft: Path | None = None) -> AsyncIterator[Disp
     plans += [WorkerPlan(Role.DRAFT, draft, 1, flags=flags)] if draft else []
     async with all_running(plans) as workers, connected(*workers) as dispatcher:
         yield dispatcher
+
+
+@contextmanager
+def losses_unsaid() -> Iterator[None]:
+    """Say no word of workers that are lost: where that is part of the plan."""
+    loggers = [logging.getLogger(name) for name in ("router.sessions.pool", "transport.client")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 async def until_lost(dispatcher: Dispatcher, role: Role) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +34,15 @@ from benchmarks.harness.measure import (
     take_turns,
 )
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, trained_pair, wrong_draft
-from benchmarks.harness.processes import WorkerPlan, all_running, connected, drafting_late, running, until_lost
+from benchmarks.harness.processes import (
+    WorkerPlan,
+    all_running,
+    connected,
+    drafting_late,
+    losses_unsaid,
+    running,
+    until_lost,
+)
 from benchmarks.harness.report import (
     PlotLine,
     PlotPanel,
@@ -183,9 +190,8 @@ async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, repor
 def main(options: SpeculationOptions) -> int:
     """Build the pairs, measure, and report."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.getLogger("router.sessions.pool").setLevel(logging.ERROR)  # that workers are lost is part of the plan
     outcomes = []
-    with stages() as report:
+    with losses_unsaid(), stages() as report:
         for plan in options.plans:
             report("building the pair, or finding it as built before")
             shape = Shape(options.hidden, options.layers, plan.acceptance or 0.0)
