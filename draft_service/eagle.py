@@ -15,6 +15,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from draft_service.head_engine import HeadEngine
+from draft_service.levels import DraftLevels
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.sequence import DraftSequence, Reader, Text
 from engine.eagle.cached import unpacked
@@ -34,8 +35,8 @@ class HeadText(Text):
     def __init__(self, committed: Sequence[Token]) -> None:
         super().__init__([])
         self.tokens: list[Token] = []
-        self.first: int | None = None
-        """Position of the first token it reads."""
+        self.begun = False
+        """Whether it reads any token."""
         self.come: dict[int, Tensor] = {}
         """Features that have come and are not given to the head yet, by the position of their token."""
         self._committed = committed
@@ -43,15 +44,15 @@ class HeadText(Text):
     @property
     def complete(self) -> bool:
         """Whether drafts can hang from its end."""
-        return self.first is not None
+        return self.begun
 
     def begin(self, position: int) -> None:
         """Read the text from there on."""
-        self.first, self.tokens = position, list(self._committed[position:])
+        self.begun, self.first, self.tokens = True, position, list(self._committed[position:])
 
     def follow(self, count: int) -> None:  # noqa: ARG002
         """Read on, whoever drafted it."""
-        if self.first is not None:
+        if self.begun:
             self.tokens += self._committed[self.first + len(self.tokens) :]
 
 
@@ -69,7 +70,8 @@ class HeadLookahead(Lookahead):
         """As of :class:`Lookahead`; ``welcome`` names the head."""
         draft = limits_elsewhere(limits.draft)
         reader = Reader(engine.model, HeadText)
-        super().__init__(engine, welcome, replace(limits, draft=draft), recorder, tracing, reader)
+        levels = DraftLevels(engine.levels(draft.width, draft.children))
+        super().__init__(engine, welcome, replace(limits, draft=draft), recorder, tracing, reader, levels=levels)
         self._head = engine
 
     def receive(self, link: Hashable, message: ToWorker, at: float = 0.0) -> Outgoing:
@@ -108,10 +110,9 @@ class HeadLookahead(Lookahead):
         known = sorted(position for position in text.come if position < session.trie.position)
         if not known or (session.opened.speculation.rule is Rule.REJECTION and len(session.trie)):
             return  # what was drawn from a q stands: it goes on when that is decided
-        if text.first is None:
+        if not text.begun:
             text.begin(known[0])
             self._head.begin(sequence.cached, known[0])
-        assert text.first is not None
         rows = {position - text.first: text.come.pop(position) for position in known}
         rows = {row: state_D for row, state_D in rows.items() if row >= 0}
         for row, state_D in rows.items():

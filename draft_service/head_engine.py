@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.cache.kv_cache import CachedSequence, KVCache
 from engine.eagle.cached import CachedHead, HeadChunk
 from engine.interface import Chunk
+from engine.levels.levels import Levels
 from engine.model import Model
 
 KEPT = 64
@@ -62,6 +63,10 @@ class HeadEngine:
     def forget(self, sequence: CachedSequence) -> None:
         """A sequence is used no more."""
         self._known.pop(sequence, None)
+
+    def levels(self, width: int, children: int) -> Levels | None:
+        """See :meth:`engine.step.Engine.levels`."""
+        return self._head.levels(self._next_SD, self.model.vocabulary, width=width, children=children)
 
     def close(self) -> None:
         """Nothing to let go of."""

@@ -279,8 +279,10 @@ def _is_able(entry: DraftBatchEntry, context: int) -> bool:
         return False
     if len(opened.limits.stop_tokens) > MAX_STOPS or len(sequence.text.tokens) + MAX_LEVELS > context:
         return False
-    at_home = sequence.cached.length + (
-        len(entry.tokens) if entry.computes_committed and not sequence.cached.pending else 0
+    at_home = (
+        sequence.text.first
+        + sequence.cached.length
+        + (len(entry.tokens) if entry.computes_committed and not sequence.cached.pending else 0)
     )
     return max(node.end for node in entry.expands) - at_home + MAX_LEVELS <= MAX_BRANCH
 
@@ -302,21 +304,27 @@ def _growth(entry: DraftBatchEntry, row: int, context: int) -> LevelExpansion:
         factors=session.calibration.factors(Source.DRAFT),
         blocks=sequence.cached.blocks,
         rows=range(row, row + len(entry.expands)),
-        places=[TreePlace(node.end, *sequence.cached.lineage(first + i)) for i, node in enumerate(entry.expands)],
+        places=[_place(sequence, node.end, first + i) for i, node in enumerate(entry.expands)],
         weights=[node.weight for node in entry.expands],
         leaves=[
-            Leaf(node.token, node.weight, TreePlace(node.end - 1, *sequence.cached.lineage(_above(entry, node))))
-            for node in entry.leaves
+            Leaf(node.token, node.weight, _place(sequence, node.end - 1, _above(entry, node))) for node in entry.leaves
         ],
         slots=entry.reserved,
+        before=sequence.text.first,
     )
+
+
+def _place(sequence: DraftSequence, end: int, pending: int) -> TreePlace:
+    home, branch = sequence.cached.lineage(pending)
+    return TreePlace(end, sequence.text.first + home, branch)
 
 
 def _leaves(entry: DraftBatchEntry, max_leaves: int) -> list[Node]:
     """The best drafts from before the launch that it may expand besides."""
     if entry.computes_committed:
         return []  # there is none yet
-    expands, deepest = set(entry.expands), entry.sequence.cached.length + MAX_BRANCH - MAX_LEVELS
+    expands, at_home = set(entry.expands), entry.sequence.text.first + entry.sequence.cached.length
+    deepest = at_home + MAX_BRANCH - MAX_LEVELS
     places = entry.sequence.session.places()[: len(expands) + max_leaves]
     return [node for node in places if node not in expands and node.end <= deepest][:max_leaves]
 

@@ -93,9 +93,8 @@ class Lookahead:
         """Nothing is open. The lookahead owns ``engine`` and its cache.
 
         ``reader``: None if all have one vocabulary. ``staged``: what guesses for the draft model. ``levels``: not with
-        a ``reader``.
+        a ``reader`` that translates.
         """
-        assert reader is None or levels is None, "drafts of a launch are in the draft model's own vocabulary"
         self._engine, self._welcome, self._limits = engine, welcome, limits
         self._reader = reader or Reader(engine.model)
         self._sequences: dict[Key, DraftSequence] = {}

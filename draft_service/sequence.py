@@ -35,6 +35,8 @@ class Text:
         """``committed``: the session's tokens, a list that grows as they are."""
         self.tokens = committed
         """In the draft model's tokens. Not a copy: read only."""
+        self.first = 0
+        """Position of the first of them."""
 
     @property
     def complete(self) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from engine.cache.kv_cache import KVCache
+from engine.cpu.stack import pack_head
 from engine.cuda.graphs import CudaRecorder, Record
 from engine.eagle.cached import row_bytes
 from engine.eagle.head import EagleHead
@@ -115,6 +116,8 @@ def eagle_for(settings: EngineSettings, model: Model, progress: Progress | None 
     if settings.eagle_away:  # of which only what fuses states is used here
         head.fingerprint = head_revision(settings.eagle, head.embed_tokens.weight)
         del head.layers, head.lm_head
+        if model.device.type == "cpu":
+            pack_head(head)
     return head
 
 

@@ -28,7 +28,7 @@ struct Step {
   const Stack* stack;
   const Rows* rows;
   float* hidden;  // [T, D], read and overwritten
-  const float *cos, *sin;
+  const float *embeddings, *cos, *sin;
   float* out;  // [T, D]: after the final norm
   std::vector<float> normed, qkv, found, gated;
   std::vector<Pair> pairs, gated_pairs;  // what goes into a product, where it is rounded for it
@@ -87,10 +87,35 @@ void compute(void* data, int) {
       }
     });
   };
+  // Embeddings and states side by side, each normed for itself.
+  const auto beside = [&](const Layer& layer) {
+    each(tiles_of(count), [&](int number) {
+      const Tile tile = tile_at(count, number);
+      for (int m = 0; m < tile.count; ++m) {
+        const size_t at = (size_t)(tile.first + m) * s.hidden;
+        const float* embedding = step.embeddings + at;
+        if (paired) {
+          normalise(embedding, s.embedding_norm, s.embedding_eps, s.hidden, tile.words(pairs, 2 * s.hidden, m, 0),
+                    tile.count);
+          normalise(hidden + at, layer.input_norm, layer.input_eps, s.hidden,
+                    tile.words(pairs, 2 * s.hidden, m, s.hidden), tile.count);
+        } else {
+          normalise(embedding, s.embedding_norm, s.embedding_eps, s.hidden, normed + 2 * at);
+          normalise(hidden + at, layer.input_norm, layer.input_eps, s.hidden, normed + 2 * at + s.hidden);
+        }
+        if (s.from_normed) normalise(hidden + at, layer.input_norm, layer.input_eps, s.hidden, hidden + at);
+      }
+    });
+  };
   for (int l = 0; l < s.count; ++l) {
     const Layer& layer = s.layers[l];
-    normalised(l, layer.input_norm, layer.input_eps);
-    product(layer.qkv, layer.qkv_bias, s.hidden, Then::STORE, normed, pairs, {qkv, width, count});
+    const bool reads_both = l == 0 && s.embedding_norm;
+    if (reads_both)
+      beside(layer);
+    else
+      normalised(l, layer.input_norm, layer.input_eps);
+    product(layer.qkv, layer.qkv_bias, reads_both ? 2 * s.hidden : s.hidden, Then::STORE, normed, pairs,
+            {qkv, width, count});
     each(count * heads, [&](int i) {
       const int t = i / heads, h = i % heads;
       float* own = qkv + (size_t)t * width + (size_t)h * size;
@@ -153,17 +178,19 @@ void compute_alone(void* data, int) {
            1, team->threads());
 }
 
-void run_step(const Stack* stack, const Rows* rows, float* hidden, const float* cos, const float* sin, float* out) {
-  static Step step{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, {}, {}, {}, {}, {}, {}, Counters(0)};
-  step.stack = stack, step.rows = rows, step.hidden = hidden, step.cos = cos, step.sin = sin, step.out = out;
-  const size_t count = rows->count;
+void run_step(const Stack* stack, const Rows* rows, float* hidden, const float* embeddings, const float* cos,
+              const float* sin, float* out) {
+  static Step step{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, {}, {}, {}, {}, {}, {}, Counters(0)};
+  step.stack = stack, step.rows = rows, step.hidden = hidden, step.embeddings = embeddings;
+  step.cos = cos, step.sin = sin, step.out = out;
+  const size_t count = rows->count, read = stack->embedding_norm ? 2 * stack->hidden : stack->hidden;
   room(step.qkv, count * (stack->query_heads + 2 * stack->key_heads) * stack->head_size);
   room(step.found, count * stack->query_heads * stack->head_size);
   if (PAIRS && stack->half) {
-    room(step.pairs, count * std::max(stack->hidden, stack->query_heads * stack->head_size) / 2);
+    room(step.pairs, count * std::max<size_t>(read, stack->query_heads * stack->head_size) / 2);
     room(step.gated_pairs, count * stack->intermediate / 2);
   } else {
-    room(step.normed, count * stack->hidden);
+    room(step.normed, count * read);
     room(step.gated, count * stack->intermediate);
   }
   step.counters = Counters(stack->count * PHASES + 1);
@@ -210,16 +237,20 @@ class DraftLevel {
     find_rows(l);
     const int count = (int)rows_.size();
     if (!count) return;
+    const bool head = drafter.next;
+    std::vector<float>& embedded = head ? embedded_ : hidden_;
     room(hidden_, (size_t)count * s.hidden);
+    room(embedded, (size_t)count * s.hidden);
     room(normed_, (size_t)count * s.hidden);
     room(cos_, (size_t)count * s.head_size);
     room(sin_, (size_t)count * s.head_size);
     room(said_, (size_t)count * l.vocabulary);
     for (int t = 0; t < count; ++t) {
       const int m = rows_[t], half = s.head_size / 2;
-      embed(drafter, l.tokens[m], hidden_.data() + (size_t)t * s.hidden);
+      read(drafter.embedding, l.tokens[m], s, embedded.data() + (size_t)t * s.hidden);
+      if (head) read(drafter.next, slot_above(l, m, drafter.page), s, hidden_.data() + (size_t)t * s.hidden);
       for (int i = 0; i < half; ++i) {
-        const float angle = (float)l.positions[m] * drafter.frequencies[i], scale = drafter.rotary_scale;
+        const float angle = (float)(l.positions[m] - head) * drafter.frequencies[i], scale = drafter.rotary_scale;
         const float cos = as_stored(std::cos(angle) * scale, s.half), sin = as_stored(std::sin(angle) * scale, s.half);
         float *cosines = cos_.data() + (size_t)t * s.head_size, *sines = sin_.data() + (size_t)t * s.head_size;
         cosines[i] = cosines[half + i] = cos;
@@ -235,19 +266,31 @@ class DraftLevel {
     const Rows rows{.count = count,
                     .page = drafter.page,
                     .slots = column(0, [&](int m) { return l.slots[m]; }),
-                    .keys = column(1, [&](int m) { return l.keys[m]; }),
-                    .home = column(2, [&](int m) { return l.homes[m]; }),
+                    .keys = column(1, [&](int m) { return l.keys[m] - before(l, m); }),
+                    .home = column(2, [&](int m) { return l.homes[m] - before(l, m); }),
                     .pages = column(3, [&](int m) { return l.pages[m]; }),
                     .branch = column(4, [&](int m) { return m * l.branch; }),
                     .group = column(5, [&](int m) { return l.groups[m]; }),
-                    .common = column(6, [&](int m) { return l.commons[m]; }),
+                    .common = column(6, [&](int m) { return l.commons[m] - before(l, m); }),
                     .reach = column(7, [](int) { return 0; }),
                     .numbers = l.numbers,
                     .kept = nullptr,
                     .states = nullptr,
                     .kept_count = 0};
-    run_step(&s, &rows, hidden_.data(), cos_.data(), sin_.data(), normed_.data());
-    run_product({drafter.head, drafter.head_bias, s.hidden, l.vocabulary}, s.half, normed_.data(), count, said_.data());
+    run_step(&s, &rows, hidden_.data(), embedded_.data(), cos_.data(), sin_.data(), normed_.data());
+    const std::vector<float>& next = drafter.next_normed ? normed_ : hidden_;
+    for (int t = 0; head && t < count; ++t)
+      keep(next.data() + (size_t)t * s.hidden, drafter.next, (size_t)l.slots[rows_[t]] * s.hidden, s.hidden, s.half);
+    const int outputs = drafter.ids ? drafter.outputs : l.vocabulary;
+    std::vector<float>& product = drafter.ids ? own_ : said_;
+    room(product, (size_t)count * outputs);
+    run_product({drafter.head, drafter.head_bias, s.hidden, outputs}, s.half, normed_.data(), count, product.data());
+    if (!drafter.ids) return;
+    std::fill_n(said_.data(), (size_t)count * l.vocabulary, -INFINITY);
+    for (int t = 0; t < count; ++t)
+      for (int i = 0; i < outputs; ++i)
+        if (drafter.ids[i] < l.vocabulary)
+          said_[(size_t)t * l.vocabulary + drafter.ids[i]] = own_[(size_t)t * outputs + i];
   }
 
  private:
@@ -260,20 +303,31 @@ class DraftLevel {
 
   static float as_stored(float x, bool half) { return half ? widened(rounded(x)) : x; }
 
-  static void embed(const Drafter& drafter, int token, float* out) {
-    const int size = drafter.stack->hidden;
-    if (!drafter.stack->half) {
-      std::copy_n(static_cast<const float*>(drafter.embedding) + (size_t)token * size, size, out);
+  // Tokens of a row's text before the first in the cache.
+  static int before(const Launch& l, int m) { return (int)l.before[(size_t)(m / l.width) * l.record]; }
+
+  // Where in the cache the token is that a row's hangs from.
+  static int slot_above(const Launch& l, int m, int page) {
+    const int above = l.keys[m] - 2, home = l.homes[m];
+    if (above >= home) return l.numbers[m * l.branch + above - home];
+    const int at = above - before(l, m);
+    return l.numbers[l.pages[m] + at / page] * page + at % page;
+  }
+
+  // A row of numbers that are stored as weights are.
+  static void read(const void* table, int at, const Stack& s, float* out) {
+    const size_t first = (size_t)at * s.hidden;
+    if (!s.half) {
+      std::copy_n(static_cast<const float*>(table) + first, s.hidden, out);
       return;
     }
-    const uint16_t* row = static_cast<const uint16_t*>(drafter.embedding) + (size_t)token * size;
-    for (int i = 0; i < size; i += WIDTH) store(out + i, widened(row + i));
+    for (int i = 0; i < s.hidden; i += WIDTH) store(out + i, widened(static_cast<const uint16_t*>(table) + first + i));
   }
 
   std::vector<int> rows_;             // of the launch, that there are
   std::vector<int> columns_[8];       // of these alone, as attention reads them
   std::vector<const float*> logits_;  // what they said
-  std::vector<float> hidden_, normed_, cos_, sin_, said_;
+  std::vector<float> hidden_, embedded_, normed_, cos_, sin_, said_, own_;
 };
 
 }  // namespace
@@ -287,11 +341,12 @@ int paceline_width() { return WIDTH; }
 int paceline_pairs() { return PAIRS; }
 
 // All layers and the final norm of a step. `hidden` [T, D] is overwritten, `out` [T, D] written.
-void paceline_step(const Stack* stack, const Rows* rows, float* hidden, const float* cos, const float* sin,
-                   float* out, int threads) {
+// Of a head `hidden` are its states, and then those behind its last layer; else `embeddings` may be null.
+void paceline_step(const Stack* stack, const Rows* rows, float* hidden, const float* embeddings, const float* cos,
+                   const float* sin, float* out, int threads) {
   std::lock_guard<std::mutex> lock(one_at_a_time);
   team = team_of(threads);
-  run_step(stack, rows, hidden, cos, sin, out);
+  run_step(stack, rows, hidden, embeddings, cos, sin, out);
 }
 
 // The attention of one layer alone: query [T, Q, E], to out [T, Q, V].

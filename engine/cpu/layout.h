@@ -69,6 +69,10 @@ struct Stack {
   float eps;
   int count, hidden, query_heads, key_heads, head_size, value_size, intermediate;
   int half;  // weights and cache are bfloat16
+  // Of a head: the first layer reads embeddings beside its states. Null: it does not.
+  const float* embedding_norm;
+  float embedding_eps;
+  int from_normed;  // what the first layer adds to is its normed states
 };
 
 struct Rows {  // see engine/attention/rows.py
@@ -89,6 +93,11 @@ struct Drafter {
   const float* frequencies;  // [E / 2]: by how much each pair of dimensions is rotated at a position
   float rotary_scale;
   int page;
+  // Of a head: what each row leads to, [slots, D], stored as weights are; null: states are embeddings.
+  void* next;
+  const int64_t* ids;  // which token each output stands for, ascending or not; null: its own number
+  int outputs;
+  int next_normed;  // what a row leads to is its normed state
 };
 
 }  // extern "C"

@@ -27,7 +27,7 @@ struct Launch {
   // Fields of the first session; those of the next are `record` further.
   const double *factor, *temperature, *min_weight, *weight, *leaf_weight;
   const int64_t *seed, *max_width, *max_children, *position, *max_end, *table, *stop, *leaf_token, *slot;
-  const int64_t *given_end, *given_home, *given_branch;
+  const int64_t *given_end, *given_home, *given_branch, *before;
   // What goes on from level to level.
   int64_t *level, *branches, *home, *end;  // [N], [N, L, B], [N, L], [N, L]
   double* leaf_chance;                     // [N, P]

@@ -9,6 +9,7 @@ Tensor legend: as in :mod:`engine.levels.level_memory`; E head size, D hidden si
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,15 +89,42 @@ class CpuLevelOps(LevelOps):
         self._library.expand_level(self.described(memory, noisy=noisy), logits_MX.float().contiguous())
 
 
+@dataclass(frozen=True, slots=True)
+class HeadStates:
+    """What levels of an EAGLE-3 head read and write besides."""
+
+    next_SD: Tensor
+    """What each row leads to."""
+    next_normed: bool
+    """Whether that is its state behind the final norm."""
+    ids_V: Tensor | None
+    """int64: which token each output stands for; None: its own number."""
+
+    def described(self) -> dict[str, int]:
+        """As the library reads it."""
+        chosen = {} if self.ids_V is None else {"ids": self.ids_V.data_ptr(), "outputs": len(self.ids_V)}
+        return {"next": self.next_SD.data_ptr(), "next_normed": self.next_normed, **chosen}
+
+
 class CpuLevels(Levels):
     """Launches of a model that the library computes all of."""
 
     def __init__(
-        self, base: Any, stack: CpuStack, head: RowLinear, layers: PagedLayers, vocabulary: int, **sizes: int
+        self,
+        base: Any,
+        stack: CpuStack,
+        head: RowLinear,
+        layers: PagedLayers,
+        vocabulary: int,
+        states: HeadStates | None = None,
+        **sizes: int,
     ) -> None:
-        """``base``: transformers' model of ``stack``, before ``head``; ``sizes``: as of a :class:`.Levels`."""
+        """``base``: has the embedding and rotation of ``stack``; ``head`` is behind it.
+
+        ``states``: None of a model. ``sizes``: as of a :class:`.Levels`.
+        """
         super().__init__(layers, vocabulary, torch.float32, ROW_CLASSES, **sizes)
-        self._stack = stack
+        self._stack, self._states = stack, states
         self._ops = CpuLevelOps(stack.library)
         self._embedding_VD = base.embed_tokens.weight.detach()
         self._frequencies_E = base.rotary_emb.inv_freq.detach().float().contiguous()
@@ -108,6 +136,7 @@ class CpuLevels(Levels):
             frequencies=self._frequencies_E.data_ptr(),
             rotary_scale=base.rotary_emb.attention_scaling,
             page=layers.attention.page,
+            **({} if states is None else states.described()),
         )
 
     def _expand(self, memory: LevelMemory, levels: int, *, noisy: bool) -> None:
@@ -118,7 +147,22 @@ class CpuLevels(Levels):
 
 def cpu_levels(module: Any, layers: PagedLayers, vocabulary: int, *, width: int, children: int) -> CpuLevels | None:
     """What expands several levels of a model in one call; None if the library does not compute all of it."""
-    base, head, stack = module.base_model, module.get_output_embeddings(), fused_stack(module)
+    head = module.get_output_embeddings()
+    return levels_of(module.base_model, fused_stack(module), head, layers, vocabulary, width=width, children=children)
+
+
+def levels_of(
+    base: Any,
+    stack: nn.Module | None,
+    head: nn.Module,
+    layers: PagedLayers,
+    vocabulary: int,
+    states: HeadStates | None = None,
+    *,
+    width: int,
+    children: int,
+) -> CpuLevels | None:
+    """See :class:`CpuLevels`; None if the library does not compute all of it."""
     if not isinstance(stack, CpuStack) or not isinstance(head, RowLinear) or children + RIVALS > MAX_KEPT:
         return None
     embedding, angles = base.embed_tokens, base.rotary_emb
@@ -126,4 +170,4 @@ def cpu_levels(module: Any, layers: PagedLayers, vocabulary: int, *, width: int,
         return None
     if angles.rope_type not in FIXED_ANGLES:
         return None
-    return CpuLevels(base, stack, head, layers, vocabulary, width=width, children=children)
+    return CpuLevels(base, stack, head, layers, vocabulary, states, width=width, children=children)

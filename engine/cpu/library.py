@@ -78,6 +78,9 @@ class CStack(Structure):
         *((name, c_int) for name in ("count", "hidden", "query_heads", "key_heads", "head_size", "value_size")),
         ("intermediate", c_int),
         ("half", c_int),
+        ("embedding_norm", c_void_p),
+        ("embedding_eps", c_float),
+        ("from_normed", c_int),
     )
 
 
@@ -105,6 +108,10 @@ class CDrafter(Structure):
         *((name, c_void_p) for name in ("head", "head_bias", "embedding", "frequencies")),
         ("rotary_scale", c_float),
         ("page", c_int),
+        ("next", c_void_p),
+        ("ids", c_void_p),
+        ("outputs", c_int),
+        ("next_normed", c_int),
     )
 
 
@@ -119,7 +126,7 @@ class CLaunch(Structure):
         *((name, c_void_p) for name in ("depths", "odds", "factor", "temperature", "min_weight", "weight")),
         *((name, c_void_p) for name in ("leaf_weight", "seed", "max_width", "max_children", "position", "max_end")),
         *((name, c_void_p) for name in ("table", "stop", "leaf_token", "slot")),
-        *((name, c_void_p) for name in ("given_end", "given_home", "given_branch")),
+        *((name, c_void_p) for name in ("given_end", "given_home", "given_branch", "before")),
         *((name, c_void_p) for name in ("level", "branches", "home", "end", "leaf_chance", "token")),
         *((name, c_void_p) for name in ("place_weight", "found", "tokens", "positions", "slots", "keys", "homes")),
         *((name, c_void_p) for name in ("pages", "groups", "commons", "numbers")),
@@ -134,7 +141,7 @@ class Library:
         self._c = ctypes.CDLL(str(path))
         pointer, stack, rows = c_void_p, POINTER(CStack), POINTER(CRows)
         self._c.paceline_product.argtypes = (pointer, pointer, c_int, c_int, c_int, pointer, c_int, pointer, c_int)
-        self._c.paceline_step.argtypes = (stack, rows, pointer, pointer, pointer, pointer, c_int)
+        self._c.paceline_step.argtypes = (stack, rows, pointer, pointer, pointer, pointer, pointer, c_int)
         self._c.paceline_attend.argtypes = (stack, POINTER(CLayer), rows, pointer, pointer, c_int)
         launch = POINTER(CLaunch)
         self._c.paceline_begin.argtypes = (launch,)
@@ -185,13 +192,23 @@ class Library:
         return out_TO
 
     def step(
-        self, stack: CStack, rows: CRows, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, threads: int
+        self,
+        stack: CStack,
+        rows: CRows,
+        hidden_TD: Tensor,
+        angles_TE: tuple[Tensor, Tensor],
+        threads: int,
+        embeddings_TD: Tensor | None = None,
     ) -> Tensor:
-        """All layers and the final norm, ``[T, D]``. All tensors float32 and contiguous; ``hidden_TD`` is used up."""
+        """All layers and the final norm, ``[T, D]``; ``hidden_TD`` becomes what comes before that norm.
+
+        All tensors float32 and contiguous. ``angles_TE``: cosines and sines. ``embeddings_TD``: of a head, whose states
+        are ``hidden_TD``.
+        """
         out_TD = torch.empty_like(hidden_TD)
-        self._c.paceline_step(
-            stack, rows, hidden_TD.data_ptr(), cos_TE.data_ptr(), sin_TE.data_ptr(), out_TD.data_ptr(), threads
-        )
+        embeddings = None if embeddings_TD is None else embeddings_TD.data_ptr()
+        cos, sin = (each.data_ptr() for each in angles_TE)
+        self._c.paceline_step(stack, rows, hidden_TD.data_ptr(), embeddings, cos, sin, out_TD.data_ptr(), threads)
         return out_TD
 
     def attend(self, stack: CStack, layer: CLayer, rows: CRows, query_TQE: Tensor, threads: int) -> Tensor:

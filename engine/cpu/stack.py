@@ -81,7 +81,7 @@ class CpuStack(FusedStack):
 
         Raises :class:`engine.layers.fused.Unrecognised` for sizes that are not computed here; then nothing has changed.
         """
-        if reason := _obstacle(stock.config, library.width):
+        if reason := obstacle(stock.config, library.width):
             raise Unrecognised(reason)
         super().__init__(stock)
         self.library, self._threads = library, ThreadChoice()
@@ -120,16 +120,22 @@ class CpuStack(FusedStack):
         self.reads(step.store)
         count, rows = hidden_1TD.shape[1], described(step.rows, step.attention.page)
         states_TLD = self._wanted(step, rows)
-        cos_TE, sin_TE = (each[0].float().contiguous() for each in position_embeddings)
         hidden_TD = hidden_1TD[0].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        threads = self._threads.choose(count)
-        started = time.perf_counter()
-        found_TD = self.library.step(self.described, rows, hidden_TD, cos_TE, sin_TE, threads)
-        self._threads.observe(count, threads, time.perf_counter() - started)
+        found_TD = self.compute(rows, hidden_TD, (position_embeddings[0][0], position_embeddings[1][0]))
         step.calls = [calls + 1 for calls in step.calls]
         if step.tap is not None and states_TLD is not None:
             step.tap.room(count).copy_(states_TLD)
         return found_TD.to(hidden_1TD.dtype)[None]
+
+    def compute(
+        self, rows: CRows, hidden_TD: Tensor, angles_TE: tuple[Tensor, Tensor], embeddings_TD: Tensor | None = None
+    ) -> Tensor:
+        """See :meth:`.Library.step`; angles may have any format."""
+        angles_TE = (angles_TE[0].float().contiguous(), angles_TE[1].float().contiguous())
+        threads, started = self._threads.choose(rows.count), time.perf_counter()
+        found_TD = self.library.step(self.described, rows, hidden_TD, angles_TE, threads, embeddings_TD)
+        self._threads.observe(rows.count, threads, time.perf_counter() - started)
+        return found_TD
 
     def _wanted(self, step: Step, rows: CRows) -> Tensor | None:
         """Where the states between layers are written, ``[T, L, D]`` in float32; None if none are wanted."""
@@ -209,7 +215,7 @@ class CpuStack(FusedStack):
         return rows_O.reshape(-1, 2, self.library.width, *shape).transpose(0, 1).reshape(-1, *shape)
 
 
-def _obstacle(config: Any, width: int) -> str:
+def obstacle(config: Any, width: int) -> str:
     """What of a model of this configuration is not computed here; empty if all is."""
     sizes = (
         ("heads", getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads, 2 * width),
@@ -225,7 +231,7 @@ def widens(config: Any) -> bool:
     if config.dtype != torch.bfloat16 or config.model_type not in FAMILIES or has_tiles():
         return False
     library = find_library()
-    return library is not None and not _obstacle(config, library.width)
+    return library is not None and not obstacle(config, library.width)
 
 
 def fuse_on_cpu(module: Any) -> CpuRows:

@@ -23,10 +23,13 @@ from torch import Tensor
 from engine.attention.attention import PagedLayers, forward_context, paged_attention, steps_of
 from engine.attention.row_attention import RowAttention
 from engine.cache.kv_cache import CachedSequence, KVCache
+from engine.cpu.levels import HeadStates, levels_of
 from engine.cpu.rows import on_cpu
+from engine.eagle.cpu_head import pack
 from engine.eagle.head import EagleHead
 from engine.host.upload import upload
 from engine.layers.linear import products
+from engine.levels.levels import Levels
 from speculation.messages import FeatureFormat, Features
 
 FP8 = torch.float8_e4m3fn
@@ -66,6 +69,7 @@ class CachedHead:
         in_cpp = on_cpu(config.num_attention_heads // config.num_key_value_heads) if not weight.is_cuda else None
         attention = in_cpp or RowAttention(page=self.cache.block)
         self._paged = PagedLayers(self.cache.store, attention, config.num_hidden_layers, self.cache.capacity)
+        self._packed = pack(head) if type(head) is EagleHead and weight.device.type == "cpu" else None
         self._says_all = head.target_ids.tolist() == list(range(config.vocab_size))
         self._layers: list[Any] = [SimpleNamespace(layer_idx=layer) for layer in range(config.num_hidden_layers)]
 
@@ -100,7 +104,7 @@ class CachedHead:
                 own = slice(piece.first, piece.first + len(piece))
                 with forward_context(step), products(invariant=False):
                     embeddings_TD = self.head.embed(tokens_T)
-                    found.append(self.head(embeddings_TD, states_ND[own], positions_T + firsts_N[own], self._attend))
+                    found.append(self._forward(embeddings_TD, states_ND[own], positions_T + firsts_N[own]))
             if len(found) == 1:
                 return found[0]
             next_ND, normed_ND = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -119,6 +123,26 @@ class CachedHead:
             return own_RV[:, :vocabulary]
         logits_RV = own_RV.new_full((len(own_RV), self.head.config.vocab_size), float("-inf"))
         return logits_RV.index_copy_(1, self.head.target_ids, own_RV)[:, :vocabulary]
+
+    def levels(self, next_SD: Tensor, vocabulary: int, *, width: int, children: int) -> Levels | None:
+        """What expands several levels in one launch; None where that cannot be had.
+
+        ``next_SD``: the next state of the row in each slot, which the caller and the levels write.
+        """
+        head = self.head
+        if self._packed is None:
+            return None
+        states = HeadStates(next_SD, head.config.norm_output, None if self._says_all else head.target_ids)
+        sizes = {"width": width, "children": children}
+        return levels_of(head, self._packed, head.lm_head, self._paged, vocabulary, states, **sizes)
+
+    def _forward(self, embeddings_ND: Tensor, states_ND: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`engine.eagle.head.EagleHead.forward`."""
+        if self._packed is None:
+            return self.head(embeddings_ND, states_ND, positions_N, self._attend)  # type: ignore[no-any-return]
+        cos_N1E, sin_N1E = self.head.rotation(positions_N, states_ND)
+        hidden_ND, normed_ND = self._packed.states(embeddings_ND, states_ND, (cos_N1E[:, 0], sin_N1E[:, 0]))
+        return (normed_ND if self.head.config.norm_output else hidden_ND).to(states_ND), normed_ND
 
     def _attend(self, layer: int, q_NQE: Tensor, k_NKE: Tensor, v_NKE: Tensor) -> Tensor:
         q_1QNE, k_1KNE, v_1KNE = (x.transpose(0, 1)[None] for x in (q_NQE, k_NKE, v_NKE))

@@ -33,11 +33,11 @@ class HeadNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.variance_epsilon = eps
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """``[..., D] -> [..., D]``."""
-        normed = rms_norm(x_ND.float(), (x_ND.shape[-1],), eps=self.eps)
+        normed = rms_norm(x_ND.float(), (x_ND.shape[-1],), eps=self.variance_epsilon)
         return self.weight * normed.to(x_ND.dtype)
 
 
@@ -46,7 +46,7 @@ class HeadAttention(nn.Module):
 
     def __init__(self, config: EagleConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_size = layer, config.head_dim
+        self.layer, self.head_dim, self.scaling = layer, config.head_dim, config.head_dim**-0.5
         inputs = config.hidden_size * (2 if layer == 0 else 1)
         bias, queries, keys = config.attention_bias, config.num_attention_heads, config.num_key_value_heads
         self.q_proj = nn.Linear(inputs, queries * config.head_dim, bias=bias)
@@ -57,7 +57,7 @@ class HeadAttention(nn.Module):
     def forward(self, x_ND: Tensor, cos_NE: Tensor, sin_NE: Tensor, attend: Attend) -> Tensor:
         """What the rows read, ``[N, D]``."""
         q_NQE, k_NKE, v_NKE = (
-            linear(x_ND).unflatten(-1, (-1, self.head_size)) for linear in (self.q_proj, self.k_proj, self.v_proj)
+            linear(x_ND).unflatten(-1, (-1, self.head_dim)) for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
         read_NQE = attend(self.layer, rotated(q_NQE, cos_NE, sin_NE), rotated(k_NKE, cos_NE, sin_NE), v_NKE)
         out_ND: Tensor = self.o_proj(read_NQE.flatten(-2))
@@ -115,7 +115,7 @@ class EagleHead(nn.Module):
         self.norm = HeadNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size), persistent=False)
-        self.rotary = LlamaRotaryEmbedding(config.llama())
+        self.rotary_emb = LlamaRotaryEmbedding(config.llama())
 
     def embed(self, tokens_N: Tensor) -> Tensor:
         """Embeddings of the target's tokens, ``[N, D]``."""
@@ -140,7 +140,7 @@ class EagleHead(nn.Module):
         ``embeddings_ND``: of the token after the one that the state in the same row belongs to; ``positions_N``: of
         that one. Rows may also be ``[B, N, D]`` with positions ``[B, N]``; ``attend`` gets the same leading sizes.
         """
-        cos_NE, sin_NE = self._rotation(positions_N, states_ND)
+        cos_NE, sin_NE = self.rotation(positions_N, states_ND)
         x_ND = states_ND
         for layer in self.layers:
             x_ND = layer(embeddings_ND, x_ND, cos_NE, sin_NE, attend)
@@ -152,8 +152,9 @@ class EagleHead(nn.Module):
         logits_NV: Tensor = self.lm_head(normed_ND)
         return logits_NV
 
-    def _rotation(self, positions_N: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    def rotation(self, positions_N: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions, ``[..., 1, E]`` each, in the format of ``like``."""
         rows = positions_N.reshape(1, -1)
-        cos_1NE, sin_1NE = self.rotary(like, rows)
+        cos_1NE, sin_1NE = self.rotary_emb(like, rows)
         shape = (*positions_N.shape, 1, cos_1NE.shape[-1])
         return cos_1NE.reshape(shape), sin_1NE.reshape(shape)

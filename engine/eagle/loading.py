@@ -29,7 +29,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from engine.cpu.stack import pack_head
 from engine.eagle.config import CONFIG, EagleConfig
 from engine.eagle.head import EagleHead
 from engine.model import Model, ModelError, first_line, placed
@@ -95,7 +94,7 @@ def read(folder: Path, borrow: Borrow) -> EagleHead:
     _check_kind(file, tensors, config)
     with torch.device("meta"):
         head = EagleHead(config)
-    head.rotary = LlamaRotaryEmbedding(config.llama())  # a table that follows from the configuration, not weights
+    head.rotary_emb = LlamaRotaryEmbedding(config.llama())  # a table that follows from the configuration, not weights
     head.target_ids = target_ids
     if EMBEDDING not in tensors:
         tensors[EMBEDDING] = _borrowed(file, EMBEDDING, config, borrow)
@@ -230,10 +229,8 @@ def _check_numbers(file: Path, tensors: Tensors, head: EagleHead) -> None:
 
 
 def _ready(head: EagleHead, device: torch.device, dtype: torch.dtype) -> EagleHead:
-    """The head as it is served: there, in that format; packed on a CPU."""
+    """The head as it is served: there, in that format."""
     placed(head, dtype, device).eval().requires_grad_(False)
-    if device.type == "cpu":
-        pack_head(head)
     return head
 
 

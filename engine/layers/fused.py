@@ -207,7 +207,8 @@ def _changed_part(base: Any, known: Collection[type]) -> str:
 
 def _sliding_window(attention: Any) -> int | None:
     """How far back an attention layer of transformers looks, itself included."""
-    holder = attention.config if attention.config.model_type == "mistral" else attention
+    config = getattr(attention, "config", None)
+    holder = config if getattr(config, "model_type", "") == "mistral" else attention
     window: int | None = getattr(holder, "sliding_window", None)
     return window
 

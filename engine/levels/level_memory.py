@@ -95,6 +95,8 @@ class LevelExpansion:
     """Best first; those beyond :data:`~engine.levels.levels.LEAVES` are left out."""
     slots: Sequence[int]
     """Where what is expanded goes: of every further level as many as the launch is wide."""
+    before: int = 0
+    """Tokens of the text before the first that the cache holds: places count them, blocks do not."""
 
 
 class Expanded(NamedTuple):
@@ -129,6 +131,7 @@ def session_fields(width: int, leaves: int) -> dict[str, int]:
         "children": 1,
         "position": 1,
         "max_end": 1,
+        "before": 1,
         "table": 1,
         "stop": MAX_STOPS,
         "leaf_token": leaves,

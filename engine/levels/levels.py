@@ -154,7 +154,7 @@ class Levels(ABC):
             real = [*growth.factors, temperature, growth.min_weight, *_padded(growth.weights, width, 0.0)]
             reals.append([*real, *_padded([leaf.weight for leaf in leaves], max_leaves, 0.0)])
             seed = signed(splitmix64(sampling.seed & MASK64), 64)
-            whole = [seed, growth.width, growth.children, growth.position, growth.max_end, table]
+            whole = [seed, growth.width, growth.children, growth.position, growth.max_end, growth.before, table]
             whole += [*_padded(growth.stops, MAX_STOPS, -1), *_padded([leaf.token for leaf in leaves], max_leaves, 0)]
             whole += _padded(growth.slots, (MAX_LEVELS - 1) * width, 0)
             wholes.append([*whole, *(place.end for place in places), *homes, *branches])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.build import build, build_target, welcome
+from engine.build import build, build_target
 from engine.cache.kv_cache import KVCache
-from engine.eagle.cached import CachedHead, HeadChunk
-from engine.eagle.config import EagleConfig
+from engine.eagle.cached import CachedHead
 from engine.eagle.head import EagleHead
 from engine.eagle.loading import load_beside, save
 from engine.interface import Chunk, StepEngine
-from engine.loading.loader import Model
-from engine.model import ModelError
+from engine.model import Model, ModelError
 from engine.sampling.sampling import candidates
 from engine.settings import EngineSettings
 from engine.step import Engine
@@ -29,11 +28,9 @@ from speculation.messages import (
     Limits,
     Open,
     Rule,
-    Sampling,
     SessionId,
     Source,
     Speculation,
-    Token,
     Verification,
 )
 from speculation.trie import VerificationTree
@@ -44,48 +41,29 @@ from target_service.sequence import BatchEntry, TargetSequence
 from target_service.verdicts import Verdict
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.bundled import MODELS, held_out_prompts
+from tests.eagle_heads import (
+    ALONE,
+    AUX,
+    GREEDY,
+    HIDDEN,
+    LAYERS,
+    LINK,
+    NEW,
+    PLAIN,
+    VOCABULARY,
+    WARM,
+    Watched,
+    engine_of,
+    loop_of,
+    of_eagle,
+    opening,
+    plain_texts,
+    reference,
+    texts,
+    tiny_head,
+)
 from tests.ranks import needs_no_gpu, on_ranks
 from tests.unit.engine.engine_models import Stock, load_tiny, random_tokens, save_model
-
-LINK = "router"
-HIDDEN, VOCABULARY, LAYERS = 64, 256, 4
-AUX = (2, 1, 3)
-NEW = 16
-ALONE = Speculation(sources=frozenset({Source.EAGLE}))
-PLAIN = Speculation(enabled=False)
-GREEDY, WARM = Sampling(temperature=0.0), Sampling(temperature=0.8, seed=5)
-
-
-def config_of(**changes: Any) -> EagleConfig:
-    known: dict[str, Any] = {
-        "hidden_size": HIDDEN,
-        "target_hidden_size": HIDDEN,
-        "vocab_size": VOCABULARY,
-        "draft_vocab_size": 100,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 96,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 256,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "aux_layers": AUX,
-    }
-    return EagleConfig(**{**known, **changes})
-
-
-def tiny_head(**changes: Any) -> EagleHead:
-    """A random one, which can say every second of the target's tokens."""
-    head = EagleHead(config_of(**changes))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.15, generator=generator)
-    if head.config.draft_vocab_size < VOCABULARY:
-        head.target_ids = 2 * torch.arange(head.config.draft_vocab_size)
-    return head.eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
@@ -96,47 +74,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return load_tiny("llama", tmp_path_factory.mktemp("loaded"), num_hidden_layers=LAYERS)
-
-
-def engine_of(model: Model, head: EagleHead | None, capacity: int = 1024) -> Engine:
-    cache = KVCache(model.layers, capacity, block=model.block, dtype=model.dtype, device=model.device)
-    return Engine(model, cache, eagle=head)
-
-
-def loop_of(engine: StepEngine, **limits: object) -> VerifyLoop:
-    """Verifies all there is, so that what is tested does not depend on how fast the machine is."""
-    chosen = replace(TargetLimits(adaptive=False), **limits)  # type: ignore[arg-type]
-    return VerifyLoop(engine, welcome(EngineSettings("tiny"), engine.model, "target"), chosen)
-
-
-def opening(number: int, sampling: Sampling, speculation: Speculation = ALONE, new: int = NEW) -> Open:
-    prompt = tuple(random_tokens(10 + number, seed=number))
-    chosen = replace(sampling, seed=sampling.seed + number)
-    return Open(SessionId(number), 1, prompt, chosen, Limits(len(prompt) + new), speculation=speculation)
-
-
-def texts(loop: VerifyLoop, openings: Sequence[Open]) -> dict[int, list[Token]]:
-    """What the sessions say, all at once."""
-    for one in openings:
-        loop.receive(LINK, one)
-    said: dict[int, list[Token]] = {one.session: [] for one in openings}
-    while (sent := loop.step()) is not None:
-        loop.validate()
-        for _, message in sent:
-            assert isinstance(message, Verification), message
-            said[message.session] += message.tokens
-    assert loop.load().free_tokens == loop.load().capacity_tokens
-    return said
-
-
-def plain_texts(model: Model, openings: Sequence[Open]) -> dict[int, list[Token]]:
-    return texts(loop_of(engine_of(model, None)), [replace(one, speculation=PLAIN) for one in openings])
-
-
-def of_eagle(loop: VerifyLoop) -> eagle.EagleDrafter:
-    (drafter,) = loop._drafters
-    assert isinstance(drafter, eagle.EagleDrafter)
-    return drafter
 
 
 @pytest.mark.parametrize("rule", Rule)
@@ -173,44 +110,12 @@ def test_other_shapes_of_heads(model: Model, kind: str) -> None:
     assert loop.counters.offered_from[Source.EAGLE] > 50
 
 
-class Watched(CachedHead):
-    """Notes what the rows of committed tokens come to."""
-
-    read: dict[tuple[int, ...], Tensor]
-
-    def run(self, chunks: Sequence[HeadChunk]) -> tuple[Tensor, Tensor]:
-        starts = [chunk.first + chunk.sequence.length for chunk in chunks]
-        states_ND, normed_ND = super().run(chunks)
-        row = 0
-        for chunk, start in zip(chunks, starts, strict=True):
-            for i in range(len(chunk.tokens) if isinstance(chunk.parents, range) else 0):
-                self.read[start + i, chunk.tokens[i]] = normed_ND[row + i]
-            row += len(chunk.tokens)
-        return states_ND, normed_ND
-
-
-def reference(folder: str, head: EagleHead, tokens: Sequence[Token]) -> Tensor:
-    """The normed states of all rows by transformers' hidden states and one causal pass, ``[T - 1, D]``."""
-    module = Stock(folder)._module
-    with torch.inference_mode():
-        hidden = module(input_ids=torch.tensor([list(tokens)]), output_hidden_states=True).hidden_states
-        states_ND = head.fuse(torch.cat([hidden[layer][0] for layer in head.config.aux_layers], -1))[:-1]
-
-        def attend(_layer: int, q_NQE: Tensor, k_NKE: Tensor, v_NKE: Tensor) -> Tensor:
-            q_QNE, k_KNE, v_KNE = (x.transpose(0, 1) for x in (q_NQE, k_NKE, v_NKE))
-            attention = torch.nn.functional.scaled_dot_product_attention
-            return attention(q_QNE, k_KNE, v_KNE, is_causal=True, enable_gqa=True).transpose(0, 1)
-
-        embedded = head.embed(torch.tensor(tokens[1:]))
-        found: tuple[Tensor, Tensor] = head(embedded, states_ND, torch.arange(len(tokens) - 1), attend)
-    return found[1]
-
-
 @pytest.mark.parametrize("kept", ["anything", "its own drafts"])
 def test_the_head_reads_the_states_of_committed_tokens(folder: str, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was verified beside them and whatever of it was kept; prompts in parts, too, and told of."""
     monkeypatch.setattr("target_service.drafting.draft_model.CachedHead", Watched)
     head = load_head(folder, tiny_head(draft_vocab_size=VOCABULARY))
+    stock = copy.deepcopy(head)  # computed by its modules
     engine = build_target(EngineSettings(folder, dtype="fp32", device="cpu", cache_tokens=1024))
     engine = Engine(engine.model, engine.cache, eagle=head)
     limits = replace(TargetLimits(), budget=scheduler.Budget(tokens=6)) if kept == "anything" else TargetLimits()
@@ -223,7 +128,7 @@ def test_the_head_reads_the_states_of_committed_tokens(folder: str, kept: str, m
     one = opening(4, GREEDY)
     one = replace(one, request_options=replace(one.request_options, prompt_logprobs=1))
     truth = [*one.tokens, *texts(loop, [one])[4]]
-    expected = reference(folder, head, truth)
+    expected = reference(folder, stock, truth)
     read = {position for position, _ in watched.read}
     assert read == set(range(len(read))) and len(read) > len(one.tokens), "without gaps, but for the last step"
     for (position, token), normed_D in watched.read.items():

@@ -31,7 +31,7 @@ from speculation.messages import (
     Verification,
 )
 from target_service.scheduler import Budget
-from tests.integration.test_eagle import (
+from tests.eagle_heads import (
     ALONE,
     GREEDY,
     LAYERS,

@@ -20,7 +20,7 @@ from draft_service.service import ROLE as DRAFT
 from draft_service.service import DraftSettings, load_head
 from engine.build import build_target, welcome
 from engine.eagle.cached import packed, unpacked
-from engine.eagle.loading import save
+from engine.eagle.loading import load_alone, save
 from engine.model import ModelError
 from engine.settings import EngineSettings
 from router.service import Router, RouterSettings
@@ -47,7 +47,7 @@ from speculation.messages import (
 from target_service.service import ROLE as TARGET
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.bundled import MODELS
-from tests.integration.test_eagle import HIDDEN, LAYERS, VOCABULARY, reference, tiny_head
+from tests.eagle_heads import HIDDEN, LAYERS, VOCABULARY, reference, tiny_head
 from tests.integration.test_failover import Process, busiest, stream
 from tests.integration.test_metrics import complete, values
 from tests.ports import free_port
@@ -224,7 +224,8 @@ def test_the_head_reads_what_the_target_has_of_committed_tokens(folders: Folders
     engine._head.run = watched  # type: ignore[method-assign]
     said = pair.run()[one.session]
     text = [*one.tokens, *said]
-    expected = reference(folders.target, engine._head.head, text)
+    stock = load_alone(folders.head, folders.target, torch.device("cpu"), torch.float32)
+    expected = reference(folders.target, stock, text)
     assert len(rows) > NEW // 2
     for position, normed_D in rows.items():
         torch.testing.assert_close(normed_D, expected[position], atol=1e-2, rtol=1e-2)

@@ -18,7 +18,7 @@ from engine.interface import StepEngine
 from engine.model import ModelError
 from engine.settings import EngineSettings
 from speculation.messages import Source
-from tests.integration.test_eagle import GREEDY, WARM, Watched, loop_of, of_eagle, opening, plain_texts, texts
+from tests.eagle_heads import GREEDY, WARM, Watched, loop_of, of_eagle, opening, plain_texts, texts
 from tests.unit.engine.engine_models import save_model
 from tests.unit.engine.test_families import FAMILIES as KNOWN
 from tests.unit.engine.test_families import STATE

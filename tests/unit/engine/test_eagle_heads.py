@@ -253,7 +253,7 @@ def test_what_is_saved_has_the_published_layout_and_is_read_again(tmp_path: Path
 def test_the_rotation_stays_precise_in_bfloat16(tmp_path: Path) -> None:
     head = load_alone(str(write(tmp_path / "head", tensors())), "", CPU, torch.bfloat16)
     assert {parameter.dtype for parameter in head.parameters()} == {torch.bfloat16}
-    assert {buffer.dtype for buffer in head.rotary.buffers()} == {torch.float32}
+    assert {buffer.dtype for buffer in head.rotary_emb.buffers()} == {torch.float32}
 
 
 def test_layers_are_counted_as_each_layout_counts_them(tmp_path: Path) -> None:

@@ -1,0 +1,148 @@
+"""Several levels of an EAGLE-3 head's drafts in one launch are those of single steps; packed, it says what it said."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from draft_service.eagle import HeadLookahead
+from draft_service.lookahead import LookaheadLimits
+from draft_service.service import DraftSettings, load_head
+from engine.cpu.library import find_library
+from engine.eagle.cached import CachedHead, HeadChunk, packed
+from engine.eagle.cpu_head import CpuHead
+from engine.eagle.loading import save
+from engine.settings import EngineSettings
+from speculation.drafting.heads import MORE, WIDER
+from speculation.messages import ANCHOR, FeatureFormat, Features, Sampling, SessionId, Token
+from speculation.verifying.budget import StepCost
+from tests.eagle_heads import HIDDEN, LAYERS, VOCABULARY, tiny_head
+from tests.property.test_draft_levels import (
+    GREEDY,
+    LIMITS,
+    ROUTER,
+    WARM,
+    Counted,
+    Drafter,
+    Fixed,
+    assert_same,
+    some_commit,
+)
+from tests.unit.engine.engine_models import random_tokens, save_model
+
+NARROW = replace(LIMITS, width=LIMITS.width // WIDER, children=LIMITS.children - MORE, bytes_a_token=0.0)
+"""Of these a head may do more. Nothing is sent, so that nothing stays when it drafts anew: a launch goes by what it
+says itself of a draft that was there before."""
+FAR = 1e-4
+"""Angles that differ in the last place come back in every state that follows."""
+SHAPE: dict[str, Any] = {"draft_vocab_size": VOCABULARY, "head_dim": 32}
+KINDS: dict[str, dict[str, Any]] = {
+    "one layer": {},
+    "normed": {"norm_before_residual": True, "norm_output": True},
+    "two layers and few tokens": {"num_hidden_layers": 2, "draft_vocab_size": VOCABULARY // 2},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    if find_library() is None:
+        pytest.skip("no C++ compiler, or a processor without AVX2")
+
+
+@pytest.fixture(autouse=True)
+def _rows_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes the same time whatever is in it, and a launch knows of all leaves that single steps know of."""
+    monkeypatch.setattr(StepCost, "__call__", lambda self, tokens: 1.0)
+    monkeypatch.setattr("engine.levels.levels.LEAVES", 60)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model("llama", tmp_path_factory.mktemp("tiny") / "model", num_hidden_layers=LAYERS)
+
+
+class HeadDrafter(Drafter):
+    """A draft worker with a head, which hears of every committed token what a target might say."""
+
+    def __init__(self, settings: DraftSettings, levels: int) -> None:
+        engine, self.told = load_head(settings)
+        self.engine: Any = engine
+        self.launches = Counted()
+        self.worker = HeadLookahead(engine, self.told, LookaheadLimits(draft=NARROW))
+        if levels > 1:
+            self.launches._levels = self.worker._levels._levels
+            assert self.launches._levels is not None
+        self.launches._times = defaultdict(partial(Fixed, levels))
+        self.worker._levels = self.worker._account._launches = self.launches
+        self.texts: dict[int, list[Token]] = {}
+
+    def open(self, number: int, prompt: Sequence[Token], sampling: Sampling, **how: Any) -> None:
+        super().open(number, prompt, sampling, **how)
+        self.feed(number, 1 + number, len(prompt))
+
+    def feed(self, number: int, start: int, end: int) -> None:
+        """States of the tokens from ``start`` on, as they follow from the text."""
+        seeded = [torch.Generator().manual_seed(hash(tuple(self.texts[number][: at + 1]))) for at in range(start, end)]
+        states_ND = torch.stack([torch.randn(HIDDEN, generator=generator) for generator in seeded])
+        values, scales = packed(states_ND, FeatureFormat.BF16)
+        sent = Features(SessionId(number), 1, start, self.told.head, HIDDEN, values, FeatureFormat.BF16, scales)
+        assert self.worker.receive(ROUTER, sent) == []
+        assert not self.worker.counters.features_refused
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_one_call_it_says_what_its_modules_say(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree behind a chain: all layers, next states and logits."""
+    found = []
+    for library in (find_library(), None):
+        monkeypatch.setattr("engine.eagle.cpu_head.find_library", lambda library=library: library)
+        head = CachedHead(tiny_head(**SHAPE | KINDS[kind]), 64)
+        assert (head._packed is None) is (library is None)
+        sequence, generator = head.cache.sequence(), torch.Generator().manual_seed(4)
+        states_ND = torch.randn(9, HIDDEN, generator=generator)
+        chunk = HeadChunk(sequence, 3, random_tokens(9, seed=2), states_ND, [ANCHOR, 0, 1, 2, 3, 3, 4, 4, 6])
+        next_ND, normed_ND = head.run([chunk])
+        found.append((next_ND, head.logits(normed_ND, VOCABULARY)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_trees_are_those_of_single_steps(target: str, kind: str, dtype: str, tmp_path: Path) -> None:
+    """Greedy and not; features that come at once, late, or never; commits that follow the drafts, in part or not."""
+    head = tiny_head(**SHAPE | KINDS[kind])
+    save(head, tmp_path / "head", dtype=torch.float32)
+    engine = EngineSettings(target, dtype=dtype, device="cpu", cache_tokens=2048, eagle=str(tmp_path / "head"))
+    one, other = (HeadDrafter(DraftSettings(engine), levels) for levels in (1, 5))
+    assert isinstance(one.engine._head._packed, CpuHead)
+    rng = Random(3)
+    for number in range(3):
+        prompt = random_tokens(rng.choice([7, 8, 30, 40]), seed=number)
+        for each in (one, other):
+            each.open(number, prompt, WARM if number % 2 else GREEDY)
+    heard = {number: len(one.texts[number]) for number in range(3)}
+    for _ in range(5):
+        for _ in range(rng.choice([1, 2])):
+            for _ in range(other.step()):
+                one.step()
+            assert_same(one, other, FAR)
+        for number in range(3):
+            tokens, told = some_commit(rng, one, number), rng.random() < 0.7
+            for each in (one, other):
+                each.commit(number, tokens)
+                if told:
+                    each.feed(number, heard[number], len(each.texts[number]))
+            heard[number] = len(one.texts[number]) if told else heard[number]
+        assert_same(one, other, FAR)
+    assert other.launches.launched > 8, "nothing was launched"
+    one.close()
+    other.close()
