@@ -116,9 +116,8 @@ def load_head(settings: DraftSettings, progress: Progress | None = None) -> tupl
         progress(Loading(f"reading an EAGLE-3 head from {Path(chosen.eagle).name}"))
     set_threads(chosen.threads, chosen.max_threads)
     model = describe(chosen.model, chosen.dtype, chosen.device)
+    check_fit(chosen.eagle, model)
     head = load_alone(chosen.eagle, chosen.model, model.device, model.dtype)
-    hidden = model.config.get_text_config(decoder=True)
-    check_fit(chosen.eagle, head, model.name, hidden.hidden_size, model.vocabulary, hidden.vocab_size, model.layers)
     engine = HeadEngine(CachedHead(head, chosen.cache_tokens or HEAD_TOKENS), model)
     introduction = replace(
         welcome(chosen, model, ROLE),

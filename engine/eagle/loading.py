@@ -56,11 +56,9 @@ def load_beside(path: str, model: Model) -> EagleHead:
 
 def read_beside(path: str, model: Model) -> EagleHead:
     """The head in the folder ``path``, as stored, checked against ``model``, some of whose weights it may share."""
-    config = model.config.get_text_config(decoder=True)
+    check_fit(path, model)
     folder = Path(path).expanduser()
-    head = read(folder, lambda name: _of_module(folder, model, name))
-    check_fit(path, head, model.name, config.hidden_size, model.vocabulary, config.vocab_size, model.layers)
-    return head
+    return read(folder, lambda name: _of_module(folder, model, name))
 
 
 def load_alone(path: str, target: str, device: torch.device, dtype: torch.dtype) -> EagleHead:
@@ -72,16 +70,18 @@ def load_alone(path: str, target: str, device: torch.device, dtype: torch.dtype)
     return _ready(read(folder, lambda name: _of_folder(folder, target, name)), device, dtype)
 
 
-def check_fit(path: str, head: EagleHead, target: str, hidden: int, usable: int, vocabulary: int, layers: int) -> None:
-    """Raise ModelError for a head of another target. ``usable``: its tokens without padding; ``vocabulary``: with."""
-    config, hint = head.config, "give a head that was trained for it"
-    if config.target_hidden_size != hidden:
+def check_fit(path: str, model: Model) -> None:
+    """Raise ModelError for a head of another target than ``model``, by its config.json; it may know padding or not."""
+    config, hint = EagleConfig.from_folder(Path(path).expanduser()), "give a head that was trained for it"
+    target = model.config.get_text_config(decoder=True)
+    if config.target_hidden_size != target.hidden_size:
         told = f"reads hidden states of {config.target_hidden_size} numbers"
-        raise ModelError(f"{path}: this head {told}, {target} has {hidden}; {hint}")
-    if not usable <= config.vocab_size <= vocabulary:
-        raise ModelError(f"{path}: this head knows {config.vocab_size} tokens, {target} has {vocabulary}; {hint}")
+        raise ModelError(f"{path}: this head {told}, {model.name} has {target.hidden_size}; {hint}")
+    if not model.vocabulary <= config.vocab_size <= target.vocab_size:
+        told = f"knows {config.vocab_size} tokens"
+        raise ModelError(f"{path}: this head {told}, {model.name} has {target.vocab_size}; {hint}")
     try:
-        config.aux_layers_of(layers)
+        config.aux_layers_of(model.layers)
     except ModelError as error:
         raise ModelError(f"{path}: {error}; {hint}") from error
 

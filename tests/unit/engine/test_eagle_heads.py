@@ -339,7 +339,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: Change, told:
 )
 def test_a_head_of_another_target_is_refused(model: Model, tmp_path: Path, said: dict[str, Any], told: str) -> None:
     config = EagleConfig.from_folder(write(tmp_path / "said", {}, **said))
-    save(EagleHead(config), tmp_path / "head", embedding=True)
+    save(EagleHead(config), tmp_path / "head")  # before the target's embedding is taken for its own
     with pytest.raises(ModelError, match=told):
         load_beside(str(tmp_path / "head"), model)
 
