@@ -59,7 +59,7 @@ def measure(
     built = StageResult(settings.SPECULATION, _shape(gpu), "pair", time.perf_counter() - started, facts=facts)
     report(built)
     bench = DraftingBench(options, gpu, pair, report, tell)
-    with losses_unsaid():
+    with losses_unsaid("transport.client"):
         asyncio.run(bench.run(options.budget_s - built.seconds if options.budget_s else None))
 
 

@@ -200,17 +200,15 @@ async def serving(target: Path, draft: Path | None = None) -> AsyncIterator[Disp
 
 
 @contextmanager
-def losses_unsaid() -> Iterator[None]:
-    """Say no word of workers that are lost: where that is part of the plan."""
-    loggers = [logging.getLogger(name) for name in ("router.sessions.pool", "transport.client")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+def losses_unsaid(name: str = "router.sessions.pool") -> Iterator[None]:
+    """Have the logger of this name say no word of workers that are lost: where that is part of the plan."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logger.setLevel(level)
 
 
 async def until_lost(dispatcher: Dispatcher, role: Role) -> None:
