@@ -248,7 +248,6 @@ class DraftLevel {
     for (int t = 0; t < count; ++t) {
       const int m = rows_[t], half = s.head_size / 2;
       read(drafter.embedding, l.tokens[m], s, embedded.data() + (size_t)t * s.hidden);
-      if (head) read(drafter.next, slot_above(l, m, drafter.page), s, hidden_.data() + (size_t)t * s.hidden);
       for (int i = 0; i < half; ++i) {
         const float angle = (float)(l.positions[m] - head) * drafter.frequencies[i], scale = drafter.rotary_scale;
         const float cos = as_stored(std::cos(angle) * scale, s.half), sin = as_stored(std::sin(angle) * scale, s.half);
@@ -266,17 +265,19 @@ class DraftLevel {
     const Rows rows{.count = count,
                     .page = drafter.page,
                     .slots = column(0, [&](int m) { return l.slots[m]; }),
-                    .keys = column(1, [&](int m) { return l.keys[m] - before(l, m); }),
-                    .home = column(2, [&](int m) { return l.homes[m] - before(l, m); }),
+                    .keys = column(1, [&](int m) { return l.keys[m]; }),
+                    .home = column(2, [&](int m) { return l.homes[m]; }),
                     .pages = column(3, [&](int m) { return l.pages[m]; }),
                     .branch = column(4, [&](int m) { return m * l.branch; }),
                     .group = column(5, [&](int m) { return l.groups[m]; }),
-                    .common = column(6, [&](int m) { return l.commons[m] - before(l, m); }),
+                    .common = column(6, [&](int m) { return l.commons[m]; }),
                     .reach = column(7, [](int) { return 0; }),
                     .numbers = l.numbers,
                     .kept = nullptr,
                     .states = nullptr,
                     .kept_count = 0};
+    for (int t = 0; head && t < count; ++t)  // from where the token lies that this one hangs from
+      read(drafter.next, slot_of(rows, t, rows.keys[t] - 2), s, hidden_.data() + (size_t)t * s.hidden);
     run_step(&s, &rows, hidden_.data(), embedded_.data(), cos_.data(), sin_.data(), normed_.data());
     const std::vector<float>& next = drafter.next_normed ? normed_ : hidden_;
     for (int t = 0; head && t < count; ++t)
@@ -302,17 +303,6 @@ class DraftLevel {
   }
 
   static float as_stored(float x, bool half) { return half ? widened(rounded(x)) : x; }
-
-  // Tokens of a row's text before the first in the cache.
-  static int before(const Launch& l, int m) { return (int)l.before[(size_t)(m / l.width) * l.record]; }
-
-  // Where in the cache the token is that a row's hangs from.
-  static int slot_above(const Launch& l, int m, int page) {
-    const int above = l.keys[m] - 2, home = l.homes[m];
-    if (above >= home) return l.numbers[m * l.branch + above - home];
-    const int at = above - before(l, m);
-    return l.numbers[l.pages[m] + at / page] * page + at % page;
-  }
 
   // A row of numbers that are stored as weights are.
   static void read(const void* table, int at, const Stack& s, float* out) {

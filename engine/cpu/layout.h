@@ -95,7 +95,7 @@ struct Drafter {
   int page;
   // Of a head: what each row leads to, [slots, D], stored as weights are; null: states are embeddings.
   void* next;
-  const int64_t* ids;  // which token each output stands for, ascending or not; null: its own number
+  const int64_t* ids;  // which token each output stands for, in any order; null: its own number
   int outputs;
   int next_normed;  // what a row leads to is its normed state
 };

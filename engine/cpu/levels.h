@@ -27,7 +27,8 @@ struct Launch {
   // Fields of the first session; those of the next are `record` further.
   const double *factor, *temperature, *min_weight, *weight, *leaf_weight;
   const int64_t *seed, *max_width, *max_children, *position, *max_end, *table, *stop, *leaf_token, *slot;
-  const int64_t *given_end, *given_home, *given_branch, *before;
+  const int64_t *given_end, *given_home, *given_branch;
+  const int64_t* before;  // tokens of the text before the first in the cache
   // What goes on from level to level.
   int64_t *level, *branches, *home, *end;  // [N], [N, L, B], [N, L], [N, L]
   double* leaf_chance;                     // [N, P]
@@ -234,7 +235,7 @@ inline void choose_rows(const Launch& l, int n) {
     l.tokens[row] = active ? (int)l.token[(size_t)n * l.drafts() + chosen] : 0;
     l.positions[row] = (int)std::max<int64_t>(end - 1, 0);
     l.slots[row] = active ? (int)slot : l.spare + row;
-    l.keys[row] = (int)end, l.homes[row] = (int)home;
+    l.keys[row] = (int)(end - l.before[start]), l.homes[row] = (int)(home - l.before[start]);
   }
   for (int w = 0; w < l.width; w += l.group) {
     const int leader = n * l.width + w;

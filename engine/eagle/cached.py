@@ -66,10 +66,11 @@ class CachedHead:
         config, weight = head.config, head.norm.weight
         self.head = head
         self.cache = KVCache(config.num_hidden_layers, capacity, dtype=weight.dtype, device=weight.device)
-        in_cpp = on_cpu(config.num_attention_heads // config.num_key_value_heads) if not weight.is_cuda else None
+        is_cpu = weight.device.type == "cpu"
+        in_cpp = on_cpu(config.num_attention_heads // config.num_key_value_heads) if is_cpu else None
         attention = in_cpp or RowAttention(page=self.cache.block)
         self._paged = PagedLayers(self.cache.store, attention, config.num_hidden_layers, self.cache.capacity)
-        self._packed = pack(head) if type(head) is EagleHead and weight.device.type == "cpu" else None
+        self._packed = pack(head) if type(head) is EagleHead and is_cpu else None
         self._says_all = head.target_ids.tolist() == list(range(config.vocab_size))
         self._layers: list[Any] = [SimpleNamespace(layer_idx=layer) for layer in range(config.num_hidden_layers)]
 
