@@ -18,9 +18,9 @@ from draft_service.head_engine import HeadEngine
 from draft_service.levels import DraftLevels
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.sequence import DraftSequence, Reader, Text
+from engine.cache.kv_cache import CachedSequence
 from engine.eagle.cached import unpacked
 from engine.recorder import Recorder
-from speculation.drafting.heads import limits_elsewhere
 from speculation.messages import Features, Open, Rule, Token, ToWorker, Verification, Welcome
 from transport.tracing import Tracing
 from transport.worker import Outgoing
@@ -44,16 +44,26 @@ class HeadText(Text):
     @property
     def complete(self) -> bool:
         """Whether drafts can hang from its end."""
-        return self.begun
+        return self.begun and self.end == len(self._committed)
+
+    @property
+    def end(self) -> int:
+        """Position behind the last token that it reads."""
+        return self.first + len(self.tokens)
 
     def begin(self, position: int) -> None:
-        """Read the text from there on."""
-        self.begun, self.first, self.tokens = True, position, list(self._committed[position:])
+        """Read the text from there on, but no token yet."""
+        self.begun, self.first = True, position
+        self.tokens.clear()
+
+    def read_to(self, end: int | None = None) -> None:
+        """Read the tokens before that position; None: all."""
+        self.tokens += self._committed[self.end : end]
 
     def follow(self, count: int) -> None:  # noqa: ARG002
         """Read on, whoever drafted it."""
         if self.begun:
-            self.tokens += self._committed[self.first + len(self.tokens) :]
+            self.read_to()
 
 
 class HeadLookahead(Lookahead):
@@ -68,7 +78,7 @@ class HeadLookahead(Lookahead):
         tracing: Tracing | None = None,
     ) -> None:
         """As of :class:`Lookahead`; ``welcome`` names the head."""
-        draft = limits_elsewhere(limits.draft)
+        draft = limits.draft.of_head()
         reader = Reader(engine.model, HeadText)
         levels = DraftLevels(engine.levels(draft.width, draft.children))
         super().__init__(engine, welcome, replace(limits, draft=draft), recorder, tracing, reader, levels=levels)
@@ -92,7 +102,7 @@ class HeadLookahead(Lookahead):
 
     def _take(self, sequence: DraftSequence, features: Features) -> str:
         """Keep features of a session until they are read; returns why not, if so."""
-        text, position = _text_of(sequence), sequence.session.trie.position
+        text, position = text_of(sequence), sequence.session.trie.position
         if features.head != self._welcome.head:
             return "they are for another head, or from beside another target"
         if features.position < 1 or features.end > position + MAX_EARLY:
@@ -106,12 +116,13 @@ class HeadLookahead(Lookahead):
 
     def _absorb(self, sequence: DraftSequence) -> None:
         """Give the head what has come of committed tokens; what it has read without, it will read again."""
-        text, session = _text_of(sequence), sequence.session
+        text, session = text_of(sequence), sequence.session
         known = sorted(position for position in text.come if position < session.trie.position)
         if not known or (session.opened.speculation.rule is Rule.REJECTION and len(session.trie)):
             return  # what was drawn from a q stands: it goes on when that is decided
         if not text.begun:
             text.begin(known[0])
+            text.read_to()
             self._head.begin(sequence.cached, known[0])
         rows = {position - text.first: text.come.pop(position) for position in known}
         rows = {row: state_D for row, state_D in rows.items() if row >= 0}
@@ -125,8 +136,12 @@ class HeadLookahead(Lookahead):
         taken = self._sequences.get((link, opened.session))
         if taken is not None and taken is not sequence:
             taken.cached.free()
-            taken.cached = self._head.cache.sequence()  # rows depend on more than tokens: nothing is shared
+            taken.cached = self._rows(taken)
         return refused
+
+    def _rows(self, sequence: DraftSequence) -> CachedSequence:  # noqa: ARG002
+        """Of a session that was opened. They depend on more than tokens: nothing is shared."""
+        return self._head.cache.sequence()
 
     def _verified(self, link: Hashable, verification: Verification, sequence: DraftSequence | None) -> Outgoing:
         outgoing = super()._verified(link, verification, sequence)
@@ -139,6 +154,7 @@ class HeadLookahead(Lookahead):
         self._head.forget(sequence.cached)
 
 
-def _text_of(sequence: DraftSequence) -> HeadText:
+def text_of(sequence: DraftSequence) -> HeadText:
+    """What a head reads of it."""
     assert isinstance(sequence.text, HeadText)
     return sequence.text

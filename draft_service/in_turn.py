@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.sequence import DraftBatchEntry, DraftSequence
 from speculation.drafting.draft_session import Candidate, DraftLimits
 from speculation.frozen import frozen
+from speculation.messages import Open
 from speculation.trie import Node
 from speculation.verifying.payoff import DraftTurn
 from transport.worker import Key, Outgoing
@@ -84,11 +85,13 @@ class InTurn(Lookahead):
     _growth_seconds = 0.0
     """What the host takes to grow a tree by one draft."""
 
-    def draft(self, running: Collection[Key], wanted: Mapping[Key, float], plain: DraftTurn) -> Outgoing:
+    def draft(
+        self, running: Collection[Key], wanted: Mapping[Key, float], plain: DraftTurn, *, probe: bool = False
+    ) -> Outgoing:
         """Proposals for ``wanted`` sessions, which are about to be verified, and refusals of those that are dropped.
 
         ``wanted[key]``: the chance that a draft token is right. ``running``: all whose text may be read, prompts in
-        parts. ``plain``: the target's step, if nothing is drafted.
+        parts. ``plain``: the target's step, if nothing is drafted. ``probe``: draft whatever that is worth.
         """
         began = time.perf_counter()
         self._constrain(began)
@@ -98,7 +101,7 @@ class InTurn(Lookahead):
             if sequence is not None:
                 sequence.session.price = min(self._rate * (row_seconds + self._growth_seconds), MAX_PRICE)
         turn = replace(plain, row_seconds=row_seconds)
-        drafted, probe = 0, self._probes
+        drafted, probe = 0, probe or self._probes
         while drafted < MAX_LEVELS:
             started = time.perf_counter()
             places, levels = self._level(wanted, turn, probe=probe)
@@ -142,6 +145,14 @@ class InTurn(Lookahead):
     def _probes(self) -> bool:
         """Whether it drafts in this turn whatever that is worth."""
         return self._idle_turns % PROBE_EVERY >= PROBE_EVERY - PROBES
+
+    def _open(self, link: Hashable, opened: Open, sequence: DraftSequence | None, at: float) -> Outgoing:
+        refused = super()._open(link, opened, sequence, at)
+        if (taken := self._sequences.get((link, opened.session))) is not None:
+            # Nothing is drafted for later: what comes then will know what was committed meanwhile.
+            depth = min(taken.session.limits.lead, opened.speculation.max_depth)
+            taken.session.limits = replace(taken.session.limits, lead=depth)
+        return refused
 
     def close(self) -> None:
         """Let go of the engine. The last call."""

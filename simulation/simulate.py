@@ -167,7 +167,7 @@ class _Verified:
     @property
     def read(self) -> bool:
         """Whether a head reads the hidden states of its next step."""
-        return self.fed or (self.head is not None and self.head.guessing)
+        return self.fed or (self.head is not None and self.head.reads)
 
 
 class _Target:

@@ -13,7 +13,6 @@ from simulation.simulated_world import SimulatedWorld
 from speculation import digest as digests
 from speculation.drafting.draft_session import DraftSession, Sync
 from speculation.drafting.guesses import MAX_GUESSES, MAX_SESSIONS, Forward, Guesses, draft_along
-from speculation.drafting.heads import limits_elsewhere
 from speculation.messages import Open, Proposal, SessionId, Verification
 from speculation.sources.lookup import PromptLookup
 from speculation.trie import Node
@@ -124,7 +123,7 @@ class SimulatedDrafter:
         session = DraftSession(
             opened,
             vocabulary=text.vocabulary,
-            limits=limits_elsewhere(limits) if features else limits,
+            limits=limits.of_head() if features else limits,
             calibration=self._calibration,
             resting=self._resting,
         )

@@ -19,10 +19,16 @@ from simulation.agreement import ReplayedRequest, ReplayedText
 from simulation.costs import Costs
 from speculation import digest as digests
 from speculation.drafting.draft_session import Candidate, DraftLimits
-from speculation.drafting.heads import MAX_LEVELS, NODES, GrowingTree, GuessTree, StateDrafts
-from speculation.messages import Schedule, Source, Sources, Speculation, Token, Verification
+from speculation.messages import ANCHOR, Schedule, Source, Sources, Speculation, Token, Verification
 from speculation.sources.suffix import SuffixLookup, SuffixStore
 from speculation.verifying.budget import room_for_drafts
+
+HEAD_LEVELS, HEAD_WIDTH, HEAD_NODES = 8, 4, 20
+"""How deep a head at a target drafts at most, from how many places of a level, and how many drafts are looked at."""
+MIN_CHANCE = 0.05
+"""Of a path; below, it is not gone on from."""
+PATIENCE, REST = 32, 8
+"""Steps without a draft worth verifying after which it rests, and between two tries then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,33 +151,64 @@ class SimulatedWorld:
         return seconds * self._rng.lognormvariate(-(jitter**2) / 2, jitter) if jitter else seconds
 
 
-class RecordedEagle(StateDrafts):
-    """An EAGLE head at the target, which grows its tree as the one that serves does, to its full depth every time.
+@dataclass(frozen=True, slots=True)
+class RecordedTree:
+    """A :class:`speculation.sources.registry.Suggestion`."""
 
-    A :class:`speculation.sources.registry.LocalSource`.
+    tokens: tuple[Token, ...] = ()
+    parents: tuple[int, ...] = ()
+    confidence: tuple[float, ...] = ()
+
+
+class RecordedEagle:
+    """An EAGLE head at the target, which drafts to its full depth until it does not pay for a while.
+
+    Like the one that serves it goes on from the likeliest paths of a level, and of all its drafts the likeliest are
+    looked at. A :class:`speculation.sources.registry.LocalSource`.
     """
+
+    source, depth = Source.EAGLE, HEAD_LEVELS
 
     def __init__(self, first: int, text: ReplayedText) -> None:
         """``text``: what it says; it has something to read behind position ``first``."""
-        super().__init__(Source.EAGLE, MAX_LEVELS)
         self._first, self._text = first, text
+        self._end = 0
+        self._unused = 0  # steps since a draft of its was verified last
 
     @property
-    def guessing(self) -> bool:
-        """Whether it guesses at this place: it does not rest, and there is something to read."""
-        return self._end > self._first and not self.rests
+    def reads(self) -> bool:
+        """Whether there is something to read, and it does not rest."""
+        rests = self._unused >= PATIENCE and (self._unused - PATIENCE) % REST != 0
+        return self._end > self._first and not rests
 
-    def propose(self, depth: int) -> GuessTree:
-        """The likeliest of what it guesses for this very place."""
-        if self.guessing:
-            self.guess(self._end, self._grown(depth))
-        return super().propose(depth)
+    def stepped(self, *, verified: bool) -> None:
+        """A step is over; ``verified``: whether drafts of its were worth verifying in it."""
+        self._unused = 0 if verified else self._unused + 1
 
-    def _grown(self, depth: int) -> GuessTree:
-        tree = GrowingTree()
-        while (places := tree.frontier()) and len(places[0].path) < min(depth, self.depth):
-            tree.grow([(place, self._said(place.path)) for place in places])
-        return tree.likeliest(NODES)
+    def extend(self, tokens: Sequence[Token]) -> None:
+        """These were committed; what matters is how many."""
+        self._end += len(tokens)
+
+    def propose(self, depth: int) -> RecordedTree:
+        """The likeliest of what it says behind this very place."""
+        drafts: list[tuple[Candidate, int, float]] = []  # with the number of the one before, and the chance of the path
+        places: list[tuple[float, int, tuple[Token, ...]]] = [(1.0, ANCHOR, ())] if self.reads else []
+        while places and len(places[0][2]) < min(depth, self.depth):
+            fresh: list[tuple[float, int, tuple[Token, ...]]] = []
+            for chance, node, path in places:
+                for said in self._said(path)[:HEAD_WIDTH]:
+                    fresh.append((chance * said.confidence, len(drafts), (*path, said.token)))
+                    drafts.append((said, node, chance * said.confidence))
+            likeliest = sorted(fresh, key=lambda place: -place[0])[:HEAD_WIDTH]
+            places = [place for place in likeliest if place[0] >= MIN_CHANCE]
+        # Of equals the first, which is never behind what follows it.
+        chosen = sorted(sorted(range(len(drafts)), key=lambda node: -drafts[node][2])[:HEAD_NODES])
+        index = {node: i for i, node in enumerate(chosen)} | {ANCHOR: ANCHOR}
+        return RecordedTree(
+            tuple(drafts[node][0].token for node in chosen),
+            tuple(index[drafts[node][1]] for node in chosen),
+            tuple(drafts[node][0].confidence for node in chosen),
+        )
 
     def _said(self, path: Sequence[Token]) -> Sequence[Candidate]:
         digest = reduce(digests.extend, path, self._text.digest(self._end))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from draft_service.in_turn import InTurn
 from engine.build import build_target, welcome
 from engine.interface import StepEngine
 from engine.leader import Ranks
@@ -17,13 +18,16 @@ from engine.recorder import Recorder
 from engine.settings import EngineSettings
 from speculation.messages import Progress
 from speculation.sources.registry import SourceError, register, registered
-from target_service.drafting.draft_model import Drafter, MakeDrafter, check_drafter
+from target_service.drafting.draft_model import check_drafter
 from target_service.step_account import time_steps
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from transport.tracing import TraceSettings, Tracing
 from transport.worker import Door, Worker
 
 ROLE = "target"
+
+MakeInTurn = Callable[[Progress | None], InTurn]
+"""Loads a draft model; is told where to report progress. Raises :class:`engine.model.ModelError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,7 @@ async def start_target(
     door: Door,
     progress: Progress | None = None,
     ranks: Ranks | None = None,
-    make_drafter: MakeDrafter | None = None,
+    make_drafter: MakeInTurn | None = None,
 ) -> Worker:
     """Load the model, saying so at ``door``, and be the worker there. ``ranks``: see :func:`engine.build.build`.
 
@@ -121,8 +125,8 @@ async def start_target(
 
 
 def _load(
-    settings: EngineSettings, progress: Progress, ranks: Ranks | None, make_drafter: MakeDrafter | None
-) -> tuple[StepEngine, Drafter | None, Mapping[int, float]]:
+    settings: EngineSettings, progress: Progress, ranks: Ranks | None, make_drafter: MakeInTurn | None
+) -> tuple[StepEngine, InTurn | None, Mapping[int, float]]:
     """The draft model first: the target's cache takes what memory is left. And what steps of the target take."""
     with ExitStack() as loaded:
         drafter = None if make_drafter is None else make_drafter(progress)

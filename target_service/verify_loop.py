@@ -15,6 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from draft_service.in_turn import InTurn
 from engine.interface import FATAL, StepEngine
 from engine.recorder import Recorder
 from engine.shaping.compiling import Compiling
@@ -37,7 +38,7 @@ from speculation.messages import (
 from speculation.sources.registry import LOOKUP, registered
 from speculation.sources.suffix import IN_PAUSE, IN_STEP, SuffixSettings, SuffixStore
 from speculation.verifying.planner import Asked, Planner
-from target_service.drafting.draft_model import Drafter, own_drafters
+from target_service.drafting.own_drafters import own_drafters
 from target_service.scheduler import Budget, Scheduler
 from target_service.sequence import BatchEntry, TargetSequence, reason_to_refuse
 from target_service.step_account import StepAccount, TargetCounters
@@ -74,7 +75,7 @@ class VerifyLoop:
         limits: TargetLimits = TargetLimits(),
         recorder: Recorder | None = None,
         tracing: Tracing | None = None,
-        drafter: Drafter | None = None,
+        drafter: InTurn | None = None,
         step_seconds: Mapping[int, float] = {},
     ) -> None:
         """Nothing is open. The loop owns ``engine`` and its cache. ``drafter``: a draft model in this process.
@@ -96,7 +97,7 @@ class VerifyLoop:
             believed=step_seconds,
         )  # fmt: skip
         self._suffix_store = SuffixStore(limits.suffix.tokens, limits.suffix.scope)
-        self._drafters = own_drafters(engine, drafter, self._planner, self.counters, adaptive=limits.adaptive)
+        self._drafters = own_drafters(engine, welcome, drafter, self._planner, self.counters, limits.adaptive)
         self._account = StepAccount(self.counters, self._planner, recorder, step_seconds)
         self._recorder, self._tracing = recorder, tracing
         self._due: float | None = None

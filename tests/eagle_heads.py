@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draft_service.head_in_turn import HeadInTurn
 from engine.build import welcome
 from engine.cache.kv_cache import KVCache
 from engine.eagle.cached import CachedHead, HeadChunk
@@ -19,7 +20,8 @@ from engine.model import Model
 from engine.settings import EngineSettings
 from engine.step import Engine
 from speculation.messages import Limits, Open, Sampling, SessionId, Source, Speculation, Token, Verification
-from target_service.drafting import eagle
+from speculation.trie import Node
+from target_service.drafting.eagle import EagleDrafter
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.unit.engine.engine_models import Stock, random_tokens
 
@@ -99,26 +101,60 @@ def plain_texts(model: Model, openings: Sequence[Open]) -> dict[int, list[Token]
     return texts(loop_of(engine_of(model, None)), [replace(one, speculation=PLAIN) for one in openings])
 
 
-def of_eagle(loop: VerifyLoop) -> eagle.EagleDrafter:
+def of_eagle(loop: VerifyLoop) -> HeadInTurn:
+    """What drafts beside the target."""
     (drafter,) = loop._drafters
-    assert isinstance(drafter, eagle.EagleDrafter)
-    return drafter
+    assert isinstance(drafter, EagleDrafter)
+    return drafter._reads
+
+
+def drafted(loop: VerifyLoop) -> list[list[Node]]:
+    """What a head has drafted by now, of each session."""
+    return [[*sequence.session.trie] for sequence in of_eagle(loop)._sequences.values()]
+
+
+def assert_empty(loop: VerifyLoop) -> None:
+    """Nothing is left of any session."""
+    (drafter,) = loop._drafters
+    assert isinstance(drafter, EagleDrafter)
+    head = drafter._reads
+    assert not drafter._open and not drafter._unread and not head._sequences and not head._head._known
+    assert not head._head.cache.sequences
 
 
 class Watched(CachedHead):
-    """Notes what the rows of committed tokens come to."""
+    """Notes what the rows of committed tokens come to: those that read a true state."""
 
-    read: dict[tuple[int, ...], Tensor]
+    def __init__(self, head: EagleHead, capacity: int) -> None:
+        super().__init__(head, capacity)
+        self.read: dict[tuple[int, int], Tensor] = {}
+        self._true: set[bytes] = set()
+        fuse = head.fuse
+
+        def noted(aux_NA: Tensor) -> Tensor:
+            states_ND: Tensor = fuse(aux_NA)
+            self._true |= {state_D.numpy().tobytes() for state_D in states_ND}
+            return states_ND
+
+        head.fuse = noted  # type: ignore[method-assign]
 
     def run(self, chunks: Sequence[HeadChunk]) -> tuple[Tensor, Tensor]:
-        starts = [chunk.first + chunk.sequence.length for chunk in chunks]
+        starts = [chunk.sequence.length + chunk.sequence.pending for chunk in chunks]
         states_ND, normed_ND = super().run(chunks)
         row = 0
         for chunk, start in zip(chunks, starts, strict=True):
-            for i in range(len(chunk.tokens) if isinstance(chunk.parents, range) else 0):
-                self.read[start + i, chunk.tokens[i]] = normed_ND[row + i]
+            for i, token in enumerate(chunk.tokens):
+                if chunk.states_ND[i].numpy().tobytes() in self._true:
+                    self.read[chunk.first + start + i, token] = normed_ND[row + i]
             row += len(chunk.tokens)
         return states_ND, normed_ND
+
+
+def watched(loop: VerifyLoop) -> Watched:
+    """The head of a loop, where ``own_drafters`` makes those."""
+    head = of_eagle(loop)._head._head
+    assert isinstance(head, Watched)
+    return head
 
 
 def reference(folder: str, head: EagleHead, tokens: Sequence[Token]) -> Tensor:

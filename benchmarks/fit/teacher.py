@@ -38,11 +38,12 @@ from engine.settings import EngineSettings
 from engine.step import Engine
 from simulation.agreement import AgreementPassage, ByAge
 from speculation.drafting.draft_session import Candidate, DraftLimits
-from speculation.drafting.heads import WIDTH
 from speculation.messages import Sampling, Token
 from target_service.drafting.features import KEPT
 
 FED = 512
+SAID = DraftLimits().of_head().children
+"""Tokens that are kept of what a head says of a place; what it thinks of each depends on how many it says."""
 AGES = 16
 """At which an EAGLE head is asked: twice as far as it guesses at a target, as drafters run ahead of their features."""
 
@@ -168,6 +169,6 @@ def _said_by_age(engine: Engine, head: EagleHead, text: TargetText, sampling: Sa
         logits_RV.index_copy_(1, head.target_ids, rows_RV)
         missing = len(text.tokens) - len(rows_RV)
         draws = [Draw(sampling, len(text.prompt) + place) for place in range(missing, len(text.tokens))]
-        said = candidates(logits_RV[:, : engine.model.vocabulary], draws, WIDTH)
+        said = candidates(logits_RV[:, : engine.model.vocabulary], draws, SAID)
         found.append(((),) * missing + tuple(map(tuple, said)))
     return tuple(found)

@@ -212,7 +212,7 @@ def _within(name: str, value: float, minimum: float, maximum: float) -> None:
 def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
     from simulation.agreement import made_up
     from simulation.costs import FAR, Costs, Curve
-    from speculation.drafting.heads import MAX_LEVELS
+    from simulation.simulated_world import HEAD_LEVELS
 
     given = _given(args, MADE_UP | HEAD)
     if args.coverage is not None:
@@ -223,7 +223,7 @@ def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
     relay, launch = given["relay_ms"] / 1000, given["launch_ms"] / 1000
     steps, step = _steps(args), given["target_step_ms"] / 1000
     sizes = steps or {1: step, FAR: step * (1 + given["verify_slope"] * (FAR - 1))}
-    levels = MAX_LEVELS if args.head == AT_TARGET else 0
+    levels = HEAD_LEVELS if args.head == AT_TARGET else 0
     reading = (given["fuse_ms"] + levels * given["draft_step_ms"]) / 1000
     costs = Costs(
         verify={1: Curve((rows, seconds, 1.0) for rows, seconds in sizes.items())},

@@ -26,8 +26,7 @@ if TYPE_CHECKING:  # they bring torch
     from engine.settings import EngineSettings
     from router.http.admission import AdmissionSettings
     from router.service import RouterSettings
-    from target_service.drafting.draft_model import MakeDrafter
-    from target_service.service import TargetSettings
+    from target_service.service import MakeInTurn, TargetSettings
     from transport.tracing import TraceSettings
     from transport.worker import Door, Worker
 
@@ -65,7 +64,7 @@ def _listed(text: str) -> tuple[str, ...]:
     return tuple(entry.strip() for entry in text.split(",") if entry.strip())
 
 
-def shared_drafter(config: Config) -> MakeDrafter | None:
+def shared_drafter(config: Config) -> MakeInTurn | None:
     """What loads the draft model that a target's process is to have; None: it has none.
 
     ``config``: what the target is started with, see :meth:`cluster.config.config.Config.of_worker`.

@@ -7,8 +7,8 @@ position p and the token after it (:mod:`engine.eagle.head`). A session's rows n
 Where the head drafts on another worker, its fused states travel as bytes: decided here is how they are rounded
 (:class:`speculation.messages.FeatureFormat`), and what a receiver takes for numbers.
 
-Tensor legend: N rows of a forward, R of them, A auxiliary states times the target's hidden size, D hidden size of the
-head, Q query heads, K key/value heads, E head size, V the target's vocabulary.
+Tensor legend: N rows of a forward, R of them, D hidden size of the head, Q query heads, K key/value heads, E head
+size, V the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HeadChunk(NamedTuple):
     tokens: Sequence[int]
     """The token after each row's position."""
     states_ND: Tensor
-    """What :meth:`CachedHead.fuse` made of the target's states there, or the head's own next state."""
+    """What :meth:`engine.eagle.head.EagleHead.fuse` made of the target's states there, or the head's own next state."""
     parents: Sequence[int]
     """As of :class:`engine.forward.Chunk`."""
 
@@ -78,11 +78,6 @@ class CachedHead:
     def device(self) -> torch.device:
         """Where it computes."""
         return self.cache.store.device
-
-    @torch.inference_mode()
-    def fuse(self, aux_NA: Tensor) -> Tensor:
-        """One state for each token, ``[N, D]``."""
-        return self.head.fuse(aux_NA)
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[HeadChunk]) -> tuple[Tensor, Tensor]:

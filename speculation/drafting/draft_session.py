@@ -11,7 +11,7 @@ Under the baseline schedules, and under the rejection rule, the tree is a chain.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from math import inf
 
@@ -43,6 +43,24 @@ class DraftLimits:
     """Lead pushed to the target from which on twice as many go out together."""
     bytes_a_token: float = 58.0
     """What may be pushed for every token committed, in bytes. Chains may exceed it: they are drafted to be sent."""
+
+    def of_head(self) -> DraftLimits:
+        """What an EAGLE head may do, where a draft model may do this."""
+        return replace(
+            self,
+            nodes=WIDER * self.nodes,
+            width=WIDER * self.width,
+            children=self.children + MORE,
+            bytes_a_token=PUSHED * self.bytes_a_token,
+        )
+
+
+WIDER, MORE = 2, 2
+"""Times the drafts that a session of a head may have, and the places expanded in one step, of what a draft model has,
+and how many alternatives more at a place. After each verification a head drafts anew beside what it sent before, a
+place read without the last outcome is wrong more often, and eight rows of one layer take no longer than four."""
+PUSHED = 16.0
+"""Times the bytes a committed token that a head may push, of what a draft model may. Features make most drafts new."""
 
 
 IGNORED_BEFORE_REPUSH = 3

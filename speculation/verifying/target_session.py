@@ -146,10 +146,6 @@ class TargetSession:
             self.committed_at = now
         return self.committed_at
 
-    def draft_from(self, source: LocalSource) -> None:
-        """Ask one more source; before any token is read."""
-        self._sources.append(source)
-
     # -- drafts --------------------------------------------------------------------------------------------------------
 
     def propose(self, proposal: Proposal, at: float = 0.0) -> InsertResult:

@@ -13,29 +13,24 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
-from engine.eagle.cached import CachedHead
+from draft_service.in_turn import InTurn
 from engine.interface import FATAL, StepEngine
 from engine.model import ModelError
 from speculation.messages import (
     Close,
-    Progress,
     Proposal,
     RefusalCode,
     Refused,
     Source,
-    ToWorker,
     Verification,
     Welcome,
 )
 from speculation.trie import VerificationTree
 from speculation.verifying.payoff import DraftTurn, Payoff
 from speculation.verifying.planner import Planner
-from target_service.drafting.eagle import EagleDrafter
-from target_service.drafting.features import FeatureSender
 from target_service.drafting.state_reader import StateReader
 from target_service.sequence import TargetSequence
 from target_service.step_account import TargetCounters
@@ -48,35 +43,6 @@ RETRY_AFTER = 64
 
 USUAL_DRAFTS = 8
 """Drafts of a session over which the time of one more is averaged: of neighbouring sizes, it would be mostly noise."""
-
-
-class Drafter(Protocol):
-    """A draft model that drafts when it is asked."""
-
-    def welcome(self) -> Welcome:
-        """Which model it is."""
-
-    def receive(self, link: Hashable, message: ToWorker) -> Outgoing:
-        """Take a session, follow it, or forget it."""
-
-    def draft(self, running: Collection[Key], wanted: Mapping[Key, float], plain: DraftTurn) -> Outgoing:
-        """See :meth:`draft_service.in_turn.InTurn.draft`."""
-
-    def rests(self) -> bool:
-        """See :meth:`draft_service.in_turn.InTurn.rests`."""
-
-    def passes(self, wanted: Mapping[Key, float], plain: DraftTurn) -> bool:
-        """See :meth:`draft_service.in_turn.InTurn.passes`."""
-
-    def validate(self) -> None:
-        """See :meth:`transport.worker.Machine.validate`."""
-
-    def close(self) -> None:
-        """Let go of what it has beyond this process. The last call."""
-
-
-MakeDrafter = Callable[[Progress | None], Drafter]
-"""Loads one; is told where to report progress. Raises :class:`engine.model.ModelError`."""
 
 
 def check_drafter(drafter: Welcome, target: StepEngine) -> None:
@@ -102,9 +68,14 @@ def check_drafter(drafter: Welcome, target: StepEngine) -> None:
 class DraftModel(StateReader):
     """The sessions of a target that its own draft model drafts for."""
 
-    def __init__(self, drafter: Drafter, planner: Planner, counters: TargetCounters) -> None:
-        """``planner``: knows what steps of the target take."""
-        self._drafter, self._planner, self._counters = drafter, planner, counters
+    source: Source = Source.DRAFT
+    """As which requests allow it, and its drafts count."""
+    name = "draft model"
+    """What people call it."""
+
+    def __init__(self, drafter: InTurn, planner: Planner, counters: TargetCounters, *, adaptive: bool = True) -> None:
+        """``planner``: knows what steps of the target take. ``adaptive``: whether it drafts only where that pays."""
+        self._drafter, self._planner, self._counters, self._adaptive = drafter, planner, counters, adaptive
         self._open: dict[Key, TargetSequence] = {}
         self._unheard: dict[TargetSequence, Verification] = {}
         """The last commit of each session of which the drafter has not heard."""
@@ -128,16 +99,16 @@ class DraftModel(StateReader):
         self._turn += 1
         payoff = self._payoffs[len(wanting).bit_length()]
         self._judged = payoff if len(part) == len(wanting) else None
-        is_plain = payoff.probing and self._judged is not None
-        rests = is_plain or not (payoff.drafting or payoff.probing)
+        is_plain = payoff.probing and self._judged is not None and self._adaptive
+        rests = self._adaptive and (is_plain or not (payoff.drafting or payoff.probing))
         try:
             self._follow(running, part)
-            if self._open and not rests and (self._drafter.rests() or not self._ask(part, wanting)):
+            if self._open and not rests and not self._ask(part, wanting):
                 self._judged = None  # a step without drafts, which is no probe
         except FATAL:
             raise
         except Exception:  # whatever a model may raise: the text does not need it
-            log.exception("the draft model failed; its sessions go on without drafts")
+            log.exception("the %s failed; its sessions go on without drafts", self.name)
             self._give_up()
         self.seconds = time.perf_counter() - started
         self._counters.draft_microseconds += round(self.seconds * 1e6)
@@ -145,19 +116,26 @@ class DraftModel(StateReader):
 
     def _ask(self, part: Sequence[TargetSequence], drawing: Sequence[TargetSequence]) -> bool:
         """Let it draft; False: nothing was worth it."""
+        if self._adaptive and self._drafter.rests():
+            return False
         wanted = {
             key: sequence.session.lookahead_policy.agreement
             for sequence in drawing
-            if (key := _key(sequence)) in self._open
+            if (key := key_of(sequence)) in self._open
         }
         plain = self._plain_step(len(drawing))
-        if self._drafter.passes(wanted, plain):
+        if self._adaptive and self._drafter.passes(wanted, plain):
             return False
-        for sequence in list(self._unheard):
-            self._hear(sequence)
-        outgoing = self._drafter.draft([_key(sequence) for sequence in part], wanted, plain)
+        self._catch_up()
+        running = [key_of(sequence) for sequence in part]
+        outgoing = self._drafter.draft(running, wanted, plain, probe=not self._adaptive)
         self._take(outgoing)
         return bool(outgoing)
+
+    def _catch_up(self) -> None:
+        """Have the drafter know all that was committed."""
+        for sequence in list(self._unheard):
+            self._hear(sequence)
 
     def validate(self) -> None:
         """Raise AssertionError where its books contradict each other."""
@@ -169,19 +147,19 @@ class DraftModel(StateReader):
 
     def drop(self, sequence: TargetSequence) -> None:
         """A session is over."""
-        self._again.pop(_key(sequence), None)
+        self._again.pop(key_of(sequence), None)
         try:
             self._hear(sequence)
         except FATAL:
             raise
         except Exception:
-            sequence.log.exception("the draft model failed")
+            sequence.log.exception("the %s failed", self.name)
             self._give_up()
         self._close(sequence)
 
     def _hear(self, sequence: TargetSequence) -> None:
         """Have the drafter follow a session: all at once, where it has rested."""
-        verification, key = self._unheard.pop(sequence, None), _key(sequence)
+        verification, key = self._unheard.pop(sequence, None), key_of(sequence)
         if verification is None or key not in self._open:
             return
         start, self._heard[key] = self._heard[key], verification.end
@@ -211,17 +189,21 @@ class DraftModel(StateReader):
 
     def _follow(self, running: Sequence[TargetSequence], part: Sequence[TargetSequence]) -> None:
         """Have those open that take part, and no preempted one."""
-        for key in self._open.keys() - {_key(sequence) for sequence in running}:
+        for key in self._open.keys() - {key_of(sequence) for sequence in running}:
             self._close(self._open[key])
         for sequence in part:
-            key, opened = _key(sequence), sequence.session.opened
-            allowed = opened.speculation.allows(Source.DRAFT)
-            if key not in self._open and self._again.get(key, 0) <= self._turn and allowed:
-                self._open[key], tokens = sequence, tuple(sequence.session.tokens)
-                self._heard[key] = len(tokens)
-                self._unheard.pop(sequence, None)
-                again = replace(opened, tokens=tokens, prompt=opened.prompt or len(opened.tokens))
-                self._take(self._drafter.receive(sequence.link, again))
+            self._begin(sequence)
+
+    def _begin(self, sequence: TargetSequence) -> None:
+        """Have the drafter open a session, if it is not and may be."""
+        key, opened = key_of(sequence), sequence.session.opened
+        allowed = opened.speculation.allows(self.source)
+        if key not in self._open and self._again.get(key, 0) <= self._turn and allowed:
+            self._open[key], tokens = sequence, tuple(sequence.session.tokens)
+            self._heard[key] = len(tokens)
+            self._unheard.pop(sequence, None)
+            again = replace(opened, tokens=tokens, prompt=opened.prompt or len(opened.tokens))
+            self._take(self._drafter.receive(sequence.link, again))
 
     def _take(self, outgoing: Outgoing) -> None:
         for link, message in outgoing:
@@ -229,12 +211,13 @@ class DraftModel(StateReader):
             if sequence is None:
                 continue
             if isinstance(message, Proposal):
-                self._counters.proposals[sequence.session.propose(message)] += 1
+                result = sequence.session.propose(replace(message, source=self.source))
+                self._counters.proposals[result] += 1
             elif isinstance(message, Refused):
                 self._refused(sequence, message)
 
     def _refused(self, sequence: TargetSequence, refused: Refused) -> None:
-        key = _key(sequence)
+        key = key_of(sequence)
         self._forget(key)
         match refused.code:
             case RefusalCode.UNKNOWN_SESSION:
@@ -248,7 +231,7 @@ class DraftModel(StateReader):
             case _:
                 self._counters.draft_faults += 1
         self._again[key] = _NEVER
-        sequence.log.warning("goes on without the draft model: %s", refused.message)
+        sequence.log.warning("goes on without the %s: %s", self.name, refused.message)
 
     def _give_up(self) -> None:
         """Something is wrong beyond one session: drop all that it has."""
@@ -258,7 +241,7 @@ class DraftModel(StateReader):
             self._again[key] = _NEVER
 
     def _close(self, sequence: TargetSequence) -> None:
-        if self._forget(_key(sequence)):
+        if self._forget(key_of(sequence)):
             self._drafter.receive(sequence.link, Close(sequence.session.opened.session, sequence.session.opened.epoch))
 
     def _forget(self, key: Key) -> bool:
@@ -270,18 +253,6 @@ class DraftModel(StateReader):
 _NEVER = 1 << 62
 
 
-def _key(sequence: TargetSequence) -> Key:
+def key_of(sequence: TargetSequence) -> Key:
+    """What its drafter knows it by."""
     return sequence.link, sequence.session.opened.session
-
-
-def own_drafters(
-    engine: StepEngine, drafter: Drafter | None, planner: Planner, counters: TargetCounters, *, adaptive: bool
-) -> list[StateReader]:
-    """All that drafts in a target's process: what its engine brings, and a draft model, whose word comes last."""
-    readers: list[StateReader] = []
-    if engine.eagle is not None and engine.eagle.fingerprint:
-        readers.append(FeatureSender(engine.eagle, counters))
-    elif engine.eagle is not None:
-        cached = CachedHead(engine.eagle, engine.cache.capacity)
-        readers.append(EagleDrafter(cached, engine.model.vocabulary, counters, adaptive=adaptive))
-    return readers if drafter is None else [*readers, DraftModel(drafter, planner, counters)]

@@ -5,7 +5,7 @@ that has joined the session to a drafter with this very head subscribes: then wh
 brings, right behind its verification. So a drafter that comes late, or after another one, gets as much as one that was
 there before the prompt was computed. A session that is taken over from another target has what this one computes of it.
 
-Tensor legend: N rows, T tokens of a step, D hidden size of the head.
+Tensor legend: N rows, D hidden size of the head.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from torch import Tensor
 
 from engine.eagle.cached import packed
 from engine.eagle.head import EagleHead
-from engine.host.upload import upload
 from engine.interface import Chunk, StepEngine
 from speculation.messages import Features, Subscribe
-from target_service.drafting.state_reader import StateReader, kept_rows
+from target_service.drafting.state_reader import StateReader, fused_states, kept_rows
 from target_service.sequence import BatchEntry, TargetSequence
 from target_service.step_account import TargetCounters
 from target_service.verdicts import Verdict
@@ -79,30 +78,22 @@ class FeatureSender(StateReader):
         self, engine: StepEngine, chunks: Sequence[Chunk], entries: Sequence[BatchEntry], decided: Sequence[Verdict]
     ) -> None:
         """Fuse the states of what stays of the step just computed."""
-        aux_TA = engine.aux
-        assert aux_TA is not None
-        wanted: list[int] = []
-        found: list[tuple[TargetSequence, _SentSession, int, int]] = []
-        for sequence, kept in kept_rows(chunks, entries, decided):
-            if sequence.session.opened.speculation.enabled:
-                # The state at a position is what the token behind it was drawn from.
-                start = sequence.cached.length + 1
-                session = self._sessions.setdefault(sequence, _SentSession())
-                skipped = max(session.end - start, len(kept) - KEPT, 0)
-                if rows := kept[skipped:]:
-                    wanted += rows
-                    found.append((sequence, session, start + skipped, len(rows)))
-        if not wanted:
-            return
-        states_ND = self._head.fuse(aux_TA[upload(wanted, aux_TA.device)])
-        for sequence, session, position, count in found:
-            part_ND, states_ND = states_ND[:count], states_ND[count:]
+        states = fused_states(self._head, engine, kept_rows(chunks, entries, decided), self._known)
+        for sequence, first, part_ND in states:
+            session, position = self._sessions[sequence], first + 1  # of the token that was drawn from the first state
             if position != session.end:
                 session.kept.clear()
             session.kept.extend(part_ND)
-            session.end = position + count
+            session.end = position + len(part_ND)
             if session.subscribed is not None:
                 self._send(sequence, session, position, part_ND)
+
+    def _known(self, sequence: TargetSequence, count: int) -> int | None:
+        """How many of the first of ``count`` states to come are not kept; None: none is."""
+        if not sequence.session.opened.speculation.enabled:
+            return None
+        session = self._sessions.setdefault(sequence, _SentSession())
+        return max(session.end - 1 - sequence.cached.length, count - KEPT, 0)
 
     def _send(self, sequence: TargetSequence, session: _SentSession, position: int, states_ND: Tensor) -> None:
         assert session.subscribed is not None

@@ -1,9 +1,17 @@
-"""What those have in common that draft in the target's own process, most of them from its hidden states."""
+"""What those have in common that draft in the target's own process, most of them from its hidden states.
+
+Tensor legend: N rows, T tokens of a step, A auxiliary states of a token, D hidden size of the head.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import torch
+from torch import Tensor
+
+from engine.eagle.head import EagleHead
+from engine.host.upload import upload
 from engine.interface import Chunk, StepEngine
 from speculation.acceptance import AcceptanceResult
 from speculation.messages import Subscribe, Verification
@@ -68,3 +76,30 @@ def kept_rows(
             kept = verdict.kept if isinstance(verdict, AcceptanceResult) else ()
             yield entry.sequence, [*range(first, behind), *(behind + node for node in kept)]
         first += len(chunk.tokens)
+
+
+def fused_states(
+    head: EagleHead,
+    engine: StepEngine,
+    kept: Iterable[tuple[TargetSequence, Sequence[int]]],
+    known: Callable[[TargetSequence, int], int | None],
+) -> Iterator[tuple[TargetSequence, int, Tensor]]:
+    """Of sessions with rows that stay, the position of the first and what the head reads of each, ``[N, D]``.
+
+    ``known(sequence, count)``: how many of the ``count`` rows from its cache's end on to leave out; None: all.
+    """
+    aux_TA = engine.aux
+    assert aux_TA is not None
+    wanted: list[int] = []
+    found: list[tuple[TargetSequence, int, int]] = []
+    for sequence, rows in kept:
+        left_out = known(sequence, len(rows))
+        if left_out is not None and (fresh := rows[left_out:]):
+            wanted += fresh
+            found.append((sequence, sequence.cached.length + left_out, len(fresh)))
+    if wanted:
+        with torch.inference_mode():
+            states_ND = head.fuse(aux_TA[upload(wanted, aux_TA.device)])
+        parts = torch.split(states_ND, [count for *_, count in found])
+        for (sequence, position, _), part_ND in zip(found, parts, strict=True):
+            yield sequence, position, part_ND

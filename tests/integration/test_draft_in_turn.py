@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from draft_service import in_turn
-from draft_service.in_turn import MAX_LEVELS, InTurn, Key, limits_in_turn
+from draft_service.in_turn import MAX_LEVELS, InTurn, limits_in_turn
 from draft_service.levels import DraftLevels, LaunchTime
 from engine.attention.row_attention import RowAttention
 from engine.build import welcome
@@ -90,10 +91,13 @@ def drafter_of(engine: Engine) -> InTurn:
 
 
 def loop_of(model: Model, drafter: InTurn | None = None, capacity: int = 2048, **limits: object) -> VerifyLoop:
-    """Verifies all there is, so that what is tested does not depend on how fast the machine is."""
+    """Verifies all there is, so that what is tested does not depend on how fast the machine is; drafts what pays."""
     engine = engine_of(model, capacity)
     chosen = replace(TargetLimits(adaptive=False), **limits)  # type: ignore[arg-type]
-    return VerifyLoop(engine, welcome(EngineSettings("tiny"), model, "target"), chosen, drafter=drafter)
+    loop = VerifyLoop(engine, welcome(EngineSettings("tiny"), model, "target"), chosen, drafter=drafter)
+    for own in loop._drafters:
+        own._adaptive = True  # type: ignore[attr-defined]
+    return loop
 
 
 def opening(number: int, sampling: Sampling, speculation: Speculation = DRAFTED, new: int = NEW) -> Open:
@@ -311,9 +315,9 @@ def test_some_steps_go_without_so_that_there_is_something_to_compare_with(
     asked: list[int] = []
 
     class Noted(InTurn):
-        def draft(self, running: Collection[Key], wanted: Mapping[Key, float], plain: DraftTurn) -> Outgoing:
-            asked.append(len(wanted))
-            return super().draft(running, wanted, plain)
+        def draft(self, *turn: Any, probe: bool = False) -> Outgoing:
+            asked.append(len(turn[1]))
+            return super().draft(*turn, probe=probe)
 
     drafter = Noted(engine, welcome(EngineSettings("draft"), likeness, "draft"), limits_in_turn(DraftLimits()))
     loop = loop_of(model, drafter)
@@ -337,7 +341,7 @@ class Asked:
     def receive(self, link: object, message: object) -> Outgoing:
         return []
 
-    def draft(self, *_: object) -> Outgoing:
+    def draft(self, *_: object, probe: bool) -> Outgoing:
         self.turns += 1
         return [(LINK, Close(SessionId(0), 1))]  # for anything
 

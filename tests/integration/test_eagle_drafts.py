@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -39,9 +38,10 @@ from tests.eagle_heads import (
     NEW,
     VOCABULARY,
     WARM,
+    assert_empty,
+    drafted,
     engine_of,
     loop_of,
-    of_eagle,
     opening,
     plain_texts,
     texts,
@@ -67,7 +67,7 @@ def says(monkeypatch: pytest.MonkeyPatch, logits_V: Tensor) -> None:
         def logits(self, normed_RD: Tensor, vocabulary: int) -> Tensor:
             return logits_V.expand(len(normed_RD), vocabulary)
 
-    monkeypatch.setattr("target_service.drafting.draft_model.CachedHead", Says)
+    monkeypatch.setattr("target_service.drafting.own_drafters.CachedHead", Says)
 
 
 def test_requests_shape_what_a_head_proposes(model: Model) -> None:
@@ -76,13 +76,12 @@ def test_requests_shape_what_a_head_proposes(model: Model) -> None:
     loop = loop_of(engine_of(model, tiny_head()))
     loop.receive(LINK, one)
     said: list[Token] = []
-    drafted: set[Token] = set()
+    proposed: set[Token] = set()
     while (sent := loop.step()) is not None:
-        for session in of_eagle(loop)._sessions.values():
-            drafted |= {*session.drafts._tree.tokens}
+        proposed |= {node.token for trie in drafted(loop) for node in trie}
         said += sent[0][1].tokens if isinstance(sent[0][1], Verification) else ()
     assert said == plain_texts(model, [one])[1]
-    assert drafted and drafted <= set(one.sampling.allowed)
+    assert proposed and proposed <= set(one.sampling.allowed)
 
 
 def test_the_rejection_rule_keeps_its_law(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,27 +117,24 @@ def test_the_rejection_rule_keeps_its_law(folder: str, monkeypatch: pytest.Monke
     assert chi < freedom + 4 * math.sqrt(2 * freedom), (chi, freedom)
 
 
-def test_under_the_rejection_rule_guesses_do_not_know_the_seed(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is guessed behind the same text is the same, whatever is drawn next; and it is a chain."""
-    monkeypatch.setattr("speculation.drafting.heads.MIN_CHANCE", 0.0)
-    drafted: defaultdict[Token, list[tuple[Any, ...]]] = defaultdict(list)
-    for seed in range(1, 9):
-        loop = loop_of(engine_of(model, tiny_head()))
-        opened = opening(1, Sampling(temperature=0.9, top_k=2, seed=seed), replace(ALONE, rule=Rule.REJECTION))
-        loop.receive(LINK, opened)
-        loop.step()
-        (sequence,) = loop._sequences.values()
-        of_eagle(loop).draft([sequence], [sequence], [sequence])
-        tree = sequence.session.candidates(8)
-        assert len(tree.nodes) > 1 and not tree.branched
-        drafted[sequence.session.tokens[-1]].append((tree.tokens, tree.parents))
-    assert max(map(len, drafted.values())) > 1
-    assert all(len(set(of_a_token)) == 1 for of_a_token in drafted.values())
+def test_under_the_rejection_rule_drafts_are_chains_that_come_with_their_q(model: Model) -> None:
+    """And what the target decides with is no noise of theirs: the law above would not hold."""
+    loop = loop_of(engine_of(model, tiny_head()))
+    openings = [
+        opening(n, Sampling(temperature=0.9, top_k=3, seed=n), replace(ALONE, rule=Rule.REJECTION)) for n in range(4)
+    ]
+    for one in openings:
+        loop.receive(LINK, one)
+    seen = 0
+    while loop.step() is not None:
+        for trie in drafted(loop):
+            assert all(node.q is not None and len(node.children) <= 1 for node in trie)
+            seen += len(trie)
+    assert seen > 20
 
 
 def test_coupled_guesses_share_the_noise_of_the_target(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that knows the distribution exactly draws what the target draws, though it is flat and hot."""
-    monkeypatch.setattr("speculation.drafting.heads.MIN_CHANCE", 0.0)
     logits_V = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
     says(monkeypatch, logits_V)
     engine = engine_of(model, tiny_head())
@@ -168,4 +164,4 @@ def test_cancelled_sessions_leave_nothing_and_others_do_not_notice(model: Model)
             said[message.session] += message.tokens
     assert {n: text for n, text in said.items() if n != 1} == {n: text for n, text in expected.items() if n != 1}
     assert loop.load().free_tokens == loop.load().capacity_tokens
-    assert not of_eagle(loop)._sessions and not of_eagle(loop)._head.cache.sequences
+    assert_empty(loop)

@@ -24,8 +24,7 @@ from engine.eagle.loading import load_alone, save
 from engine.model import ModelError
 from engine.settings import EngineSettings
 from router.service import Router, RouterSettings
-from speculation.drafting.draft_session import FIRST_CREDIT, DraftLimits
-from speculation.drafting.heads import MORE, PUSHED, WIDER
+from speculation.drafting.draft_session import FIRST_CREDIT, MORE, PUSHED, WIDER, DraftLimits
 from speculation.drafting.proposals import proposal_bytes
 from speculation.messages import (
     Close,

@@ -18,7 +18,7 @@ from engine.interface import StepEngine
 from engine.model import ModelError
 from engine.settings import EngineSettings
 from speculation.messages import Source
-from tests.eagle_heads import GREEDY, WARM, Watched, loop_of, of_eagle, opening, plain_texts, texts
+from tests.eagle_heads import GREEDY, WARM, Watched, loop_of, opening, plain_texts, texts, watched
 from tests.unit.engine.engine_models import save_model
 from tests.unit.engine.test_families import FAMILIES as KNOWN
 from tests.unit.engine.test_families import STATE
@@ -77,16 +77,14 @@ def reference(whole: Path, folder: Path, tokens: list[int]) -> Tensor:
 
 def test_the_layer_is_what_transformers_computes(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     whole, folder = folders
-    monkeypatch.setattr("target_service.drafting.draft_model.CachedHead", Watched)
+    monkeypatch.setattr("target_service.drafting.own_drafters.CachedHead", Watched)
     loop = loop_of(engine_of(folder))
-    watched = of_eagle(loop)._head
-    assert isinstance(watched, Watched)
-    watched.read = {}
     one = opening(4, GREEDY)
     truth = [*one.tokens, *texts(loop, [one])[4]]
     expected = reference(whole, folder, truth)
-    assert len(watched.read) >= len(truth) - 4
-    for (position, token), normed_D in watched.read.items():
+    read = watched(loop).read
+    assert len(read) >= len(truth) - 4
+    for (position, token), normed_D in read.items():
         assert token == truth[position + 1]
         torch.testing.assert_close(normed_D, expected[position], atol=1e-4, rtol=1e-4)
 

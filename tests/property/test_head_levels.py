@@ -21,7 +21,7 @@ from engine.eagle.cached import CachedHead, HeadChunk, packed
 from engine.eagle.cpu_head import CpuHead
 from engine.eagle.loading import save
 from engine.settings import EngineSettings
-from speculation.drafting.heads import MORE, WIDER
+from speculation.drafting.draft_session import MORE, WIDER
 from speculation.messages import ANCHOR, FeatureFormat, Features, Sampling, SessionId, Token
 from speculation.verifying.budget import StepCost
 from tests.eagle_heads import HIDDEN, LAYERS, VOCABULARY, tiny_head

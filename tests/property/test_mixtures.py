@@ -66,7 +66,6 @@ from speculation.sources.suffix import SuffixSettings
 from speculation.verifying import planner
 from speculation.verifying.budget import StepCost
 from speculation.verifying.target_session import TargetSession
-from target_service.drafting.eagle import EagleDrafter
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.covering import Row, covering
@@ -509,7 +508,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(planner, "DEAF_AFTER", 0.0)
     monkeypatch.setattr(StepCost, "__call__", lambda *_, **__: 1.0)
     monkeypatch.setattr(Forward, "pays", lambda *_: True)
-    monkeypatch.setattr(EagleDrafter, "_pays", lambda *_: True)
     register(OWN, Hearsay)
     yield
     del _makers[OWN]
