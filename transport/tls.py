@@ -16,6 +16,7 @@ with ``dnsNames: [target.paceline]`` and ``usages: [digital signature, server au
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 ROLES = ("router", "target", "draft")
 SOON = timedelta(days=3)
 """Less than this is left of a certificate that should have been renewed, unless it lives for days only."""
+SETTLED = 0.1
+"""Seconds that a renewal waits for handshakes that have just begun: gRPC frees the certificates in use as soon as
+others are given, and a handshake that begins on another thread may be about to read them (grpc/grpc#36693)."""
 TARGET_NAME = "grpc.ssl_target_name_override"
 _UNREADABLE = (
     ValueError,
@@ -129,12 +133,20 @@ class Identity:
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """For a worker's server: whoever connects has to show a certificate."""
+        given = self.current()
 
         def configuration() -> grpc.ServerCertificateConfiguration:
-            now = self.current()
-            return grpc.ssl_server_certificate_configuration([(now.key, now.chain)], now.authority)
+            return grpc.ssl_server_certificate_configuration([(given.key, given.chain)], given.authority)
 
-        return grpc.dynamic_ssl_server_credentials(configuration(), configuration, require_client_authentication=True)
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal given
+            if (now := self.current()) == given:
+                return None  # gRPC keeps what it has: given anew at every handshake, the process crashes
+            given = now
+            time.sleep(SETTLED)
+            return configuration()
+
+        return grpc.dynamic_ssl_server_credentials(configuration(), renewed, require_client_authentication=True)
 
     def channel(self, address: str, role: str, options: Sequence[tuple[str, str | int]]) -> grpc.aio.Channel:
         """A router's channel to what has to be a worker of this role."""

@@ -180,7 +180,8 @@ void compute_alone(void* data, int) {
 
 void run_step(const Stack* stack, const Rows* rows, float* hidden, const float* embeddings, const float* cos,
               const float* sin, float* out) {
-  static Step step{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, {}, {}, {}, {}, {}, {}, Counters(0)};
+  static auto& step =
+      *new Step{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, {}, {}, {}, {}, {}, {}, Counters(0)};
   step.stack = stack, step.rows = rows, step.hidden = hidden, step.embeddings = embeddings;
   step.cos = cos, step.sin = sin, step.out = out;
   const size_t count = rows->count, read = stack->embedding_norm ? 2 * stack->hidden : stack->hidden;
@@ -198,7 +199,7 @@ void run_step(const Stack* stack, const Rows* rows, float* hidden, const float* 
 }
 
 void run_product(const Product& product, bool half, const float* x, int rows, float* out) {
-  static std::vector<Pair> pairs;
+  static auto& pairs = *new std::vector<Pair>;
   if (PAIRS && half) room(pairs, (size_t)rows * product.inputs / 2);
   Alone job{product, half, x, pairs.data(), out, rows, Counters(2)};
   team->run(compute_alone, &job);
@@ -374,7 +375,7 @@ void paceline_launch(const Launch* launch, const Drafter* drafter, const float* 
   std::lock_guard<std::mutex> lock(one_at_a_time);
   team = team_of(threads);
   paceline_begin(launch);
-  static DraftLevel level;
+  static auto& level = *new DraftLevel;
   level.first(*launch, logits);
   for (int done = 1; level.say(*launch), done < levels; ++done) level.compute(*launch, *drafter);
 }

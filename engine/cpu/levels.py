@@ -124,7 +124,7 @@ class CpuLevels(Levels):
         ``states``: None of a model. ``sizes``: as of a :class:`.Levels`.
         """
         super().__init__(layers, vocabulary, torch.float32, ROW_CLASSES, **sizes)
-        self._stack, self._states = stack, states
+        self._stack, self._states, self._head = stack, states, head  # whose memory the library reads
         self._ops = CpuLevelOps(stack.library)
         self._embedding_VD = base.embed_tokens.weight.detach()
         self._frequencies_E = base.rotary_emb.inv_freq.detach().float().contiguous()

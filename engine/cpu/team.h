@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <atomic>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -31,12 +30,6 @@ class Team {
     for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { serve(i); });
   }
 
-  ~Team() {
-    stopped_ = true;
-    begin();
-    for (auto& worker : workers_) worker.join();
-  }
-
   int threads() const { return threads_; }
 
   // Have every thread call run(job, its number); returns when all have.
@@ -57,7 +50,7 @@ class Team {
     const int phase = phase_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
       arrived_.store(0, std::memory_order_relaxed);
-      phase_.store(phase + 1, std::memory_order_release);
+      phase_.store(phase + 1);  // in full order: whoever falls asleep now must be seen, or see it
       phase_.notify_all();
     } else {
       await_change(phase_, phase, WITHIN_A_STEP);
@@ -70,11 +63,10 @@ class Team {
     generation_.notify_all();
   }
 
-  void serve(int number) {
+  [[noreturn]] void serve(int number) {
     for (int seen = 0;;) {
       await_change(generation_, seen, BETWEEN_STEPS);
       seen = generation_.load(std::memory_order_acquire);
-      if (stopped_) return;
       job_(data_, number);
       if (working_.fetch_sub(1, std::memory_order_release) == 1) working_.notify_all();
     }
@@ -83,7 +75,6 @@ class Team {
   static constexpr int WITHIN_A_STEP = 4000, BETWEEN_STEPS = 500;  // looks
   const int threads_;
   std::vector<std::thread> workers_;
-  bool stopped_ = false;
   void (*job_)(void*, int) = nullptr;
   void* data_ = nullptr;
   std::atomic<int> generation_{0}, working_{0}, arrived_{0}, phase_{0};
@@ -92,12 +83,13 @@ class Team {
 std::mutex one_at_a_time;
 Team* team = nullptr;  // of the call that computes
 
-// The team of so many threads; its threads sleep while another computes.
+// The team of so many threads; its threads sleep while another computes. Nothing here is ever destroyed, nor what a team
+// computes with: a process may end while a thread of it computes.
 Team* team_of(int threads) {
-  static std::map<int, std::unique_ptr<Team>> teams;
-  auto& found = teams[threads];
-  if (!found) found = std::make_unique<Team>(threads);
-  return found.get();
+  static auto& teams = *new std::map<int, Team*>;
+  Team*& found = teams[threads];
+  if (!found) found = new Team(threads);
+  return found;
 }
 
 // Have memory that is used again hold as much, at least.

@@ -213,6 +213,19 @@ async def test_a_renewal_counts_for_new_connections_and_leaves_streams_alone(tmp
         assert len(machine.held) == 2
 
 
+def test_certificates_are_replaced_only_where_they_were_renewed(tmp_path, monkeypatch):
+    """Each replacement is a moment in which gRPC may read what it has just freed: many connections at once end it."""
+    given = []
+    monkeypatch.setattr("transport.tls.grpc.dynamic_ssl_server_credentials", lambda *found, **_: given.append(found))
+    authority = Authority.made(tmp_path / "certs")
+    authority.identity("target").server_credentials()
+    ((_, renewed),) = given
+    assert [renewed() for _ in range(3)] == [None] * 3
+    write_roles(authority.folder, authority.issued, now())
+    assert renewed() is not None
+    assert renewed() is None
+
+
 async def test_files_that_cannot_be_used_leave_the_earlier_ones_in_use(tmp_path, caplog):
     authority = Authority.made(tmp_path / "certs")
     identity, router = authority.identity("target"), authority.identity("router")
