@@ -10,6 +10,7 @@ Tensor legend: N tokens, D hidden size of the head.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -22,12 +23,15 @@ from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import Rule, Verification, Welcome
 from transport.worker import Key, Outgoing
 
+PREFILL = 1024
+"""Rows that the head computes at once of texts that it has not read: it has few layers."""
+
 
 class HeadInTurn(InTurn, HeadLookahead):
     """The sessions of a target that a head in its process drafts for."""
 
     def __init__(self, engine: HeadEngine, welcome: Welcome) -> None:
-        super().__init__(engine, welcome, limits_in_turn(DraftLimits()))
+        super().__init__(engine, welcome, replace(limits_in_turn(DraftLimits()), prefill=PREFILL))
 
     def reuse(self, key: Key) -> int:
         """Take over what is known of how a text begins; returns the position whose state is wanted first.

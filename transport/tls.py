@@ -146,7 +146,11 @@ class Identity:
             time.sleep(SETTLED)
             return configuration()
 
-        return grpc.dynamic_ssl_server_credentials(configuration(), renewed, require_client_authentication=True)
+        return grpc.dynamic_ssl_server_credentials(
+            configuration(),
+            renewed,  # type: ignore[arg-type]  # grpc: "or None if no change"
+            require_client_authentication=True,
+        )
 
     def channel(self, address: str, role: str, options: Sequence[tuple[str, str | int]]) -> grpc.aio.Channel:
         """A router's channel to what has to be a worker of this role."""

@@ -10,6 +10,7 @@ Tensor legend: N rows, D hidden size of the head.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +32,8 @@ from transport.worker import Key
 
 RECOMPUTED = 64
 """Tokens of a prefix that the target computes again at most, so that the head knows all of it."""
+KEPT = 512
+"""Tokens of a text whose states are kept at least while the head rests; it begins with these then."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,10 +42,33 @@ class _UnreadStates:
 
     end: int = 0
     """The position whose state is awaited."""
-    states: list[Tensor] = field(default_factory=list)
+    states: deque[Tensor] = field(default_factory=deque)
     """Of the positions before it, ``[N, D]`` each."""
+    count: int = 0
+    """How many positions."""
     gap: bool = False
     """Whether the head has not read what is before these."""
+
+    def add(self, states_ND: Tensor) -> None:
+        """Take those of the next positions; of too many, let go of the first."""
+        self.states.append(states_ND)
+        self.end += len(states_ND)
+        self.count += len(states_ND)
+        while self.count - len(self.states[0]) >= KEPT:
+            self.count -= len(self.states.popleft())
+            self.gap = True
+
+    def leave_out(self, position: int) -> None:
+        """Go on with the state there, whatever is before it."""
+        self.states.clear()
+        self.end, self.count, self.gap = position, 0, True
+
+    def take(self) -> Tensor:
+        """All of them, ``[N, D]``: they are read."""
+        states_ND = torch.cat(list(self.states))
+        self.states.clear()
+        self.count, self.gap = 0, False
+        return states_ND
 
 
 class EagleDrafter(DraftModel):
@@ -80,28 +106,23 @@ class EagleDrafter(DraftModel):
     ) -> None:
         """Keep the states of what stays of the step just computed."""
         states = fused_states(self._head, engine, kept_rows(chunks, entries, decided), self._known)
-        for sequence, position, part_ND in states:
-            unread = self._unread[key_of(sequence)]
-            unread.states.append(part_ND)
-            unread.end = position + len(part_ND)
+        for sequence, _, part_ND in states:
+            self._unread[key_of(sequence)].add(part_ND)
 
     def _known(self, sequence: TargetSequence, _count: int) -> int | None:
         if (key := key_of(sequence)) not in self._open:
             return None
         unread, start = self._unread.setdefault(key, _UnreadStates()), sequence.cached.length
         if unread.end < start:
-            unread.states.clear()
-            unread.end, unread.gap = start, True
+            unread.leave_out(start)
         return unread.end - start
 
     def _catch_up(self) -> None:
         super()._catch_up()
         for key, unread in self._unread.items():
-            if unread.states:
-                states_ND = torch.cat(unread.states)
-                self._reads.feed(key, unread.end - len(states_ND), states_ND, gap=unread.gap)
-                unread.states.clear()
-                unread.gap = False
+            if unread.count:
+                first, gap = unread.end - unread.count, unread.gap
+                self._reads.feed(key, first, unread.take(), gap=gap)
 
     def _forget(self, key: Key) -> bool:
         self._unread.pop(key, None)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draft_service.head_in_turn import HeadInTurn
 from engine.build import build, build_target
 from engine.cache.kv_cache import KVCache
 from engine.eagle.cached import CachedHead
@@ -32,6 +33,7 @@ from speculation.messages import (
     Source,
     Speculation,
     Token,
+    Verification,
 )
 from target_service import scheduler
 from target_service.drafting import eagle
@@ -246,6 +248,26 @@ def test_a_head_without_room_costs_speed_only(model: Model, rows: int, monkeypat
     loop = loop_of(engine_of(model, tiny_head()))
     assert texts(loop, openings) == plain_texts(model, openings)
     assert loop.counters.draft_left_out > 0
+
+
+def test_while_a_head_rests_few_states_are_kept(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it drafts again behind those."""
+    monkeypatch.setattr(eagle, "KEPT", 4)
+    monkeypatch.setattr(HeadInTurn, "rests", lambda drafter: resting)
+    one = opening(3, GREEDY, new=40)
+    loop = loop_of(engine_of(model, tiny_head()))
+    (drafter,) = loop._drafters
+    drafter._adaptive = resting = True  # type: ignore[attr-defined]
+    loop.receive(LINK, one)
+    said: list[Token] = []
+    while (sent := loop.step()) is not None:
+        said += [token for _, message in sent if isinstance(message, Verification) for token in message.tokens]
+        for unread in drafter._unread.values():  # type: ignore[attr-defined]
+            assert unread.count == sum(map(len, unread.states)) < eagle.KEPT + len(unread.states[0])
+        if len(said) == 20:
+            assert not loop.counters.offered
+            resting = drafter._adaptive = False  # type: ignore[attr-defined]
+    assert said == plain_texts(model, [one])[3] and loop.counters.offered_from[Source.EAGLE] > 10
 
 
 def test_requests_that_allow_no_head_have_none(model: Model) -> None:
