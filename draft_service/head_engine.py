@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.cache.kv_cache import CachedSequence, KVCache
 from engine.eagle.cached import CachedHead, HeadChunk
+from engine.host.upload import upload
 from engine.interface import Chunk
 from engine.levels.levels import Levels
 from engine.model import Model
@@ -94,7 +95,7 @@ class HeadEngine:
                     for (_, wave), count in zip(waves, counts, strict=True)
                     for slot in wave.sequence.pending_slots[-count:]
                 ]
-                self._next_SD[torch.tensor(slots, device=self._next_SD.device)] = next_ND.to(self._next_SD)
+                self._next_SD[upload(slots, self._next_SD.device)] = next_ND.to(self._next_SD)
                 for (number, _), count, part_ND in zip(waves, counts, torch.split(normed_ND, counts), strict=True):
                     done[number] += count
                     normed[number].append(part_ND)

@@ -34,14 +34,18 @@ class HeadInTurn(InTurn, HeadLookahead):
         super().__init__(engine, welcome, replace(limits_in_turn(DraftLimits()), prefill=PREFILL))
 
     def reuse(self, key: Key) -> int:
-        """Take over what is known of how a text begins; returns the position whose state is wanted first.
+        """Take over what is known of how a text goes on; returns the position whose state is wanted next, if any was.
 
-        Before any states have come.
+        Worth a try whenever all states that have come are read: other sessions may have come further meanwhile.
         """
         sequence = self._sequences.get(key)
-        if sequence is None or (text := text_of(sequence)).begun:
+        if sequence is None:
             return 0
-        text.begin(1)
+        text = text_of(sequence)
+        if not text.begun:
+            text.begin(1)
+        elif text.first != 1 or text.come or sequence.cached.pending or sequence.num_uncomputed_tokens:
+            return 0
         text.read_to()
         self.counters.reused += sequence.cached.reuse()
         del text.tokens[sequence.cached.length :]

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.sequence import DraftBatchEntry, DraftSequence
+from engine.shaping.shaping import Shaping
 from speculation.drafting.draft_session import Candidate, DraftLimits
 from speculation.frozen import frozen
 from speculation.messages import Open
@@ -117,6 +118,11 @@ class InTurn(Lookahead):
             self._rate = turn.rate
             self._had_turn(began, idle=probe or not drafted)
         return outgoing
+
+    def shape(self, key: Key, shaping: Shaping | None) -> None:
+        """Draw for a session as the target does, with its own shaping of the text."""
+        if (sequence := self._sequences.get(key)) is not None:
+            sequence.shaping = shaping
 
     def rests(self) -> bool:
         """Whether it is not to be asked to draft in this turn, since that has not paid for a while."""

@@ -38,7 +38,7 @@ from speculation.messages import (
 from speculation.sources.registry import LOOKUP, registered
 from speculation.sources.suffix import IN_PAUSE, IN_STEP, SuffixSettings, SuffixStore
 from speculation.verifying.planner import Asked, Planner
-from target_service.drafting.own_drafters import own_drafters
+from target_service.drafting.own_drafters import draft_all, own_drafters
 from target_service.scheduler import Budget, Scheduler
 from target_service.sequence import BatchEntry, TargetSequence, reason_to_refuse
 from target_service.step_account import StepAccount, TargetCounters
@@ -280,10 +280,9 @@ class VerifyLoop:
     def _draft(self, entries: Sequence[BatchEntry], drawing: Sequence[BatchEntry]) -> None:
         """Have those that draft here propose for those of ``drawing`` that have room for drafts."""
         part, wanting = [entry.sequence for entry in entries], [entry.sequence for entry in drawing if entry.drafts]
-        for drafter in self._drafters:
-            if not drafter.draft(self._scheduler.running, part, wanting):
-                for entry in drawing:
-                    entry.drafts = 0
+        if not draft_all(self._drafters, self._scheduler.running, part, wanting):
+            for entry in drawing:
+                entry.drafts = 0
 
     def _within_budget(self, entries: list[BatchEntry], now: float) -> list[BatchEntry]:
         """Without the sessions whose grammars have taken too long lately, unless there are no others.

@@ -112,7 +112,7 @@ class DraftModel(StateReader):
             self._give_up()
         self.seconds = time.perf_counter() - started
         self._counters.draft_microseconds += round(self.seconds * 1e6)
-        return not is_plain
+        return not (is_plain and self._open)  # where nothing is open, nothing would end the probe
 
     def _ask(self, part: Sequence[TargetSequence], drawing: Sequence[TargetSequence]) -> bool:
         """Let it draft; False: nothing was worth it."""
@@ -169,6 +169,10 @@ class DraftModel(StateReader):
         verification = replace(verification, position=start, tokens=tokens, lead=None)
         self._take(self._drafter.receive(key[0], verification))
 
+    def unjudged(self) -> None:
+        """Learn nothing from the step at hand, whose drafts were withdrawn."""
+        self._judged = None
+
     def observe(self, sessions: int, tokens: int, seconds: float) -> None:
         """A step over ``sessions``, all past their prompts, brought ``tokens``, drafting included."""
         payoff = self._judged
@@ -202,8 +206,11 @@ class DraftModel(StateReader):
             self._open[key], tokens = sequence, tuple(sequence.session.tokens)
             self._heard[key] = len(tokens)
             self._unheard.pop(sequence, None)
-            again = replace(opened, tokens=tokens, prompt=opened.prompt or len(opened.tokens))
+            options = replace(opened.request_options, grammar="")  # the target's own masks are at hand
+            prompt = opened.prompt or len(opened.tokens)
+            again = replace(opened, tokens=tokens, prompt=prompt, request_options=options)
             self._take(self._drafter.receive(sequence.link, again))
+            self._drafter.shape(key, sequence.shaping)
 
     def _take(self, outgoing: Outgoing) -> None:
         for link, message in outgoing:

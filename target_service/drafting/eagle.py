@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draft_service.head_in_turn import HeadInTurn
 from engine.eagle.head import EagleHead
-from engine.interface import Chunk, StepEngine
+from engine.interface import FATAL, Chunk, StepEngine
 from speculation.messages import Source
 from speculation.verifying.planner import Planner
 from target_service.drafting.draft_model import DraftModel, key_of
@@ -92,13 +92,19 @@ class EagleDrafter(DraftModel):
 
     def _reusable(self, sequence: TargetSequence, length: int) -> int:
         """How much of a prefix of ``length`` tokens a target may take over, as far as the head is concerned."""
-        self._begin(sequence)
-        key = key_of(sequence)
-        if key not in self._open:
+        try:
+            self._begin(sequence)
+            if (key := key_of(sequence)) not in self._open:
+                return length
+            unread = self._unread.setdefault(key, _UnreadStates())
+            if unread.end < length and not unread.count:
+                unread.end = max(unread.end, self._reads.reuse(key))
+        except FATAL:
+            raise
+        except Exception:
+            sequence.log.exception("the %s failed", self.name)
+            self._give_up()
             return length
-        unread = self._unread.setdefault(key, _UnreadStates())
-        if unread.end < length and not unread.states:
-            unread.end = max(unread.end, self._reads.reuse(key))
         return unread.end if unread.end < length <= unread.end + RECOMPUTED else length
 
     def note(

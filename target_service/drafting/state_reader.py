@@ -52,6 +52,9 @@ class StateReader:
         """
         raise NotImplementedError
 
+    def unjudged(self) -> None:
+        """Another has decided that no drafts are verified in the step at hand."""
+
     def settled(self, sequence: TargetSequence, tree: VerificationTree, verification: Verification) -> None:
         """A step of a session is over, in which the tree was verified."""
 
@@ -102,4 +105,5 @@ def fused_states(
             states_ND = head.fuse(aux_TA[upload(wanted, aux_TA.device)])
         parts = torch.split(states_ND, [count for *_, count in found])
         for (sequence, position, _), part_ND in zip(found, parts, strict=True):
-            yield sequence, position, part_ND
+            # A view would keep the states of the whole step.
+            yield sequence, position, part_ND.clone() if len(found) > 1 else part_ND

@@ -36,10 +36,11 @@ from speculation.messages import (
     Verification,
 )
 from speculation.verifying import payoff
-from speculation.verifying.payoff import DraftTurn
+from speculation.verifying.payoff import DraftTurn, Payoff
 from target_service import scheduler
 from target_service.drafting import draft_model
 from target_service.drafting.draft_model import check_drafter
+from target_service.drafting.own_drafters import draft_all
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.by_rows import by_rows
 from tests.grammars import CORPUS, STOP, regex, tiny_engine
@@ -345,6 +346,9 @@ class Asked:
         self.turns += 1
         return [(LINK, Close(SessionId(0), 1))]  # for anything
 
+    def shape(self, *_: object) -> None:
+        pass
+
     def rests(self) -> bool:
         return False
 
@@ -369,6 +373,39 @@ def test_drafting_that_costs_more_than_it_brings_rests(model: Model, committed: 
         drafts.observe(16, committed if drafted else 16, 0.05 if drafted else 0.02)
     assert plain <= 1000 // payoff.OFTEN * payoff.PROBE + 2 * payoff.PROBE
     assert (drafter.turns < 200) == rests
+
+
+def test_a_probe_ends_where_no_session_is_left_that_it_drafts_for(model: Model) -> None:
+    """Sessions of other sources go on with theirs."""
+    loop = loop_of(model)
+    loop.receive(LINK, opening(1, WARM, Speculation(sources=frozenset({Source.LOOKUP}))))
+    sequences = list(loop._sequences.values())
+    drafts = draft_model.DraftModel(Asked(), loop._planner, loop.counters)  # type: ignore[arg-type]
+    probe(drafts._payoffs[1])
+    assert all(drafts.draft(sequences, sequences, sequences) for _ in range(20))
+
+
+def probe(payoff: Payoff) -> None:
+    """Have it want steps without drafts."""
+    while not payoff.probing:
+        payoff.observe(1, 0.01, quiet=False)
+        payoff.drafted(1, 1, 0.01)
+
+
+def test_of_a_step_without_drafts_only_who_needs_it_learns(model: Model) -> None:
+    loop = loop_of(model)
+    loop.receive(LINK, opening(1, WARM))
+    sequences = list(loop._sequences.values())
+    both = [draft_model.DraftModel(Asked(), loop._planner, loop.counters) for _ in range(2)]  # type: ignore[arg-type]
+    assert draft_all(both, sequences, sequences, sequences) and all(one._judged for one in both)
+    for probing, other in (both, both[::-1]):
+        probe(probing._payoffs[1])
+        turns = other._drafter.turns  # type: ignore[attr-defined]
+        assert not draft_all(both, sequences, sequences, sequences)
+        assert probing._judged and other._judged is None
+        assert other._drafter.turns == turns + 1, "it reads at least"  # type: ignore[attr-defined]
+        while probing._payoffs[1].probing:
+            probing.observe(1, 1, 0.01)
 
 
 def test_requests_shape_what_is_drafted(model: Model, likeness: Model) -> None:

@@ -200,6 +200,22 @@ def test_a_head_says_the_same_behind_a_prefix_from_the_cache(model: Model) -> No
     assert len(shared_places) > 5 and all(alone[place] == behind[place] for place in shared_places)
 
 
+def test_a_head_takes_over_what_others_have_read_of_a_prompt_that_is_computed_in_parts(model: Model) -> None:
+    """Of a prompt that comes while another with the same beginning is under way."""
+    shared, budget = tuple(random_tokens(150, seed=7)), scheduler.Budget(tokens=32)
+    one = Open(SessionId(1), 1, (*shared, *range(11, 18)), GREEDY, Limits(170), speculation=ALONE)
+    other = replace(one, session=SessionId(2), tokens=(*shared, *range(90, 98)))
+    loop = loop_of(engine_of(model, tiny_head(), 2048), budget=budget)
+    loop.receive(LINK, one)
+    loop.step()
+    loop.receive(LINK, other)
+    firsts: set[int] = set()
+    while loop.step() is not None:
+        firsts |= {sequence.text.first for (_, session), sequence in of_eagle(loop)._sequences.items() if session == 2}
+    assert firsts - {0} == {1}
+    assert of_eagle(loop).counters.reused > 100
+
+
 def test_a_head_that_says_no_numbers_costs_speed_only(model: Model) -> None:
     head = tiny_head()
     with torch.no_grad():
