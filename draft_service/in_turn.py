@@ -100,7 +100,8 @@ class InTurn(Lookahead):
         row_seconds = plain.row_seconds + self._growth_seconds  # the target's tree grows by a draft, too
         for sequence in map(self._sequences.get, wanted):
             if sequence is not None:
-                sequence.session.price = min(self._rate * (row_seconds + self._growth_seconds), MAX_PRICE)
+                price = min(self._rate * (row_seconds + self._growth_seconds), MAX_PRICE)
+                sequence.session.price = 0.0 if probe else price
         turn = replace(plain, row_seconds=row_seconds)
         drafted, probe = 0, probe or self._probes
         while drafted < MAX_LEVELS:

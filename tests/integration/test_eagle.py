@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from draft_service.head_in_turn import HeadInTurn
+from draft_service.in_turn import MAX_LEVELS
+from draft_service.levels import LaunchTime
 from engine.build import build, build_target
 from engine.cache.kv_cache import KVCache
 from engine.eagle.cached import CachedHead
@@ -351,7 +353,10 @@ def test_a_source_may_guess_all_positions_in_one_pass(model: Model) -> None:
 
 @needs_no_gpu
 @pytest.mark.thorough
-def test_on_two_ranks_a_head_says_what_it_says_on_one(model: Model, folder: str, tmp_path: Path) -> None:
+def test_on_two_ranks_a_head_says_what_it_says_on_one(
+    model: Model, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LaunchTime, "levels", lambda *_: MAX_LEVELS)  # however long they take
     save(tiny_head(), tmp_path / "head", embedding=True, dtype=torch.float32)
     settings = EngineSettings(folder, dtype="fp32", device="cpu", cache_tokens=512, eagle=str(tmp_path / "head"))
     openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(4)]
