@@ -280,7 +280,7 @@ class VerifyLoop:
     def _draft(self, entries: Sequence[BatchEntry], drawing: Sequence[BatchEntry]) -> None:
         """Have those that draft here propose for those of ``drawing`` that have room for drafts."""
         part, wanting = [entry.sequence for entry in entries], [entry.sequence for entry in drawing if entry.drafts]
-        if not draft_all(self._drafters, self._scheduler.running, part, wanting):
+        if self._drafters and not draft_all(self._drafters, self._scheduler.running, part, wanting):
             for entry in drawing:
                 entry.drafts = 0
 
