@@ -50,7 +50,7 @@ class HeadEngine:
 
     @property
     def cache(self) -> KVCache:
-        """Where its sequences come from. They share nothing: rows depend on more than their tokens."""
+        """Where its sequences come from. Rows of the head's own states depend on more than tokens: not to be shared."""
         return self._head.cache
 
     def begin(self, sequence: CachedSequence, position: int) -> None:

@@ -66,8 +66,9 @@ class HeadInTurn(InTurn, HeadLookahead):
             sequence.cached.free()
             sequence.cached = self._head.cache.sequence()
             self._head.begin(sequence.cached, first)
-        if gap or not text.begun:
-            text.begin(first if gap else 1)
+            text.begin(first)
+        elif not text.begun:
+            text.begin(1)
         text.read_to(max(text.end, first + len(states_ND)))
         text.come.update(enumerate(states_ND, first))
         self._absorb(sequence)

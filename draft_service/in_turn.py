@@ -95,13 +95,12 @@ class InTurn(Lookahead):
         parts. ``plain``: the target's step, if nothing is drafted. ``probe``: draft whatever that is worth.
         """
         began = time.perf_counter()
-        self._constrain(began)
         outgoing = self._read([self._sequences[key] for key in running if key in self._sequences])
         row_seconds = plain.row_seconds + self._growth_seconds  # the target's tree grows by a draft, too
+        price = 0.0 if probe else min(self._rate * (row_seconds + self._growth_seconds), MAX_PRICE)
         for sequence in map(self._sequences.get, wanted):
             if sequence is not None:
-                price = min(self._rate * (row_seconds + self._growth_seconds), MAX_PRICE)
-                sequence.session.price = 0.0 if probe else price
+                sequence.session.price = price
         turn = replace(plain, row_seconds=row_seconds)
         drafted, probe = 0, probe or self._probes
         while drafted < MAX_LEVELS:
@@ -185,7 +184,7 @@ class InTurn(Lookahead):
 
     def _is_behind(self, sequence: DraftSequence) -> bool:
         """Whether it has more to read than a level reads on the way."""
-        readable = len(sequence.text.tokens) <= self._engine.model.context and sequence not in self._compiling
+        readable = len(sequence.text.tokens) <= self._engine.model.context
         return readable and sequence.num_uncomputed_tokens >= self._limits.prefill_from
 
     def _level(self, wanted: Mapping[Key, float], turn: DraftTurn, *, probe: bool) -> tuple[Sequence[_Place], int]:
@@ -221,7 +220,7 @@ class InTurn(Lookahead):
 
     def _places(self, key: Key, chance: float) -> list[_Place]:
         sequence = self._sequences.get(key)
-        if sequence is None or sequence in self._compiling or self._is_behind(sequence):
+        if sequence is None or self._is_behind(sequence):
             return []
         return [_Place(sequence, node, chance) for node in sequence.frontier(self._engine.model.context)]
 

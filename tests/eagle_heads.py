@@ -105,7 +105,7 @@ def of_eagle(loop: VerifyLoop) -> HeadInTurn:
     """What drafts beside the target."""
     (drafter,) = loop._drafters
     assert isinstance(drafter, EagleDrafter)
-    return drafter._reads
+    return drafter._drafter
 
 
 def drafted(loop: VerifyLoop) -> list[list[Node]]:
@@ -117,7 +117,7 @@ def assert_empty(loop: VerifyLoop) -> None:
     """Nothing is left of any session."""
     (drafter,) = loop._drafters
     assert isinstance(drafter, EagleDrafter)
-    head = drafter._reads
+    head = drafter._drafter
     assert not drafter._open and not drafter._unread and not head._sequences and not head._head._known
     assert not head._head.cache.sequences
 

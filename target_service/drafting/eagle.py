@@ -76,13 +76,14 @@ class EagleDrafter(DraftModel):
 
     source = Source.EAGLE
     name = "EAGLE head"
+    _drafter: HeadInTurn
 
     def __init__(
         self, head: EagleHead, drafter: HeadInTurn, planner: Planner, counters: TargetCounters, *, adaptive: bool
     ) -> None:
         """``head``: what fuses states for ``drafter``. All else: see :class:`DraftModel`."""
         super().__init__(drafter, planner, counters, adaptive=adaptive)
-        self._head, self._reads = head, drafter
+        self._head = head
         self._unread: dict[Key, _UnreadStates] = {}
 
     def open(self, sequence: TargetSequence) -> None:
@@ -98,7 +99,7 @@ class EagleDrafter(DraftModel):
                 return length
             unread = self._unread.setdefault(key, _UnreadStates())
             if unread.end < length and not unread.count:
-                unread.end = max(unread.end, self._reads.reuse(key))
+                unread.end = max(unread.end, self._drafter.reuse(key))
         except FATAL:
             raise
         except Exception:
@@ -107,6 +108,7 @@ class EagleDrafter(DraftModel):
             return length
         return unread.end if unread.end < length <= unread.end + RECOMPUTED else length
 
+    @torch.inference_mode()
     def note(
         self, engine: StepEngine, chunks: Sequence[Chunk], entries: Sequence[BatchEntry], decided: Sequence[Verdict]
     ) -> None:
@@ -128,7 +130,7 @@ class EagleDrafter(DraftModel):
         for key, unread in self._unread.items():
             if unread.count:
                 first, gap = unread.end - unread.count, unread.gap
-                self._reads.feed(key, first, unread.take(), gap=gap)
+                self._drafter.feed(key, first, unread.take(), gap=gap)
 
     def _forget(self, key: Key) -> bool:
         self._unread.pop(key, None)

@@ -89,7 +89,8 @@ def fused_states(
 ) -> Iterator[tuple[TargetSequence, int, Tensor]]:
     """Of sessions with rows that stay, the position of the first and what the head reads of each, ``[N, D]``.
 
-    ``known(sequence, count)``: how many of the ``count`` rows from its cache's end on to leave out; None: all.
+    ``known(sequence, count)``: how many of the ``count`` rows from its cache's end on to leave out; None: all. To be
+    read in inference mode.
     """
     aux_TA = engine.aux
     assert aux_TA is not None
@@ -101,8 +102,7 @@ def fused_states(
             wanted += fresh
             found.append((sequence, sequence.cached.length + left_out, len(fresh)))
     if wanted:
-        with torch.inference_mode():
-            states_ND = head.fuse(aux_TA[upload(wanted, aux_TA.device)])
+        states_ND = head.fuse(aux_TA[upload(wanted, aux_TA.device)])
         parts = torch.split(states_ND, [count for *_, count in found])
         for (sequence, position, _), part_ND in zip(found, parts, strict=True):
             # A view would keep the states of the whole step.

@@ -233,7 +233,7 @@ def test_what_an_eagle_head_is_said_to_say_is_what_it_says_while_it_serves(monke
     trees = {}
 
     def unused(drafter, _outgoing):
-        for sequence in drafter._reads._sequences.values():
+        for sequence in drafter._drafter._sequences.values():
             trie = sequence.session.trie
             if len(trie):
                 paths = {tuple(above.token for above in node.path_from(trie.root)): node.confidence for node in trie}
