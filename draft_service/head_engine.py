@@ -4,7 +4,7 @@ A row is a token with the state it was drawn from: the target's own where that h
 token before. So the head runs ahead on its own word, and a row is computed again when the true state comes. What each
 row leads to is kept beside its keys and values, slot by slot, and moves with them.
 
-Tensor legend: R rows asked for, V vocabulary, N rows, D hidden size of the head, S slots.
+Tensor legend: R rows asked for, V vocabulary, D hidden size of the head.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.cache.kv_cache import CachedSequence, KVCache
-from engine.eagle.cached import CachedHead, HeadChunk
+from engine.eagle.cached import ROWS_AT_ONCE, SEQUENCES_AT_ONCE, CachedHead, HeadChunk
 from engine.host.upload import upload
 from engine.interface import Chunk
 from engine.levels.levels import Levels
@@ -25,15 +25,6 @@ from engine.model import Model
 
 KEPT = 64
 """True states of computed rows that are kept, since a row may have to be computed once more."""
-
-
-class _Known:
-    """What came of the target's states for one sequence."""
-
-    def __init__(self, first: int) -> None:
-        self.first = first
-        """Position of the state that the first row reads."""
-        self.states: dict[int, Tensor] = {}
 
 
 class HeadEngine:
@@ -45,8 +36,8 @@ class HeadEngine:
         self.forward_seconds = 0.0
         self.width: int = head.head.config.hidden_size
         self.dtype: torch.dtype = head.head.norm.weight.dtype
-        self._next_SD = head.cache.store.beside(self.width)
-        self._known: dict[CachedSequence, _Known] = {}
+        self._known: dict[CachedSequence, dict[int, Tensor]] = {}
+        """True states that have come, by row, of each sequence."""
 
     @property
     def cache(self) -> KVCache:
@@ -55,11 +46,11 @@ class HeadEngine:
 
     def begin(self, sequence: CachedSequence, position: int) -> None:
         """Its first row will be the token at ``position``."""
-        self._known[sequence] = _Known(position - 1)
+        sequence.first, self._known[sequence] = position, {}
 
     def feed(self, sequence: CachedSequence, row: int, state_D: Tensor) -> None:
         """The true state of a committed row; rows from it on that are computed are the caller's to drop."""
-        self._known[sequence].states[row] = state_D.to(self._next_SD)
+        self._known[sequence][row] = state_D.to(self._head.next_SD)
 
     def forget(self, sequence: CachedSequence) -> None:
         """A sequence is used no more."""
@@ -67,7 +58,7 @@ class HeadEngine:
 
     def levels(self, width: int, children: int) -> Levels | None:
         """See :meth:`engine.step.Engine.levels`."""
-        return self._head.levels(self._next_SD, self.model.vocabulary, width=width, children=children)
+        return self._head.levels(self.model.vocabulary, width=width, children=children)
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -79,65 +70,60 @@ class HeadEngine:
         Rows without a true state wait for those they hang from, so a chunk may take several forwards.
         """
         started = time.perf_counter()
-        self.cache.store.move(self.cache.take_moves())
         done = [0] * len(chunks)
-        normed: list[list[Tensor]] = [[] for _ in chunks]
+        found: list[Tensor] = []
+        order: list[tuple[int, int]] = []  # of these logits: chunk and row
         try:
-            while waves := [
-                (number, wave)
-                for number, chunk in enumerate(chunks)
-                if (wave := self._wave(chunk, done[number])) is not None
-            ]:
-                next_ND, normed_ND = self._head.run([wave for _, wave in waves])
-                counts = [len(wave.tokens) for _, wave in waves]
-                slots = [
-                    slot
-                    for (_, wave), count in zip(waves, counts, strict=True)
-                    for slot in wave.sequence.pending_slots[-count:]
-                ]
-                self._next_SD[upload(slots, self._next_SD.device)] = next_ND.to(self._next_SD)
-                for (number, _), count, part_ND in zip(waves, counts, torch.split(normed_ND, counts), strict=True):
-                    done[number] += count
-                    normed[number].append(part_ND)
+            while waves := self._waves(chunks, done):
+                found.append(self._head.run([wave for _, wave in waves], self.model.vocabulary))
+                for number, wave in waves:
+                    order += [(number, done[number] + row) for row in wave.rows]
+                    done[number] += len(wave.tokens)
         except BaseException:
             for chunk, count in zip(chunks, done, strict=True):
                 chunk.sequence.retract(count)
             raise
-        wanted = [torch.cat(parts)[list(chunk.rows)] for chunk, parts in zip(chunks, normed, strict=True)]
-        logits_RV = self._head.logits(torch.cat(wanted), self.model.vocabulary)
         for chunk in chunks:
             self._trim(chunk.sequence)
+        wanted = [(number, row) for number, chunk in enumerate(chunks) for row in chunk.rows]
         self.forward_seconds = time.perf_counter() - started
-        return logits_RV
+        if order == wanted and len(found) == 1:
+            return found[0]
+        place = {each: at for at, each in enumerate(order)}
+        return torch.cat(found)[upload([place[each] for each in wanted], self._head.device)]
 
-    def _wave(self, chunk: Chunk, start: int) -> HeadChunk | None:
-        """The next rows of a chunk that can be computed at once, from row ``start`` on; None: there are no more."""
+    def _waves(self, chunks: Sequence[Chunk], done: Sequence[int]) -> list[tuple[int, HeadChunk]]:
+        """What can be computed at once of the chunks, with their numbers, behind the rows that are done."""
+        waves: list[tuple[int, HeadChunk]] = []
+        room = ROWS_AT_ONCE
+        for number, (chunk, start) in enumerate(zip(chunks, done, strict=True)):
+            if start < len(chunk.tokens) and room and len(waves) < SEQUENCES_AT_ONCE:
+                wave = self._wave(chunk, start, room)
+                waves.append((number, wave))
+                room -= len(wave.tokens)
+        return waves
+
+    def _wave(self, chunk: Chunk, start: int, room: int) -> HeadChunk:
+        """The rows of a chunk that can be computed at once, from row ``start`` on, at most ``room``."""
         sequence, known = chunk.sequence, self._known[chunk.sequence]
-        if start == len(chunk.tokens):
-            return None
         first = sequence.pending  # the number of the row ``start``
         depths = list(sequence.depths)
-        states: list[Tensor] = []
+        states: dict[int, Tensor] = {}
         parents = chunk.resolved_parents()
-        for parent in islice(parents, start, None):
+        end = start
+        for parent in islice(parents, start, start + room):
             depth = depths[parent] + 1 if parent >= 0 else 0
-            state_D = known.states.get(sequence.length + depth)
-            if state_D is None and parent >= first:
+            state_D = known.get(sequence.length + depth)
+            if state_D is not None:
+                states[end - start] = state_D
+            elif parent >= first:
                 break
             depths.append(depth)
-            states.append(self._of_parent(sequence, parent) if state_D is None else state_D)
-        end = start + len(states)
-        return HeadChunk(sequence, known.first, chunk.tokens[start:end], torch.stack(states), parents[start:end])
-
-    def _of_parent(self, sequence: CachedSequence, parent: int) -> Tensor:
-        """What the head made of the row that a row hangs from; zeros for the first one."""
-        if parent >= 0:
-            return self._next_SD[sequence.pending_slots[parent]]
-        if not sequence.length:
-            return self._next_SD.new_zeros(self.width)
-        return self._next_SD[sequence.home(sequence.length - 1)]
+            end += 1
+        rows = [row - start for row in chunk.rows if start <= row < end]
+        return HeadChunk(sequence, chunk.tokens[start:end], states, parents[start:end], rows)
 
     def _trim(self, sequence: CachedSequence) -> None:
-        states = self._known[sequence].states
+        states = self._known[sequence]
         for row in [row for row in states if row < sequence.length - KEPT]:
             del states[row]

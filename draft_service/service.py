@@ -118,7 +118,7 @@ def load_head(settings: DraftSettings, progress: Progress | None = None) -> tupl
     model = describe(chosen.model, chosen.dtype, chosen.device)
     check_fit(chosen.eagle, model)
     head = load_alone(chosen.eagle, chosen.model, model.device, model.dtype)
-    engine = HeadEngine(CachedHead(head, chosen.cache_tokens or HEAD_TOKENS), model)
+    engine = HeadEngine(CachedHead(head, chosen.cache_tokens or HEAD_TOKENS, model.context), model)
     introduction = replace(
         welcome(chosen, model, ROLE),
         model=chosen.name or Path(chosen.eagle).name,

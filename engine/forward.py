@@ -123,6 +123,9 @@ class _Unpickler(pickle.Unpickler):
 class ForwardPass:
     """A model over a store. The shapes of keys and values are those of the heads that this rank computes."""
 
+    fuses = False
+    """Whether steps fuse the states that are kept of them."""
+
     def __init__(
         self,
         model: Model,
@@ -131,12 +134,13 @@ class ForwardPass:
         *,
         agreed: Callable[[bool], bool] = bool,
         aux_layers: Sequence[int] = (),
+        fuse: Callable[[Tensor], Tensor] | None = None,
         draws: bool = False,
     ) -> None:
         """``record``: how steps by rows are recorded to be replayed, if they are; ``agreed``: see :class:`RowSteps`.
 
-        ``aux_layers``: see :class:`engine.hidden.LayerTap`. Raises ModelError if the model does not show these.
-        ``draws``: plain draws are a part of what is recorded.
+        ``aux_layers``, ``fuse``: see :class:`engine.hidden.LayerTap`; these are fused only where steps are recorded.
+        Raises ModelError if the model does not show these. ``draws``: plain draws are a part of what is recorded.
         """
         self.model = model
         self.last_calls: list[int] = []
@@ -149,12 +153,14 @@ class ForwardPass:
         """Auxiliary hidden states of every token of the last step, in the order of its chunks; kept if asked for.
 
         ``[T, L * D]`` in the model's own format, a tensor of its own: for each of the ``aux_layers``, in their order,
-        the residual stream behind so many decoder layers.
+        the residual stream behind so many decoder layers. Where :attr:`fuses`, what was made of these, ``[T, E]``.
         """
         self._moved = False  # whether the moves of the last step were made; it may have failed since
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.module.forward).parameters
-        self._layer_tap = LayerTap(model, aux_layers, ROW_CLASSES[-1]) if aux_layers else None
         assert model.attention is not None, "a model that cannot speculate"
+        fuse = fuse if model.attention.replayed else None
+        self.fuses = fuse is not None
+        self._layer_tap = LayerTap(model, aux_layers, ROW_CLASSES[-1], fuse) if aux_layers else None
         self._layers = PagedLayers(store, model.attention, model.layers, model.context)
         self._rows: RowSteps | None = None
         if model.attention.replayed:
@@ -247,6 +253,8 @@ class ForwardPass:
             all_rows = logits_RV is None and not self._keeps_rows
             if logits_RV is None:
                 logits_RV = self._stock_logits(tokens_T, positions_T, rows_R)
+            if self._layer_tap is not None:
+                self._layer_tap.fuse(len(tokens_T))
         self.last_calls = step.calls
         return logits_RV.index_select(0, rows_R) if all_rows else logits_RV
 

@@ -1,15 +1,17 @@
 """What a model computes on the way: the states between its decoder layers.
 
+A step that is recorded also makes of them what an EAGLE-3 head reads: that costs the host nothing then.
+
 They are read by hooks where transformers computes the layers; where we do, the layers hand them to the step
 (:meth:`engine.attention.attention.Step.keep`). They are written to memory that stays where it is, as a step that is
 replayed needs it.
 
-Tensor legend: T tokens, L layers asked for, D hidden size.
+Tensor legend: T tokens, L layers asked for, D hidden size, E what is made of a token's states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,9 +26,12 @@ from engine.model import Model, ModelError
 class LayerTap:
     """Auxiliary hidden states: of every token of a step, the states behind some decoder layers, before any norm."""
 
-    def __init__(self, model: Model, layers: Sequence[int], rows: int) -> None:
+    def __init__(
+        self, model: Model, layers: Sequence[int], rows: int, fuse: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         """``layers``: behind how many decoder layers; 0: what the first one reads. ``rows``: see :meth:`room`.
 
+        ``fuse``: what is made of the states of each token, ``[T, L * D] -> [T, E]``, and taken in their stead.
         Raises :class:`engine.model.ModelError` for other numbers, or a model that does not show its layers.
         """
         if wrong := [layer for layer in layers if not 0 <= layer <= model.layers]:
@@ -37,6 +42,7 @@ class LayerTap:
         self.layers = tuple(layers)
         size = model.config.get_text_config(decoder=True).hidden_size
         self._states_TLD = torch.zeros(rows, len(layers), size, dtype=model.dtype, device=model.device)
+        self._fuse, self._fused_TE = fuse, torch.empty(0)
         self._read: list[Tensor] = []
         self._listen(model)
 
@@ -59,12 +65,22 @@ class LayerTap:
         """A step begins: forget what was read and not taken."""
         self._read.clear()
 
+    def fuse(self, rows: int) -> None:
+        """The states of so many rows are there: make of them what is taken."""
+        if self._fuse is None:
+            return
+        fused_TE = self._fuse(self._states_TLD[:rows].flatten(1))
+        if len(self._fused_TE) < rows:
+            self._fused_TE = fused_TE.new_zeros(len(self._states_TLD), fused_TE.shape[1])
+        self._fused_TE[:rows].copy_(fused_TE)
+
     def computed(self, rows: int) -> None:
         """So many more tokens of the step have been computed."""
-        self._read.append(self._states_TLD[:rows].flatten(1).clone())
+        states = self._states_TLD if self._fuse is None else self._fused_TE
+        self._read.append(states[:rows].flatten(1).clone())
 
     def take(self) -> Tensor:
-        """Of all tokens of the step, ``[T, L * D]``."""
+        """Of all tokens of the step, ``[T, L * D]``, or what was made of them, ``[T, E]``."""
         read, self._read = self._read, []
         return torch.cat(read) if len(read) > 1 else read[0]
 

@@ -114,6 +114,7 @@ class StatefulEngine:
     speculates = False
     row_classes: Sequence[int] = ()
     eagle = aux = drawn = None
+    fuses = False
     exactness = "not measured: this model is served without speculation"
 
     def __init__(self, model: Model, cache: StatefulCache) -> None:

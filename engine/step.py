@@ -57,6 +57,7 @@ class Engine(ForwardPass):
             record,
             agreed=agreed,
             aux_layers=aux_layers if eagle is None else eagle.config.aux_layers_of(model.layers),
+            fuse=None if eagle is None else eagle.fuse,
             draws=invariant and leader is None,  # other ranks draw nothing, and have to record the same steps
         )
         self.cache = cache

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from draft_service.head_in_turn import HeadInTurn
+from engine.attention.attention import Step
 from engine.build import welcome
 from engine.cache.kv_cache import KVCache
-from engine.eagle.cached import CachedHead, HeadChunk
+from engine.eagle.cached import CachedHead
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import EagleHead
 from engine.interface import StepEngine
@@ -23,6 +24,7 @@ from speculation.messages import Limits, Open, Sampling, SessionId, Source, Spec
 from speculation.trie import Node
 from target_service.drafting.eagle import EagleDrafter
 from target_service.verify_loop import TargetLimits, VerifyLoop
+from tests.by_rows import PlainRows, Recorder
 from tests.unit.engine.engine_models import Stock, random_tokens
 
 LINK = "router"
@@ -122,11 +124,17 @@ def assert_empty(loop: VerifyLoop) -> None:
     assert not head._head.cache.sequences
 
 
+def recorded_head(head: EagleHead, capacity: int, context: int) -> CachedHead:
+    """As on CUDA: computed by rows, every forward and level a recording that is played again."""
+    heads_per_key = head.config.num_attention_heads // head.config.num_key_value_heads
+    return CachedHead(head, capacity, context, attention=PlainRows(heads_per_key), record=Recorder())
+
+
 class Watched(CachedHead):
     """Notes what the rows of committed tokens come to: those that read a true state."""
 
-    def __init__(self, head: EagleHead, capacity: int) -> None:
-        super().__init__(head, capacity)
+    def __init__(self, head: EagleHead, capacity: int, context: int) -> None:
+        super().__init__(head, capacity, context)
         self.read: dict[tuple[int, int], Tensor] = {}
         self._true: set[bytes] = set()
         fuse = head.fuse
@@ -138,16 +146,13 @@ class Watched(CachedHead):
 
         head.fuse = noted  # type: ignore[method-assign]
 
-    def run(self, chunks: Sequence[HeadChunk]) -> tuple[Tensor, Tensor]:
-        starts = [chunk.sequence.length + chunk.sequence.pending for chunk in chunks]
-        states_ND, normed_ND = super().run(chunks)
-        row = 0
-        for chunk, start in zip(chunks, starts, strict=True):
-            for i, token in enumerate(chunk.tokens):
-                if chunk.states_ND[i].numpy().tobytes() in self._true:
-                    self.read[chunk.first + start + i, token] = normed_ND[row + i]
-            row += len(chunk.tokens)
-        return states_ND, normed_ND
+    def normed(self, step: Step, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+        states_TD = self.states(step)
+        normed_TD = super().normed(step, tokens_T, positions_T)
+        for token, position, state_D, normed_D in zip(tokens_T, positions_T, states_TD, normed_TD, strict=True):
+            if state_D.numpy().tobytes() in self._true:
+                self.read[int(position) - 1, int(token)] = normed_D
+        return normed_TD
 
 
 def watched(loop: VerifyLoop) -> Watched:

@@ -54,7 +54,7 @@ class Rows:
     slots_T: Tensor
     """Where the row's keys and values go."""
     keys_T: Tensor
-    """How many tokens the row sees, itself included: its position + 1. 0: padding."""
+    """How many tokens of its sequence the row sees, itself included. 0: padding."""
     home_T: Tensor
     """How many of them, from the first on, are found by the page table."""
     pages_T: Tensor
@@ -122,7 +122,7 @@ class Packed:
     """As many pages of each sequence as are needed."""
     runs: array[int] = field(default_factory=INTEGERS)
     """Of each sequence's rows that are side by side in a slice: how many, which is the first, committed tokens before
-    them, and where their page table begins."""
+    them, the position of the first of these, and where their page table begins."""
 
     def __len__(self) -> int:
         return len(self.depths)
@@ -153,15 +153,16 @@ class Packed:
 
     def add(self, state: SequenceState, start: int, stop: int) -> None:
         """Add pending nodes of a sequence."""
-        row, count, length, blocks, tables = len(self.depths), stop - start, state.length, state.blocks, self.tables
+        row, count, blocks, tables = len(self.depths), stop - start, state.blocks, self.tables
+        length, origin = state.length, state.first
         depths, branches = state.depths[start:stop], state.branches[start:stop]
         deepest = max(depths)
         if row % SLICE + count <= SLICE:
-            self.runs.extend((count, row, length, len(tables)))
+            self.runs.extend((count, row, length, origin, len(tables)))
         else:
             for first in range(row - row % SLICE, row + count, SLICE):
                 begin, end = max(first, row), min(first + SLICE, row + count)
-                self.runs.extend((end - begin, begin, length, len(tables)))
+                self.runs.extend((end - begin, begin, length, origin, len(tables)))
         self.depths.extend(depths)
         self.slots.extend(state.pending_slots[start:stop])
         if any(branches):
@@ -207,13 +208,14 @@ class HostBuffer:
         self._columns[:, count:] = 0
         self._columns[SLOTS, count:] = self._spare[: len(self._spare) - count]
         tokens, positions, slots, keys, home, pages_, branch, group, common, reach = self._columns[:, :count]
-        of_run = np.frombuffer(piece.runs, np.int32).reshape(-1, 4)
+        of_run = np.frombuffer(piece.runs, np.int32).reshape(-1, 5)
         alone = len(of_run) == count
-        run_rows, before, lengths, pages_[:] = (of_run if alone else of_run.repeat(of_run[:, 0], axis=0)).T
+        run_rows, before, lengths, origins, pages_[:] = (of_run if alone else of_run.repeat(of_run[:, 0], axis=0)).T
         tokens[:] = piece.tokens
         slots[:] = piece.slots
-        np.add(piece.depths, lengths, out=positions)
-        np.add(positions, 1, out=keys)
+        np.add(piece.depths, lengths, out=keys)
+        np.add(keys, origins, out=positions)
+        keys += 1
         home[:] = keys
         branch[:] = 0
         if piece.branches:

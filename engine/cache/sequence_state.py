@@ -32,8 +32,10 @@ class SequenceState:
     parents: list[int] = field(default_factory=list)
     """Parent of every pending node, or ROOT."""
     depths: list[int] = field(default_factory=list)
-    """Distance of every pending node from the prefix's end: its position is ``length + depth``."""
+    """Distance of every pending node from the prefix's end: its position is ``first + length + depth``."""
     pending_slots: list[int] = field(default_factory=list)
+    first: int = 0
+    """Position of its first token in the text."""
     _branches: list[tuple[int, ...]] = field(default_factory=list, init=False)  # as far as they are known
 
     @property
@@ -91,6 +93,7 @@ class SequenceState:
             list(self.parents),
             list(self.depths),
             list(self.pending_slots),
+            self.first,
         )
 
     def __getstate__(self) -> dict[str, Any]:

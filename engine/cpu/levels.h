@@ -235,7 +235,8 @@ inline void choose_rows(const Launch& l, int n) {
     l.tokens[row] = active ? (int)l.token[(size_t)n * l.drafts() + chosen] : 0;
     l.positions[row] = (int)std::max<int64_t>(end - 1, 0);
     l.slots[row] = active ? (int)slot : l.spare + row;
-    l.keys[row] = (int)(end - l.before[start]), l.homes[row] = (int)(home - l.before[start]);
+    const int64_t before = active ? l.before[start] : 0;
+    l.keys[row] = (int)(end - before), l.homes[row] = (int)(home - before);
   }
   for (int w = 0; w < l.width; w += l.group) {
     const int leader = n * l.width + w;

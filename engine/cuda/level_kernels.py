@@ -135,9 +135,10 @@ def _best(weight_P, token_P, p, width, WIDTH: tl.constexpr, DRAFTS_PADDED: tl.co
 @triton.jit
 def _store_rows(
     tokens_ptr, positions_ptr, slots_ptr, keys_ptr, homes_ptr, group_ptr, common_ptr, spare, n, w, there_W, active_W,
-    token_W, end_W, home_W, slot_W, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    token_W, end_W, home_W, slot_W, before, WIDTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Columns of :class:`engine.attention.rows.Rows`."""
+    """Columns of :class:`engine.attention.rows.Rows`; ``before``: tokens of the text that the cache does not hold."""
+    keys_W, home_W = tl.where(active_W, end_W - before, 0), tl.where(active_W, home_W - before, 0)
     # The likeliest come first, so those of a group that are there stand side by side.
     together_WW = (w[:, None] // GROUP == w[None, :] // GROUP) & active_W[None, :]
     common_W = tl.min(tl.where(together_WW, home_W[None, :], NO_LIMIT), 1)
@@ -146,7 +147,7 @@ def _store_rows(
     tl.store(tokens_ptr + row_W, token_W.to(tl.int32), mask=there_W)
     tl.store(positions_ptr + row_W, tl.maximum(end_W - 1, 0).to(tl.int32), mask=there_W)
     tl.store(slots_ptr + row_W, tl.where(active_W, slot_W, spare + row_W).to(tl.int32), mask=there_W)
-    tl.store(keys_ptr + row_W, end_W.to(tl.int32), mask=there_W)
+    tl.store(keys_ptr + row_W, keys_W.to(tl.int32), mask=there_W)
     tl.store(homes_ptr + row_W, home_W.to(tl.int32), mask=there_W)
     tl.store(group_ptr + row_W, tl.where(w % GROUP == 0, size_W, 0), mask=there_W)
     tl.store(common_ptr + row_W, tl.where(active_W, common_W, 0).to(tl.int32), mask=there_W)
@@ -155,7 +156,8 @@ def _store_rows(
 @triton.jit
 def _next_level(
     odds_ptr, depths_ptr,  # factors, slopes, offsets, float64; [DISTANCES - 1]
-    factor_ptr, min_weight_ptr, field_width_ptr, field_children_ptr, position_ptr, max_end_ptr, stop_ptr, slot_ptr,
+    factor_ptr, min_weight_ptr, field_width_ptr, field_children_ptr, position_ptr, max_end_ptr, before_ptr, stop_ptr,
+    slot_ptr,
     level_ptr, branch_ptr, home_ptr, end_ptr, weight_ptr, token_ptr, place_weight_ptr, found_ptr,
     tokens_ptr, positions_ptr, slots_ptr, keys_ptr, homes_ptr, group_ptr, common_ptr, numbers_ptr,  # int32
     spare, M, WIDTH: tl.constexpr, CHILDREN: tl.constexpr, LEAVES: tl.constexpr, LEVELS: tl.constexpr,
@@ -218,7 +220,7 @@ def _next_level(
     tl.store(numbers_ptr + (n * WIDTH + w)[:, None] * BRANCH + b[None, :], branch_WB.to(tl.int32), mask=there_WB)
     _store_rows(
         tokens_ptr, positions_ptr, slots_ptr, keys_ptr, homes_ptr, group_ptr, common_ptr, spare, n, w, there_W,
-        active_W, token_W, end_W, home_W, slot_W, WIDTH, GROUP,
+        active_W, token_W, end_W, home_W, slot_W, tl.load(before_ptr + start), WIDTH, GROUP,
     )  # fmt: skip
     tl.store(level_ptr + n, tl.where(more, level + 1, level))
 
@@ -244,7 +246,7 @@ class TritonLevelOps(LevelOps):
         """See :meth:`engine.levels.level_ops.LevelOps.expand`."""
         find_draws(memory, logits_MX, noisy=noisy)
         fields, rows, padded = memory.fields, memory.rows, triton.next_power_of_2(memory.constants["DRAFTS"])
-        told = ("factor", "min_weight", "width", "children", "position", "max_end", "stop", "slot")
+        told = ("factor", "min_weight", "width", "children", "position", "max_end", "before", "stop", "slot")
         columns = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.keys_T, rows.home_T, rows.group_T, rows.common_T)
         _next_level[(memory.sessions,)](
             memory.odds_F, self._depths, *(fields[name] for name in told), *_state(memory), *columns,

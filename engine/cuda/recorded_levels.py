@@ -47,14 +47,16 @@ class RecordedLevels(Levels):
         *,
         width: int,
         children: int,
+        ids_X: Tensor | None = None,
         ops: LevelOps | None = None,
     ) -> None:
-        """``ops``: how levels are computed; None: as is best on the store's device. All else as of a :class:`Levels`.
+        """``ids_X``: which token each output of the model stands for; None: its own number.
 
+        ``ops``: how levels are computed; None: as is best on the store's device. All else as of a :class:`Levels`.
         Nothing is recorded before :meth:`record`.
         """
         super().__init__(steps.layers, vocabulary, dtype, steps.classes, width=width, children=children)
-        self._steps = steps
+        self._steps, self._ids_X = steps, ids_X
         self._ops = ops or _ops_of(self._device)
         self._recordings: dict[LaunchKind, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {}
         """What the first level says, and a further one."""
@@ -80,6 +82,8 @@ class RecordedLevels(Levels):
     def _further(self, memory: LevelMemory, kind: LaunchKind) -> Tensor:
         """Compute the rows that the last level made, and take in what they say."""
         logits_MX = self._steps.forward(StepShape(memory.count), memory.buffer)
+        if self._ids_X is not None:
+            logits_MX = by_token(logits_MX, self._ids_X, self._vocabulary)
         self._ops.expand(memory, logits_MX, noisy=kind.noisy)
         return memory.found_KNWX
 
@@ -145,6 +149,12 @@ class RecordedLevels(Levels):
         first, further = self._recordings.get(kind) or self._functions(memory, kind)
         first()
         return further()[:2].clone()
+
+
+def by_token(logits_RX: Tensor, ids_X: Tensor, vocabulary: int) -> Tensor:
+    """The logits of tokens below ``vocabulary``, ``[R, V]``, each in the place of its number; -inf of all others."""
+    logits_RV = logits_RX.new_full((len(logits_RX), vocabulary), float("-inf"))
+    return logits_RV.index_copy_(1, ids_X, logits_RX)
 
 
 def _ops_of(device: torch.device) -> LevelOps:

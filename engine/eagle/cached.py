@@ -7,30 +7,46 @@ position p and the token after it (:mod:`engine.eagle.head`). A session's rows n
 Where the head drafts on another worker, its fused states travel as bytes: decided here is how they are rounded
 (:class:`speculation.messages.FeatureFormat`), and what a receiver takes for numbers.
 
-Tensor legend: N rows of a forward, R of them, D hidden size of the head, Q query heads, K key/value heads, E head
-size, V the target's vocabulary.
+On CUDA forwards are recorded, as a model's steps are (:mod:`engine.cuda.graphs`).
+
+Tensor legend: N rows, T those of a forward, R that are wanted, D hidden size of the head, S slots, Q query heads,
+K key/value heads, E head size, V the target's vocabulary, X outputs of the head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.attention.attention import PagedLayers, forward_context, paged_attention, steps_of
+from engine.attention.attention import PagedLayers, Step, forward_context, paged_attention, steps_of
 from engine.attention.row_attention import RowAttention
+from engine.attention.rows import Rows, as_wanted
+from engine.attention.triton_rows import find_attention
 from engine.cache.kv_cache import CachedSequence, KVCache
+from engine.cache.kv_store import BLOCK
 from engine.cpu.levels import HeadStates, levels_of
 from engine.cpu.rows import on_cpu
+from engine.cuda.graphs import CudaRecorder, Record, RowSteps
+from engine.cuda.recorded_levels import RecordedLevels, by_token
 from engine.eagle.cpu_head import pack
 from engine.eagle.head import EagleHead
 from engine.host.upload import upload
 from engine.layers.linear import products
 from engine.levels.levels import Levels
+from engine.model import kind_and_line
 from speculation.messages import FeatureFormat, Features
+
+log = logging.getLogger(__name__)
+
+ROWS_AT_ONCE, SEQUENCES_AT_ONCE = 256, 64
+"""Of a forward, so that it is never computed in pieces: what a row leads to must not be written before all that read a
+true state there have done so."""
 
 FP8 = torch.float8_e4m3fn
 MAX_FP8 = 448.0
@@ -39,17 +55,19 @@ MAX_FEATURE = 1e6
 
 
 class HeadChunk(NamedTuple):
-    """Rows to append to one sequence, as pending nodes."""
+    """Rows to append to one sequence, as pending nodes. None hangs from another one here whose state it has to read."""
 
     sequence: CachedSequence
-    first: int
-    """Position of the sequence's first row."""
+    """``first`` is the position of the token of its first row, which is one behind the row's state."""
     tokens: Sequence[int]
-    """The token after each row's position."""
-    states_ND: Tensor
-    """What :meth:`engine.eagle.head.EagleHead.fuse` made of the target's states there, or the head's own next state."""
+    """The token of each row."""
+    states: Mapping[int, Tensor]
+    """True states, ``[D]``, of rows by their index in ``tokens``: what :meth:`engine.eagle.head.EagleHead.fuse` made of
+    the target's. Others read what the row they hang from leads to."""
     parents: Sequence[int]
     """As of :class:`engine.forward.Chunk`."""
+    rows: Sequence[int]
+    """Whose logits are wanted, ascending indices into ``tokens``."""
 
 
 def row_bytes(head: EagleHead) -> int:
@@ -61,76 +79,146 @@ def row_bytes(head: EagleHead) -> int:
 class CachedHead:
     """Computes rows of a head; the books of the cache are the caller's to keep."""
 
-    def __init__(self, head: EagleHead, capacity: int) -> None:
-        """``capacity``: rows that fit, of all sessions together."""
+    def __init__(
+        self,
+        head: EagleHead,
+        capacity: int,
+        context: int | None = None,
+        *,
+        attention: RowAttention | None = None,
+        record: Record | None = None,
+    ) -> None:
+        """``capacity``: rows that fit, of all sessions together; ``context``: of the longest, at most.
+
+        ``attention``, ``record``: how rows are attended to, and forwards recorded; None: as is best on the device.
+        """
         config, weight = head.config, head.norm.weight
         self.head = head
-        self.cache = KVCache(config.num_hidden_layers, capacity, dtype=weight.dtype, device=weight.device)
-        is_cpu = weight.device.type == "cpu"
-        in_cpp = on_cpu(config.num_attention_heads // config.num_key_value_heads) if is_cpu else None
-        attention = in_cpp or RowAttention(page=self.cache.block)
-        self._paged = PagedLayers(self.cache.store, attention, config.num_hidden_layers, self.cache.capacity)
-        self._packed = pack(head) if type(head) is EagleHead and is_cpu else None
+        attention = attention or _attention(head, context or capacity)
+        by_rows = attention.replayed
+        self.cache = KVCache(
+            config.num_hidden_layers,
+            capacity,
+            block=attention.page,
+            spare=ROWS_AT_ONCE if by_rows else 0,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        self.next_SD = self.cache.store.beside(config.hidden_size)
+        """What the row in each slot leads to; when a forward begins, the true state in its place where it is known."""
+        self._first_TD = self.next_SD.new_zeros(ROWS_AT_ONCE, config.hidden_size)
+        """The states of those rows of a forward that hang from none, or from slots that are nobody's: a trial's."""
+        context = min(context or self.cache.capacity, self.cache.capacity)
+        self._paged = PagedLayers(self.cache.store, attention, config.num_hidden_layers, context)
+        self._packed = pack(head) if type(head) is EagleHead and weight.device.type == "cpu" and not by_rows else None
         self._says_all = head.target_ids.tolist() == list(range(config.vocab_size))
         self._layers: list[Any] = [SimpleNamespace(layer_idx=layer) for layer in range(config.num_hidden_layers)]
+        self._steps = self._recorded(record or CudaRecorder(weight.device)) if by_rows else None
 
     @property
     def device(self) -> torch.device:
         """Where it computes."""
         return self.cache.store.device
 
-    @torch.inference_mode()
-    def run(self, chunks: Sequence[HeadChunk]) -> tuple[Tensor, Tensor]:
-        """Next and normed states of all rows, in the order of the chunks, ``[N, D]`` each.
+    def _recorded(self, record: Record) -> RowSteps | None:
+        """Its forwards, recorded; None where the kernels cannot compute it, which then is done without them."""
+        steps = RowSteps(self._compute, self._paged, record)
+        try:
+            steps.warm_up()
+        except Exception as failure:  # whatever kernels say of sizes that they do not know
+            log.warning("an EAGLE head is computed without kernels of its own: %s", kind_and_line(failure))
+            self._paged = replace(self._paged, attention=RowAttention(page=self._paged.attention.page))
+            return None
+        return steps
 
-        The rows become pending nodes of their sequences. Raises :class:`engine.cache.kv_cache.CacheFull`; then, as
-        after any other exception, no sequence has changed.
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[HeadChunk], vocabulary: int) -> Tensor:
+        """What it says of the target's tokens below ``vocabulary`` behind wanted rows, ``[R, V]``; see :meth:`said`.
+
+        The rows become pending nodes of their sequences, at most :data:`ROWS_AT_ONCE` of :data:`SEQUENCES_AT_ONCE`.
+        Raises :class:`engine.cache.kv_cache.CacheFull`; then, as after any other exception, no sequence has changed.
         """
         appended: list[tuple[CachedSequence, int]] = []
+        tokens: list[int] = []
+        wanted: list[int] = []
         try:
             for chunk in chunks:
                 chunk.sequence.append(chunk.parents)
                 appended.append((chunk.sequence, len(chunk.tokens)))
+                wanted += [len(tokens) + row for row in chunk.rows]
+                tokens += chunk.tokens
+            assert len(tokens) <= ROWS_AT_ONCE and len(chunks) <= SEQUENCES_AT_ONCE, "rows would be computed in pieces"
             self.cache.store.move(self.cache.take_moves())
-            tokens = [token for chunk in chunks for token in chunk.tokens]
-            firsts_N = upload([chunk.first for chunk in chunks for _ in chunk.tokens], self.device)
-            states_ND = torch.cat([chunk.states_ND for chunk in chunks])
-            found: list[tuple[Tensor, Tensor]] = []
-            for piece, step, tokens_T, positions_T in steps_of(tokens, (), appended, self._paged):
-                own = slice(piece.first, piece.first + len(piece))
-                with forward_context(step), products(invariant=False):
-                    embeddings_TD = self.head.embed(tokens_T)
-                    found.append(self._forward(embeddings_TD, states_ND[own], positions_T + firsts_N[own]))
-            if len(found) == 1:
-                return found[0]
-            next_ND, normed_ND = (torch.cat(parts) for parts in zip(*found, strict=True))
-            return next_ND, normed_ND
+            self._place(chunks)
+            if self._steps is not None:
+                own_RX = self._steps.run(tokens, wanted, appended)
+            else:
+                found = [
+                    self._compute(step, tokens_T, positions_T, upload(piece.wanted, self.device))
+                    for piece, step, tokens_T, positions_T in steps_of(tokens, wanted, appended, self._paged)
+                ]
+                own_RX = as_wanted(found, wanted, wanted)
+            return self.said(own_RX, vocabulary)
         except BaseException:
             for sequence, count in appended:
                 sequence.retract(count)
             raise
 
-    @torch.inference_mode()
-    def logits(self, normed_RD: Tensor, vocabulary: int) -> Tensor:
-        """What it says of the target's tokens below ``vocabulary``, ``[R, V]`` float32; -inf of those it cannot say."""
-        with products(invariant=False):
-            own_RV = self.head.logits(normed_RD).float()
+    def said(self, own_RX: Tensor, vocabulary: int) -> Tensor:
+        """Logits of tokens, in float32, of those of its outputs; -inf of those it cannot say."""
         if self._says_all:
-            return own_RV[:, :vocabulary]
-        logits_RV = own_RV.new_full((len(own_RV), self.head.config.vocab_size), float("-inf"))
-        return logits_RV.index_copy_(1, self.head.target_ids, own_RV)[:, :vocabulary]
+            return own_RX[:, :vocabulary].float()
+        return by_token(own_RX.float(), self.head.target_ids, self.head.config.vocab_size)[:, :vocabulary]
 
-    def levels(self, next_SD: Tensor, vocabulary: int, *, width: int, children: int) -> Levels | None:
-        """What expands several levels in one launch; None where that cannot be had.
-
-        ``next_SD``: the next state of the row in each slot, which the caller and the levels write.
-        """
+    def levels(self, vocabulary: int, *, width: int, children: int) -> Levels | None:
+        """What expands several levels in one launch; None where that cannot be had."""
         head = self.head
-        if self._packed is None:
+        ids = None if self._says_all else head.target_ids
+        if self._packed is not None:
+            states = HeadStates(self.next_SD, head.config.norm_output, ids)
+            sizes = {"width": width, "children": children}
+            return levels_of(head, self._packed, head.lm_head, self._paged, vocabulary, states, **sizes)
+        if self._steps is None or self._steps.record is None:
             return None
-        states = HeadStates(next_SD, head.config.norm_output, None if self._says_all else head.target_ids)
-        sizes = {"width": width, "children": children}
-        return levels_of(head, self._packed, head.lm_head, self._paged, vocabulary, states, **sizes)
+        levels = RecordedLevels(self._steps, vocabulary, torch.float32, width=width, children=children, ids_X=ids)
+        return levels if levels.max_sessions and levels.record() else None
+
+    def _place(self, chunks: Sequence[HeadChunk]) -> None:
+        """Put true states where rows will read them."""
+        states: dict[int, Tensor] = {}  # by slot
+        number = 0
+        for sequence, tokens, known, parents, _ in chunks:
+            for row, parent in enumerate(parents):
+                state_D = known.get(row)
+                if parent < 0 and not sequence.length:
+                    self._first_TD[number + row] = 0 if state_D is None else state_D
+                elif state_D is not None:
+                    slot = sequence.pending_slots[parent] if parent >= 0 else sequence.home(sequence.length - 1)
+                    states[slot] = state_D
+            number += len(tokens)
+        if states:
+            slots_N = upload([*states], self.device)
+            self.next_SD.index_copy_(0, slots_N, torch.stack([*states.values()]).to(self.next_SD))
+
+    @torch.inference_mode()
+    def _compute(self, step: Step, tokens_T: Tensor, positions_T: Tensor, wanted_R: Tensor) -> Tensor:
+        """What its outputs say behind the wanted rows, ``[R, X]``: what may be recorded."""
+        with forward_context(step), products(invariant=False):
+            normed_TD = self.normed(step, tokens_T, positions_T)
+            return self.head.logits(normed_TD.index_select(0, wanted_R))
+
+    def normed(self, step: Step, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+        """The normed states of rows, ``[T, D]``; what they lead to is kept."""
+        states_TD = self.states(step)
+        next_TD, normed_TD = self._forward(self.head.embed(tokens_T), states_TD, positions_T - 1)
+        self.next_SD.index_copy_(0, step.slots_T, next_TD.to(self.next_SD))
+        return normed_TD
+
+    def states(self, step: Step) -> Tensor:
+        """What the rows of a step read, ``[T, D]``."""
+        above_T = _above(step.rows, self._paged.attention.page).to(self.device)
+        first_T = (step.rows.keys_T == 1).to(self.device) | (above_T >= self.cache.store.slots)
+        return torch.where(first_T[:, None], self._first_TD[: len(above_T)], self.next_SD.index_select(0, above_T))
 
     def _forward(self, embeddings_ND: Tensor, states_ND: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`engine.eagle.head.EagleHead.forward`."""
@@ -144,6 +232,24 @@ class CachedHead:
         q_1QNE, k_1KNE, v_1KNE = (x.transpose(0, 1)[None] for x in (q_NQE, k_NKE, v_NKE))
         found_1NQE, _ = paged_attention(self._layers[layer], q_1QNE, k_1KNE, v_1KNE, None)
         return found_1NQE[0]
+
+
+def _attention(head: EagleHead, context: int) -> RowAttention:
+    """What computes it best where the head is."""
+    weight, heads_per_key = head.norm.weight, head.config.num_attention_heads // head.config.num_key_value_heads
+    on_device = find_attention(context, heads_per_key, weight.dtype, weight.device)
+    in_cpp = on_cpu(heads_per_key) if weight.device.type == "cpu" else None
+    return on_device or in_cpp or RowAttention(page=BLOCK)
+
+
+def _above(rows: Rows, page: int) -> Tensor:
+    """The slot of the row that each row hangs from, int64 ``[T]``; any where there is none."""
+    last_T, home_T = rows.keys_T - 2, rows.home_T  # it is the last but one that a row sees
+    at_home_T, place_T = last_T < home_T, last_T.clamp(min=0)
+    where_T = torch.where(at_home_T, rows.pages_T + place_T // page, rows.branch_T + place_T - home_T)
+    number_T = rows.numbers_F[where_T.long().clamp_(0, len(rows.numbers_F) - 1)]
+    slot_T = torch.where(at_home_T, number_T * page + place_T % page, number_T)
+    return slot_T.long()
 
 
 def packed(states_ND: Tensor, wanted: FeatureFormat) -> tuple[bytes, bytes]:

@@ -100,15 +100,17 @@ class LevelOps:
         branch_NWB = torch.where(at_B == last_NW[..., None], slot_NW[..., None], branch_NWB) * active_NW[..., None]
         here = slice(leaves + level * width, leaves + (level + 1) * width)
         memory.home_NL[:, here], memory.end_NL[:, here], memory.branch_NLB[:, here] = home_NW, end_NW, branch_NWB
+        before_N1 = fields["before"]
+        row_home_NW = (home_NW - before_N1) * active_NW
         spare_NW = memory.spare + torch.arange(memory.count, device=device).view_as(slot_NW)
         rows.tokens_T.copy_((memory.token_NP.gather(1, leaf_NW) * active_NW).flatten())
         rows.positions_T.copy_((end_NW - 1).clamp(min=0).flatten())
         rows.slots_T.copy_(torch.where(active_NW, slot_NW, spare_NW).flatten())
-        rows.keys_T.copy_(end_NW.flatten())
-        rows.home_T.copy_(home_NW.flatten())
+        rows.keys_T.copy_(((end_NW - before_N1) * active_NW).flatten())
+        rows.home_T.copy_(row_home_NW.flatten())
         rows.numbers_F[: memory.count * MAX_BRANCH].copy_(branch_NWB.flatten())
         # The likeliest come first, so those of a group that are there stand side by side.
-        active_GS, home_GS = active_NW.view(-1, memory.group), home_NW.view(-1, memory.group)
+        active_GS, home_GS = active_NW.view(-1, memory.group), row_home_NW.view(-1, memory.group)
         common_G1 = home_GS.masked_fill(~active_GS, NO_LIMIT).amin(1, keepdim=True)
         size_GS = active_GS.sum(1, keepdim=True) * (torch.arange(memory.group, device=device) == 0)
         rows.common_T.copy_((common_G1 * active_GS).flatten())

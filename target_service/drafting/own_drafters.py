@@ -33,7 +33,7 @@ def own_drafters(
     if head is not None and head.fingerprint:
         readers.append(FeatureSender(head, counters))
     elif head is not None:
-        drafting = HeadEngine(CachedHead(head, engine.cache.capacity), engine.model)
+        drafting = HeadEngine(CachedHead(head, engine.cache.capacity, engine.model.context), engine.model)
         readers.append(EagleDrafter(head, HeadInTurn(drafting, welcome), planner, counters, adaptive=adaptive))
     return readers if drafter is None else [*readers, DraftModel(drafter, planner, counters, adaptive=adaptive)]
 

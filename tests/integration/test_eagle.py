@@ -243,11 +243,11 @@ def test_a_head_that_fails_costs_speed_only(
     class Failing(CachedHead):
         calls = 0
 
-        def logits(self, normed_RD: Tensor, vocabulary: int) -> Tensor:
+        def said(self, own_RX: Tensor, vocabulary: int) -> Tensor:
             self.calls += 1
             if self.calls >= 5:
                 raise RuntimeError("out of memory")
-            return super().logits(normed_RD, vocabulary)
+            return super().said(own_RX, vocabulary)
 
     monkeypatch.setattr("target_service.drafting.own_drafters.CachedHead", Failing)
     openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(4)]
@@ -260,7 +260,8 @@ def test_a_head_that_fails_costs_speed_only(
 @pytest.mark.parametrize("rows", [16, 48])
 def test_a_head_without_room_costs_speed_only(model: Model, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "target_service.drafting.own_drafters.CachedHead", lambda head, _capacity: CachedHead(head, rows)
+        "target_service.drafting.own_drafters.CachedHead",
+        lambda head, _capacity, context: CachedHead(head, rows, context),
     )
     openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(4)]
     loop = loop_of(engine_of(model, tiny_head()))

@@ -30,6 +30,7 @@ from speculation.messages import (
     Verification,
 )
 from target_service.scheduler import Budget
+from tests.by_rows import Recorder, by_rows
 from tests.eagle_heads import (
     ALONE,
     GREEDY,
@@ -42,8 +43,10 @@ from tests.eagle_heads import (
     drafted,
     engine_of,
     loop_of,
+    of_eagle,
     opening,
     plain_texts,
+    recorded_head,
     texts,
     tiny_head,
 )
@@ -60,12 +63,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return load_tiny("llama", tmp_path_factory.mktemp("loaded"), num_hidden_layers=LAYERS)
 
 
+def test_a_head_is_recorded_beside_a_target_that_is(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: its states are fused in the target's recorded steps, its levels launched; the text is the same."""
+    monkeypatch.setattr("target_service.drafting.own_drafters.CachedHead", recorded_head)
+    openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(4)]
+    engine = by_rows(model, record=Recorder(), eagle=tiny_head())
+    assert engine.fuses and engine.record_steps()
+    loop = loop_of(engine)
+    head = of_eagle(loop)
+    assert head._levels.max_sessions, "levels are not launched"
+    assert texts(loop, openings) == plain_texts(model, openings)
+    assert loop.counters.offered_from[Source.EAGLE] > 50
+    assert_empty(loop)
+
+
 def says(monkeypatch: pytest.MonkeyPatch, logits_V: Tensor) -> None:
     """Have every head say this of every place."""
 
     class Says(CachedHead):
-        def logits(self, normed_RD: Tensor, vocabulary: int) -> Tensor:
-            return logits_V.expand(len(normed_RD), vocabulary)
+        def said(self, own_RX: Tensor, vocabulary: int) -> Tensor:
+            return logits_V.expand(len(own_RX), vocabulary)
 
     monkeypatch.setattr("target_service.drafting.own_drafters.CachedHead", Says)
 

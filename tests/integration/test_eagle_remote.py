@@ -18,6 +18,7 @@ from draft_service.eagle import HeadLookahead
 from draft_service.lookahead import LookaheadLimits
 from draft_service.service import ROLE as DRAFT
 from draft_service.service import DraftSettings, load_head
+from engine.attention.attention import Step
 from engine.build import build_target, welcome
 from engine.eagle.cached import packed, unpacked
 from engine.eagle.loading import load_alone, save
@@ -209,18 +210,17 @@ def test_the_head_reads_what_the_target_has_of_committed_tokens(folders: Folders
     one = opening(3, GREEDY)
     pair.open(one)
     rows: dict[int, torch.Tensor] = {}
-    real = engine._head.run
+    real = engine._head.normed
 
-    def watched(chunks: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        (chunk,) = chunks
-        start, pending = chunk.sequence.length, chunk.sequence.pending
-        found = real(chunks)
-        if not pending:
-            known = engine._known[chunk.sequence].states
-            rows.update((chunk.first + start + i, row) for i, row in enumerate(found[1]) if start + i in known)
-        return found
+    def watched(step: Step, tokens_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        normed_TD = real(step, tokens_T, positions_T)
+        ((sequence, known),) = engine._known.items()
+        if sequence.pending == len(normed_TD):  # nothing was before these
+            found = zip(positions_T.tolist(), normed_TD, strict=True)
+            rows.update((position - 1, normed_D) for position, normed_D in found if position - sequence.first in known)
+        return normed_TD
 
-    engine._head.run = watched  # type: ignore[method-assign]
+    engine._head.normed = watched  # type: ignore[method-assign]
     said = pair.run()[one.session]
     text = [*one.tokens, *said]
     stock = load_alone(folders.head, folders.target, torch.device("cpu"), torch.float32)

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from draft_service.eagle import HeadLookahead
+from draft_service.head_engine import HeadEngine
 from draft_service.lookahead import LookaheadLimits
 from draft_service.service import DraftSettings, load_head
 from engine.cpu.library import find_library
 from engine.eagle.cached import CachedHead, HeadChunk, packed
 from engine.eagle.cpu_head import CpuHead
 from engine.eagle.loading import save
+from engine.interface import Chunk
 from engine.settings import EngineSettings
 from speculation.drafting.draft_session import MORE, WIDER
 from speculation.messages import ANCHOR, FeatureFormat, Features, Sampling, SessionId, Token
 from speculation.verifying.budget import StepCost
-from tests.eagle_heads import HIDDEN, LAYERS, VOCABULARY, tiny_head
+from tests.eagle_heads import HIDDEN, LAYERS, VOCABULARY, recorded_head, tiny_head
 from tests.property.test_draft_levels import (
     GREEDY,
     LIMITS,
@@ -99,6 +103,41 @@ class HeadDrafter(Drafter):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_recorded_it_says_what_it_says_otherwise(kind: str) -> None:
+    """Rows of several sequences that begin anywhere: prompts longer than what is computed at once, chains and trees."""
+    head, rng = tiny_head(**SHAPE | KINDS[kind]), Random(5)
+    both = [each(copy.deepcopy(head), 2048, 512) for each in (CachedHead, recorded_head)]
+    assert both[1]._steps is not None and both[1]._steps.record is not None, "nothing is recorded"
+    model = SimpleNamespace(vocabulary=VOCABULARY)
+    engines = [HeadEngine(each, cast(Any, model)) for each in both]
+    sequences = [[engine.cache.sequence() for _ in range(3)] for engine in engines]
+    texts = [random_tokens(count, seed=count) for count in (300, 5, 40)]
+    for engine, mine in zip(engines, sequences, strict=True):
+        generator = torch.Generator().manual_seed(9)
+        for sequence, text, first in zip(mine, texts, (1, 4, 7), strict=True):
+            engine.begin(sequence, first)
+            for row in range(len(text)):
+                engine.feed(sequence, row, torch.randn(HIDDEN, generator=generator))
+    for _ in range(3):
+        chunks: list[list[Chunk]] = [[], []]
+        for number, text in enumerate(texts):
+            count, cached = len(text), sequences[0][number]
+            parents = list(range(-1, count - 1)) if not cached.length else [rng.randint(-1, at - 1) for at in range(9)]
+            tokens = text if not cached.length else random_tokens(9, seed=rng.randrange(1000))
+            wanted = sorted(rng.sample(range(len(tokens)), 4))
+            for some, own in zip(chunks, sequences, strict=True):
+                some.append(Chunk(own[number], tokens, parents, wanted))
+        ours, theirs = (engine.run(some) for engine, some in zip(engines, chunks, strict=True))
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        for own in sequences:
+            for sequence, text in zip(own, texts, strict=True):
+                if not sequence.length:
+                    sequence.advance(range(len(text)))
+                else:
+                    sequence.rollback()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_in_one_call_it_says_what_its_modules_say(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree behind a chain: all layers, next states and logits."""
     found = []
@@ -108,22 +147,27 @@ def test_in_one_call_it_says_what_its_modules_say(kind: str, monkeypatch: pytest
         assert (head._packed is None) is (library is None)
         sequence, generator = head.cache.sequence(), torch.Generator().manual_seed(4)
         states_ND = torch.randn(9, HIDDEN, generator=generator)
-        chunk = HeadChunk(sequence, 3, random_tokens(9, seed=2), states_ND, [ANCHOR, 0, 1, 2, 3, 3, 4, 4, 6])
-        next_ND, normed_ND = head.run([chunk])
-        found.append((next_ND, head.logits(normed_ND, VOCABULARY)))
+        sequence.first, parents = 4, [ANCHOR, 0, 1, 2, 3, 3, 4, 4, 6]
+        states = dict(enumerate(states_ND)) | {5: states_ND[4], 7: states_ND[6]}  # of one place there is one
+        logits_NV = head.run([HeadChunk(sequence, random_tokens(9, seed=2), states, parents, range(9))], VOCABULARY)
+        found.append((head.next_SD[sequence.pending_slots], logits_NV))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("how", "dtype"), [("in C++", "fp32"), ("in C++", "bf16"), ("recorded", "fp32")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_trees_are_those_of_single_steps(target: str, kind: str, dtype: str, tmp_path: Path) -> None:
+def test_the_trees_are_those_of_single_steps(
+    target: str, kind: str, how: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Greedy and not; features that come at once, late, or never; commits that follow the drafts, in part or not."""
+    if how == "recorded":
+        monkeypatch.setattr("draft_service.service.CachedHead", recorded_head)
     head = tiny_head(**SHAPE | KINDS[kind])
     save(head, tmp_path / "head", dtype=torch.float32)
     engine = EngineSettings(target, dtype=dtype, device="cpu", cache_tokens=2048, eagle=str(tmp_path / "head"))
     one, other = (HeadDrafter(DraftSettings(engine), levels) for levels in (1, 5))
-    assert isinstance(one.engine._head._packed, CpuHead)
+    assert isinstance(one.engine._head._packed, CpuHead) is (how == "in C++")
     rng = Random(3)
     for number in range(3):
         prompt = random_tokens(rng.choice([7, 8, 30, 40]), seed=number)

@@ -22,6 +22,7 @@ from engine.loading.loader import Model, load
 from engine.model import ModelError
 from engine.step import Engine
 from tests.by_rows import Recorder, by_rows
+from tests.eagle_heads import tiny_head
 from tests.unit.engine.engine_models import load_tiny, random_tokens, save_model, slot_engine
 
 LAYERS = (2, 0, 3)
@@ -104,6 +105,22 @@ def check(engine: Engine, folder: Path, dtype: str = "fp32") -> None:
         torch.testing.assert_close(engine.aux.float(), states_TA, atol=bound, rtol=bound)
         first.free()
         second.free()
+
+
+def test_a_recorded_step_fuses_them_itself(tmp_path: Path) -> None:
+    """What a head makes of the states of every row; nothing is fused where no step is recorded."""
+    model, head = load_tiny("llama", tmp_path, num_hidden_layers=4), tiny_head()
+    found: list[Tensor] = []
+    computing = slot_engine(model)
+    for engine in (by_rows(model, record=Recorder(), eagle=head), Engine(computing.model, computing.cache, eagle=head)):
+        for _ in range(2):
+            sequence = engine.cache.sequence()
+            engine.run([Chunk(sequence, random_tokens(9, 1), rows=[8])])
+            assert engine.aux is not None
+            found.append(engine.aux if engine.fuses else head.fuse(engine.aux))
+    assert found[0].shape == (9, head.config.hidden_size)
+    for states_TE in found[1:]:
+        torch.testing.assert_close(states_TE, found[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("layer", [4, -1])

@@ -83,6 +83,7 @@ def memory_of(
         "children": torch.full((sessions, 1), children),
         "position": whole(1, 8, sessions, 1),
         "max_end": whole(18, 22, sessions, 1),
+        "before": torch.arange(sessions)[:, None] % 2,
         "table": memory.tail_start + PAGES * torch.arange(sessions)[:, None],
         "stop": torch.cat((whole(0, vocabulary, sessions, 6), torch.full((sessions, 2), -1)), 1),
         "leaf_token": whole(0, vocabulary, sessions, 5),
