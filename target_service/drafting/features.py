@@ -10,7 +10,7 @@ Tensor legend: N rows, D hidden size of the head.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.eagle.cached import packed
 from engine.eagle.head import EagleHead
 from engine.interface import Chunk, StepEngine
-from speculation.messages import Features, Subscribe
+from speculation.messages import FeatureFormat, Features, Subscribe
 from target_service.drafting.state_reader import StateReader, fused_states, kept_rows
 from target_service.sequence import BatchEntry, TargetSequence
 from target_service.step_account import TargetCounters
@@ -61,7 +61,7 @@ class FeatureSender(StateReader):
         self._counters.features_refused += message.head not in (0, self._fingerprint)
         if session.subscribed is None or not session.kept:
             return []
-        self._send(sequence, session, session.end - len(session.kept), torch.stack(list(session.kept)))
+        self._send(message.format, [(sequence, session.end - len(session.kept), torch.stack(list(session.kept)))])
         return self.features()
 
     def features(self) -> Outgoing:
@@ -79,6 +79,7 @@ class FeatureSender(StateReader):
     ) -> None:
         """Fuse the states of what stays of the step just computed."""
         states = fused_states(self._head, engine, kept_rows(chunks, entries, decided), self._known)
+        wanted: defaultdict[FeatureFormat, list[tuple[TargetSequence, int, Tensor]]] = defaultdict(list)
         for sequence, first, part_ND in states:
             session, position = self._sessions[sequence], first + 1  # of the token that was drawn from the first state
             if position != session.end:
@@ -86,7 +87,9 @@ class FeatureSender(StateReader):
             session.kept.extend(part_ND)
             session.end = position + len(part_ND)
             if session.subscribed is not None:
-                self._send(sequence, session, position, part_ND)
+                wanted[session.subscribed.format].append((sequence, position, part_ND))
+        for how, parts in wanted.items():
+            self._send(how, parts)
 
     def _known(self, sequence: TargetSequence, count: int) -> int | None:
         """How many of the first of ``count`` states to come are not kept; None: none is."""
@@ -95,16 +98,25 @@ class FeatureSender(StateReader):
         session = self._sessions.setdefault(sequence, _SentSession())
         return max(session.end - 1 - sequence.cached.length, count - KEPT, 0)
 
-    def _send(self, sequence: TargetSequence, session: _SentSession, position: int, states_ND: Tensor) -> None:
-        assert session.subscribed is not None
-        opened, wanted = sequence.session.opened, session.subscribed.format
-        for part_ND in torch.split(states_ND, SENT_AT_ONCE):
-            values, scales = packed(part_ND, wanted)
-            width = part_ND.shape[1]
-            message = Features(opened.session, opened.epoch, position, self._fingerprint, width, values, wanted, scales)
-            self._outgoing.append((sequence.link, message))
-            self._counters.features += len(part_ND)
-            position += len(part_ND)
+    def _send(self, how: FeatureFormat, parts: Sequence[tuple[TargetSequence, int, Tensor]]) -> None:
+        """Send the features of sessions, each from a position on, which are rounded and fetched together."""
+        states_ND = torch.cat([part_ND for *_, part_ND in parts])
+        values, scales = packed(states_ND, how)
+        (count, width), first = states_ND.shape, 0
+        for sequence, position, part_ND in parts:
+            opened, end = sequence.session.opened, first + len(part_ND)
+            for start in range(first, end, SENT_AT_ONCE):
+                rows = start, min(start + SENT_AT_ONCE, end)
+                own_values, own_scales = (
+                    numbers[slice(*(row * len(numbers) // count for row in rows))] for numbers in (values, scales)
+                )
+                at = position + start - first
+                message = Features(
+                    opened.session, opened.epoch, at, self._fingerprint, width, own_values, how, own_scales
+                )
+                self._outgoing.append((sequence.link, message))
+            first = end
+        self._counters.features += count
 
     def drop(self, sequence: TargetSequence) -> None:
         """A session has ended."""

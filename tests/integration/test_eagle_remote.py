@@ -44,6 +44,7 @@ from speculation.messages import (
     ToWorker,
     Verification,
 )
+from target_service.drafting.features import SENT_AT_ONCE, FeatureSender
 from target_service.service import ROLE as TARGET
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.bundled import MODELS
@@ -229,6 +230,26 @@ def test_the_head_reads_what_the_target_has_of_committed_tokens(folders: Folders
     for position, normed_D in rows.items():
         torch.testing.assert_close(normed_D, expected[position], atol=1e-2, rtol=1e-2)
     assert drafter.counters.features >= len(text) - 2
+
+
+def test_features_of_several_sessions_are_each_their_own(folders: Folders) -> None:
+    """Of a step that reads two prompts, in the format that each wants, in parts that follow each other."""
+    target = target_loop(folders)
+    (sender,) = target._drafters
+    assert isinstance(sender, FeatureSender)
+    formats = {SessionId(2): FeatureFormat.BF16, SessionId(3): FeatureFormat.FP8}
+    for number, how in formats.items():
+        target.receive("r", opening(number, GREEDY, length=70))
+        target.receive("r", Subscribe(number, 1, target.welcome().head, how))
+    sent = [message for _, message in target.step() or [] if isinstance(message, Features)]
+    assert len(sent) == 4 and max(map(len, sent)) == SENT_AT_ONCE
+    for sequence, session in sender._sessions.items():
+        mine = [one for one in sent if one.session == sequence.session.opened.session]
+        assert [one.position for one in mine] == [1, 1 + SENT_AT_ONCE] and mine[-1].end == session.end
+        states_ND = torch.stack(list(session.kept))
+        found_ND = torch.cat([unpacked(one, states_ND.shape[1], torch.float32) for one in mine])
+        assert {one.format for one in mine} == {formats[mine[0].session]}
+        torch.testing.assert_close(found_ND, states_ND.float(), atol=0.02, rtol=0.07)
 
 
 def test_a_drafter_that_comes_late_gets_what_was_kept(folders: Folders) -> None:
