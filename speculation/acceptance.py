@@ -65,6 +65,8 @@ def walk(tokens: Sequence[Token], parents: Sequence[int], drawn: Sequence[Token]
     after the committed prefix, ``drawn[i + 1]`` its token after ``tokens[i]``.
     """
     assert len(drawn) == len(tokens) + 1 == len(parents) + 1
+    if not tokens:
+        return AcceptanceResult((), drawn[0])
     child = {(parent, token): i for i, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
     kept: list[int] = []
     at = ANCHOR

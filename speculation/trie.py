@@ -123,7 +123,7 @@ class VerificationTree:
     @property
     def branched(self) -> bool:
         """Whether any token has a sibling here."""
-        return len(set(self.parents)) < len(self.parents)
+        return len(self.parents) > 1 and len(set(self.parents)) < len(self.parents)
 
     def chain(self) -> VerificationTree:
         """The best of it that does not branch: of each token the child that was chosen first."""
@@ -137,7 +137,7 @@ class VerificationTree:
 
     def depth_first(self) -> VerificationTree:
         """The same tokens branch by branch, the likeliest branch first, so that runs of parent and child are long."""
-        if self.parents == tuple(range(ANCHOR, len(self.parents) - 1)):
+        if len(self.parents) < 2 or self.parents == tuple(range(ANCHOR, len(self.parents) - 1)):
             return self  # a chain
         below: list[list[int]] = [[] for _ in range(len(self.nodes) + 1)]  # the root's come last
         for i, parent in enumerate(self.parents):
@@ -152,6 +152,8 @@ class VerificationTree:
             stack.extend((child, len(nodes) - 1) for child in reversed(below[i]))
         return VerificationTree(tuple(nodes), tuple(parents))
 
+
+NO_DRAFTS = VerificationTree()
 
 Odds = Callable[[Node], float]
 """The probability that a new node is kept if its parent is and the siblings before it are not."""
@@ -173,14 +175,11 @@ class SpeculationTrie:
         self._odds = odds
         self._vocabulary = vocabulary
         self._tokens: list[Token] = []
+        self.tokens: Sequence[Token] = self._tokens
+        """The committed sequence, prompt included. Not a copy: read only."""
         self._digests = [digests.EMPTY]
         self._commit(tokens)
         self._plant(Node(token=-1, end=len(self._tokens), digest=self._digests[-1]))
-
-    @property
-    def tokens(self) -> Sequence[Token]:
-        """The committed sequence, prompt included. Not a copy: read only."""
-        return self._tokens
 
     @property
     def position(self) -> int:
@@ -322,6 +321,8 @@ class SpeculationTrie:
         Best first by path probability. A child is never likelier than its parent, so every prefix of the result is
         the best subtree of its own size.
         """
+        if not self._root.children:
+            return NO_DRAFTS
         deepest = self.position + (self.limits.depth if depth is None else depth)
         nodes: list[Node] = []
         parents: list[int] = []
@@ -347,7 +348,8 @@ class SpeculationTrie:
         """Commit ``tokens`` and re-root below them; where no draft followed all of them, the trie is empty then."""
         node: Node | None = self._root
         for token in tokens:
-            node = node.children.get(token) if node else None
+            if (node := node.children.get(token)) is None:
+                break
         self._commit(tokens)
         if node is None:
             self.clear()
@@ -356,15 +358,18 @@ class SpeculationTrie:
             self._plant(node)
 
     def _commit(self, tokens: Sequence[Token]) -> None:
+        digest = self._digests[-1]
         for token in tokens:
-            self._tokens.append(token)
-            self._digests.append(digests.extend(self._digests[-1], token))
+            self._digests.append(digest := digests.extend(digest, token))
+        self._tokens += tokens
 
     def _plant(self, root: Node) -> None:
         """Make ``root`` the root: what was its chance is a fact now, so the weights below start from it."""
         self._root = root
-        self._by_digest = {}
+        self._by_digest = {root.digest: root}
         root.weight = 1.0
+        if not root.children:
+            return
         stack = [root]
         while stack:
             node = stack.pop()

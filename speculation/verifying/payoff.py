@@ -7,7 +7,7 @@ The target finds out and tells them. For one session :class:`DraftLatencyEstimat
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -26,6 +26,7 @@ MAX_LOOKAHEAD = 48
 """Most tokens that drafters run ahead."""
 FAIR_CHANCE = 0.002
 """Drafting stops where the odds of a token to be reached fall below this. Low: the step in flight comes in between."""
+LOG_FAIR_CHANCE = math.log(FAIR_CHANCE)
 BREAK_EVEN = 0.05
 """Accepted drafts a verification that make up for drafting where it takes nothing from the target but messages."""
 CREDIT = 3.0
@@ -82,20 +83,21 @@ class DraftLatencyEstimator:
     def __init__(self, wider: DraftLatencyEstimator | None = None) -> None:
         """``wider``: what other sessions have seen; learns from this one as well. Unknown, nothing is expected."""
         self._wider = wider
-        unknown = [[0.0] * DEEPEST for _ in TIMES]
-        self._shares: list[list[float]] = [list(row) for row in wider._shares] if wider else unknown
-        """Share of commits with a path of 1, 2, ... tokens (inner) by each of the times (outer)."""
+        unknown = [[0.0] * len(TIMES)] * DEEPEST
+        self._shares: list[list[float]] = list(wider._shares if wider else unknown)  # whose rows are never changed
+        """Share of commits with a path of 1, 2, ... tokens (outer) by each of the times (inner)."""
 
     def moments(self, age: float, come: int = 0) -> list[Moment]:
         """Later moments, given that ``age`` seconds after the commit a path of ``come`` tokens has come."""
         if come >= DEEPEST:
             return []
         first = bisect_right(TIMES, age + TICK)
-        passed = self._shares[first - 1] if first else [0.0] * DEEPEST
+        passed = [row[first - 1] if first else 0.0 for row in self._shares]
         open_share = max(1.0 - passed[come], WEIGHT)  # of the commits, those with nothing longer there by then
         moments: list[Moment] = []
-        for time, row in zip(TIMES[first:], self._shares[first:], strict=True):
-            more = (max(share - gone, 0.0) for share, gone in zip(row[come:], passed[come:], strict=True))
+        later = zip(*(row[first:] for row in self._shares), strict=True)
+        for time, there in zip(TIMES[first:], later, strict=True):
+            more = (max(share - gone, 0.0) for share, gone in zip(there[come:], passed[come:], strict=True))
             # Some with a short path by then have a long one later: a long one is no likelier than a short one.
             shares = [share / open_share for share in accumulate(more, min)]
             moments.append((time - age, [1.0] * come + shares))
@@ -103,10 +105,14 @@ class DraftLatencyEstimator:
 
     def observe(self, answered: Answered) -> None:
         """Learn from a commit whose answer is over."""
-        for time, row in zip(TIMES, self._shares, strict=True):
-            there = bisect_right(answered.reached, time)
-            for depth in range(DEEPEST):
-                row[depth] += WEIGHT * ((depth < there) - row[depth])
+        reached = answered.reached
+        for depth, row in enumerate(self._shares):
+            if depth < len(reached):
+                first = bisect_left(TIMES, reached[depth])
+                before = [share - WEIGHT * share for share in row[:first]]
+                self._shares[depth] = before + [share + WEIGHT * (1.0 - share) for share in row[first:]]
+            elif row[-1]:  # it has come before, at all
+                self._shares[depth] = [share - WEIGHT * share for share in row]
         if self._wider:
             self._wider.observe(answered)
 
@@ -139,7 +145,7 @@ class LookaheadPolicy:
         """How many tokens to run ahead; 0 while resting."""
         if self._resting:
             return 0
-        return max(1, min(MAX_LOOKAHEAD, math.ceil(math.log(FAIR_CHANCE) / math.log(self.agreement))))
+        return max(1, min(MAX_LOOKAHEAD, math.ceil(LOG_FAIR_CHANCE / math.log(self.agreement))))
 
     def observe(self, matched: int, diverged: bool, accepted: int | None, break_even: float = BREAK_EVEN) -> None:
         """Learn from a verification: ``matched`` drafts were followed, then one was not if ``diverged``.
@@ -152,8 +158,9 @@ class LookaheadPolicy:
         if self._resting:
             self._resting -= 1
             return
-        for right in [True] * matched + [False] * diverged:
-            self._agreement += WEIGHT / 2 * (right - self._agreement)
+        if matched or diverged:
+            for right in [True] * matched + [False] * diverged:
+                self._agreement += WEIGHT / 2 * (right - self._agreement)
         if accepted is None:
             return
         self._accepted += WEIGHT * (accepted - self._accepted)

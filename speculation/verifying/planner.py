@@ -150,7 +150,7 @@ class Planner:
             self._asked_at = now
             at_work = any(one.session.expects_drafts for one in asked)
             self._quiet_for = 0 if at_work else self._quiet_for + 1
-            self._follow = self._beside and all(one.session.opened.speculation.ahead for one in asked)
+            self._follow = self._beside and all(one.session.ahead for one in asked)
         payoff, shared = self._payoff(len(asked)), self.shared_estimators
         shared.drafting_pays = (payoff.drafting and room != 0) or not self._adaptive
         shared.break_even = payoff.break_even(len(asked))
@@ -159,11 +159,14 @@ class Planner:
     def _bounded(self, asked: Sequence[Asked], room: int | None, *, probing: bool) -> Sequence[Asked]:
         """The same with no more room for drafts than each may use; none for those that ``probing`` computes without."""
         if probing:
-            asked = [Asked(one.session, 0) if one.session.opened.speculation.ahead else one for one in asked]
+            asked = [Asked(one.session, 0) if one.session.ahead else one for one in asked]
         if room is not None:
             even = room // max(len(asked), 1)
-            limits = [even if one.session.opened.speculation.chains or not self._adaptive else room for one in asked]
-            asked = [Asked(one.session, min(one.drafts, limit)) for one, limit in zip(asked, limits, strict=True)]
+            limits = [even if one.session.chains or not self._adaptive else room for one in asked]
+            asked = [
+                one if one.drafts <= limit else Asked(one.session, limit)
+                for one, limit in zip(asked, limits, strict=True)
+            ]
         return asked
 
     def _chosen(
@@ -171,17 +174,18 @@ class Planner:
     ) -> list[VerificationTree]:
         """What of its candidates each session verifies."""
         chosen = list(candidates)
-        if not self._adaptive:
+        if not self._adaptive or not any(tree.nodes for tree in candidates):
             return chosen
         cost, certain = self.cost(len(asked)), len(asked) + prefilled
         base = certain
-        by_gain = [i for i, one in enumerate(asked) if not one.session.opened.speculation.chains]
+        by_gain = [i for i, one in enumerate(asked) if not one.session.chains]
         for i, one in enumerate(asked):
-            if one.session.opened.speculation.ahead and i not in by_gain:
+            if one.session.ahead and one.session.chains:
                 max_drafts = min(one.drafts, one.session.deepest)
                 chosen[i] = chosen[i].first(_first_below(chosen[i].odds, _price(len(asked), certain, max_drafts, cost)))
                 base += len(chosen[i].nodes)
-        left = None if room is None else room - sum(len(chosen[i].nodes) for i in range(len(asked)) if i not in by_gain)
+        taken = sum(len(chosen[i].nodes) for i, one in enumerate(asked) if one.session.chains)
+        left = None if room is None else room - taken
         others = cost(certain) - cost(len(asked))
         best = _best([candidates[i] for i in by_gain], base, cost, left, others)
         for i, tree in zip(by_gain, best, strict=True):
@@ -192,7 +196,7 @@ class Planner:
         """Until when a session that computes alone does better to wait for drafts than to go on with ``tree``."""
         session = asked.session
         answered = session.answered
-        if not self._adaptive or not self._beside or not session.opened.speculation.ahead:
+        if not self._adaptive or not self._beside or not session.ahead:
             return None
         if answered is None or not session.throughput.rate:
             return None
@@ -234,9 +238,10 @@ class Planner:
     def _baseline_wait(asked: Asked, tree: VerificationTree, now: float) -> float | None:
         """The baseline schedules verify a whole draft or nothing, and wait for it."""
         session = asked.session
-        speculation = session.opened.speculation
+        if session.ahead or not session.opened.speculation.enabled or session.in_vain:
+            return None
         wanted = min(session.deepest, asked.drafts)
-        if speculation.ahead or not speculation.enabled or session.in_vain or wanted <= 0:
+        if wanted <= 0:
             return None
         if len(tree.nodes) >= wanted or (tree.nodes and tree.nodes[-1].token in session.opened.limits.stop_tokens):
             return None

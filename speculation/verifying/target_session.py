@@ -28,7 +28,7 @@ from speculation.messages import (
 from speculation.settings import Constraint
 from speculation.sources.lookup import confidence
 from speculation.sources.registry import Guarded, LocalSource, Suggestion, local_sources
-from speculation.trie import InsertResult, Node, SpeculationTrie, TrieLimits, VerificationTree
+from speculation.trie import NO_DRAFTS, InsertResult, Node, SpeculationTrie, TrieLimits, VerificationTree
 from speculation.verifying.calibration import Calibration
 from speculation.verifying.payoff import (
     BREAK_EVEN,
@@ -88,15 +88,20 @@ class TargetSession:
         assert opened.tokens, "a session has at least one token"
         shared_estimators = shared_estimators or SharedEstimators()
         self.opened = opened
+        speculation = opened.speculation
+        self.ahead, self.chains = speculation.ahead, speculation.chains
+        self._takes_drafts = speculation.takes(Source.DRAFT)
         self.calibration = Calibration(shared_estimators.calibration)
         self.lookahead_policy = LookaheadPolicy(shared_estimators.lookahead_policy, shared_estimators.break_even)
         self.draft_latency = DraftLatencyEstimator(shared_estimators.draft_latency)
         self.throughput = ThroughputEstimator(shared_estimators.throughput)
         self._shared = shared_estimators
         self._sent_lookahead: int | None = None  # the lead that drafters were told last
-        if opened.speculation.chains:
+        if self.chains:
             trie_limits = TrieLimits(trie_limits.nodes, trie_limits.depth, children=1)
         self.trie = SpeculationTrie(opened.tokens, vocabulary=vocabulary, limits=trie_limits, odds=self.calibration)
+        self.tokens = self.trie.tokens
+        """Committed tokens, prompt included."""
         self.finished: FinishReason | None = None
         self.in_vain = False
         """A baseline schedule waited for a draft that did not come, and none has come since: it waits no more."""
@@ -108,17 +113,11 @@ class TargetSession:
         self.constraint: Constraint | None = None
         """What its text is held to. The worker draws accordingly."""
         self._tree: VerificationTree | None = None
-        speculation = opened.speculation
-        self._drafted_chain = speculation.chains and Source.DRAFT in speculation.sources
+        self._drafted_chain = self.chains and Source.DRAFT in speculation.sources
         known = local_sources(opened) if sources is None else sources
         self._sources = [one for one in known if speculation.allows(one.source)]
         self._read = 0  # committed tokens that these have seen
         self._suggested = -1  # position at which they were asked last
-
-    @property
-    def tokens(self) -> Sequence[Token]:
-        """Committed tokens, prompt included."""
-        return self.trie.tokens
 
     @property
     def faults(self) -> dict[SourceName, str]:
@@ -138,7 +137,7 @@ class TargetSession:
     @property
     def expects_drafts(self) -> bool:
         """Whether a draft worker may be at work for it, and is not told to rest."""
-        return self.opened.speculation.takes(Source.DRAFT) and self._sent_lookahead != 0
+        return self._takes_drafts and self._sent_lookahead != 0
 
     def waits_since(self, now: float) -> float:
         """Since when a session that must have drafts has waited for them: since its last commit, or since ``now``."""
@@ -175,7 +174,7 @@ class TargetSession:
         Drafts past the last position the session may reach are never among them.
         """
         if not self.opened.speculation.enabled or budget <= 0:
-            return VerificationTree()
+            return NO_DRAFTS
         self._suggest()
         self._force()
         return self.trie.select(budget, self.deepest)
@@ -189,7 +188,7 @@ class TargetSession:
     def withdraw(self) -> VerificationTree:
         """Verify no drafts in the step that ``commit`` ends, whatever was offered; they stay at hand."""
         assert self._tree is not None, "withdraw without a tree"
-        self._tree = VerificationTree()
+        self._tree = NO_DRAFTS
         return self._tree
 
     def index(self, end: int) -> None:
@@ -248,18 +247,17 @@ class TargetSession:
         """Decide the step by an outcome that a rule has come to; what it took and waited is told as it is."""
         tree, self._tree = self._tree, None
         assert tree is not None, "settle without a tree"
-        tokens = (*(tree.nodes[i].token for i in outcome.kept), outcome.own)
+        tokens = (*[tree.nodes[i].token for i in outcome.kept], outcome.own)
         position = self.trie.position
         count, self.finished = finish_at(position, tokens, self.opened.limits)
         if self.constraint is not None and (end := self.constraint.ending(tokens[:count])) is not None:
             count, self.finished = end, FinishReason.STOP
         tokens, kept = tokens[:count], outcome.kept[:count]
-        sources = tuple(tree.nodes[i].source for i in kept)
-        refused = tuple(node.source for i, node in enumerate(tree.nodes) if i not in kept)
+        sources, refused = _sources_of(tree, kept) if tree.nodes else ((), ())
         end = outcome.kept[-1] if outcome.kept else ANCHOR
         self._learn(tokens, len(kept))
         self.trie.advance(tokens)
-        if self.opened.speculation.ahead:
+        if self.ahead:
             self._sent_lookahead = self.lookahead_policy.lead if self._shared.drafting_pays else 0
         if at is not None:
             self._clock(at, count, len(tree.nodes))
@@ -273,8 +271,8 @@ class TargetSession:
             offered=len(tree.nodes),
             finish=self.finished,
             lead=self._sent_lookahead,
-            sources=_unless_drafted(sources),
-            refused=_unless_drafted(refused),
+            sources=sources,
+            refused=refused,
             recovered=count > len(outcome.kept) and end in tree.parents,
             took_us=took_us,
             waited_us=waited_us,
@@ -285,13 +283,15 @@ class TargetSession:
         """Compare all drafts along the way, verified or not, with what was committed."""
         node, matched, diverged = self.trie.root, 0, False
         for token in tokens:
-            self.calibration.observe(node, token)
-            diverged = bool(node.children)
-            if token not in node.children:
+            if not node.children:
                 break
-            node, matched, diverged = node.children[token], matched + 1, False
+            self.calibration.observe(node, token)
+            if token not in node.children:
+                diverged = True
+                break
+            node, matched = node.children[token], matched + 1
         if self._shared.drafting_pays:
-            of_drafters = accepted if self.opened.speculation.takes(Source.DRAFT) else None
+            of_drafters = accepted if self._takes_drafts else None
             self.lookahead_policy.observe(matched, diverged, of_drafters, self._shared.break_even)
 
     def _clock(self, at: float, count: int, offered: int) -> None:
@@ -304,6 +304,15 @@ class TargetSession:
         self._answered_before = self.answered
         asked = self._shared.drafting_pays and self.expects_drafts
         self.answered = Answered(at, self.trie.position) if asked else None
+
+
+def _sources_of(
+    tree: VerificationTree, kept: Sequence[int]
+) -> tuple[tuple[SourceName, ...], tuple[SourceName, ...]]:
+    """What a message says of where the drafts came from that were ``kept``, and the refused ones."""
+    sources = tuple([tree.nodes[i].source for i in kept])
+    refused = tuple([node.source for i, node in enumerate(tree.nodes) if i not in kept])
+    return _unless_drafted(sources), _unless_drafted(refused)
 
 
 def _unless_drafted(sources: tuple[SourceName, ...]) -> tuple[SourceName, ...]:
