@@ -114,9 +114,12 @@ class Engine(ForwardPass):
     def _check_room(self, chunks: Sequence[Chunk]) -> None:
         if len({chunk.sequence for chunk in chunks}) < len(chunks):
             raise ValueError("a sequence may have only one chunk in a step")
+        free = self.cache.ledger.free
+        if sum(len(chunk.tokens) + 1 for chunk in chunks) <= free:
+            return  # no sequence needs more
         needed = sum(chunk.sequence.blocks_needed(len(chunk.tokens)) for chunk in chunks)
-        if needed > self.cache.ledger.free:
-            raise CacheFull(f"the step needs {needed} free blocks, there are {self.cache.ledger.free}")
+        if needed > free:
+            raise CacheFull(f"the step needs {needed} free blocks, there are {free}")
 
     def _check_context(self, states: Sequence[tuple[CachedSequence, int]]) -> None:
         context = self.model.context

@@ -35,6 +35,10 @@ class BlockLedger:
         """How many sequences hold a block."""
         return self._holders[block]
 
+    def is_own(self, block: int) -> bool:
+        """Whether only one sequence holds a block, and no other one can find it."""
+        return self._holders[block] == 1 and block not in self.known
+
     def take(self, after: int | None) -> int:
         """Take one free block, best the one that follows block ``after``. There must be one."""
         if not self._empties:

@@ -104,7 +104,7 @@ class CachedSequence(SequenceState):
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def blocks_needed(self, count: int) -> int:
-        """How many fewer blocks will be free once ``count`` more tokens were appended."""
+        """How many fewer blocks will be free once ``count`` more tokens were appended: one more than these at most."""
         if not count:
             return 0
         length, block, blocks = self.length, self.block, self.blocks
@@ -119,13 +119,12 @@ class CachedSequence(SequenceState):
 
     def append(self, parents: Sequence[int]) -> list[int]:
         """Add one pending node per entry and return their slots. Raises :class:`CacheFull`."""
-        depths = self.depths[:]
-        for index, parent in enumerate(parents, start=len(depths)):
+        depths, count = self.depths[:], len(parents)
+        for index, parent in enumerate(parents, len(depths)):
             if not ROOT <= parent < index:
                 raise ValueError(f"pending node {index} cannot have parent {parent}; a parent must precede its child")
             depths.append(0 if parent == ROOT else depths[parent] + 1)
         assert self in self._cache.sequences, "append() to a sequence that was freed"
-        count = len(parents)
         places = self._free_places(count) if self._places else range(self.length, self.length + count)
         self._reserve(count)
         slots = self._homes(places)
@@ -298,7 +297,7 @@ class CachedSequence(SequenceState):
             raise CacheFull(f"{count} tokens need {needed} free blocks, there are {ledger.free}")
         if count and self.length % self.block and not self.parents:
             self._own_tail()
-        while len(self.blocks) * self.block < self.length + len(self.parents) + count:
+        while needed and len(self.blocks) * self.block < self.length + len(self.parents) + count:
             self.blocks.append(ledger.take(after=self.blocks[-1] if self.blocks else None))
 
     def _own_tail(self) -> None:
@@ -308,7 +307,7 @@ class CachedSequence(SequenceState):
         """
         ledger, index = self._cache.ledger, self.length // self.block
         tail = self.blocks[index]
-        if ledger.holders(tail) == 1 and tail not in ledger.known:
+        if ledger.is_own(tail):
             return
         if ledger.holders(tail) == 1 and not ledger.free:
             ledger.forget(tail)
@@ -320,8 +319,8 @@ class CachedSequence(SequenceState):
         self._cache.moves.note(zip(sources, self.committed_slots(index * self.block), strict=True))
 
     def _keep_pending(self, count: int) -> None:
-        for nodes in (self.parents, self.depths, self.pending_slots, self._places, self._branches):
-            del nodes[count:]
+        del self.parents[count:], self.depths[count:], self.pending_slots[count:], self._places[count:]
+        del self._branches[count:]
 
     def _end_of(self, path: Sequence[int]) -> int:
         """The last node of a path, ROOT if it has none. Raises ValueError if it is no path from the root."""
@@ -334,7 +333,7 @@ class CachedSequence(SequenceState):
 
     def _bring_home(self, path: Sequence[int], kept: Collection[int]) -> None:
         """Note the moves after which the nodes of ``path`` lie at home; ``kept`` are all nodes whose data matters."""
-        if all(self._places[node] == place for place, node in enumerate(path, start=self.length)):
+        if [self._places[node] for node in path] == [*range(self.length, self.length + len(path))]:
             return
         node_at = {self._places[node]: node for node in kept}
         for position, node in enumerate(path, start=self.length):
