@@ -109,7 +109,7 @@ class VerificationTree:
     @property
     def tokens(self) -> tuple[Token, ...]:
         """The draft tokens, in offer order."""
-        return tuple(node.token for node in self.nodes)
+        return tuple([node.token for node in self.nodes])
 
     @property
     def odds(self) -> list[float]:

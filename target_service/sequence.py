@@ -15,10 +15,15 @@ from engine.shaping.grammar import GrammarConstraint, MaskBudget
 from engine.shaping.shaping import RowShaping, Shaping
 from speculation.acceptance import AcceptanceResult, Chosen, Draft, Sampled
 from speculation.messages import ANCHOR, Open, RefusalCode, Refused, Rule, Sampling, Token, TokenLogprobs, Verification
-from speculation.trie import VerificationTree
+from speculation.trie import NO_DRAFTS, VerificationTree
 from speculation.verifying.target_session import Commit, TargetSession
 from target_service.scheduler import Rank, Share, rank
 from transport.tracing import SequenceTimings, SessionLog
+
+
+NO_ROWS, FIRST_ROW, FROM_THE_END = range(0), (0,), (ANCHOR,)
+JUDGED = Draw(Sampling(temperature=0.0), 0)
+"""Of a row that is computed only to be judged: as if greedy."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,11 +45,18 @@ class TargetSequence:
     """How much of a cached prefix of so many tokens may be taken over, if what drafts here has a say in it."""
     computed: int = 0
     """Committed tokens that were computed for it since it was opened."""
+    by_rejection: bool = field(init=False)
+    """Whether drafts are accepted by the rejection rule. Without randomness both rules come to the same."""
+    is_plain: bool = field(init=False)
+    """Whether its tokens are drawn by nothing but a temperature and noise, if nothing shapes their logits."""
     _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     waits_since: float | None = None
 
     def __post_init__(self) -> None:
         self.cached = self._empty()
+        opened = self.session.opened
+        self.by_rejection = opened.speculation.rule is Rule.REJECTION and not opened.sampling.greedy
+        self.is_plain = is_plain(opened.sampling) and not self.by_rejection
 
     def _empty(self) -> CachedSequence:
         return self.cache.sequence(self.session.tokens, self.session.opened.request_options.cache_scope)
@@ -119,25 +131,25 @@ class TargetSequence:
         """
         opened = self.session.opened
         if opened.request_options.prompt_logprobs is None or opened.generated:
-            return range(0)
+            return NO_ROWS
         if len(self.session.tokens) > len(opened.tokens):
-            return range(0)
+            return NO_ROWS
         return range(1 + len(self._prompt_logprobs), len(opened.tokens))
 
     def note_prompt(self, logits_PV: Tensor) -> None:
         """Take in the rows that say how likely the next untold tokens were; P of them, V the vocabulary."""
-        opened, first, count = self.session.opened, self.missing_prompt_logprobs.start, len(logits_PV)
-        if not count:
+        missing = self.missing_prompt_logprobs
+        if not missing or not len(logits_PV):
             return
+        opened, first, count = self.session.opened, missing.start, len(logits_PV)
         top_logprobs = [opened.request_options.prompt_logprobs or 0] * count
         self._prompt_logprobs += token_logprobs(logits_PV, opened.tokens[first : first + count], top_logprobs)
 
     def settle(self, outcome: AcceptanceResult, started: float, ended: float) -> Commit:
         """Decide a step, of which the target also tells when it began and ended."""
-        waited = 0.0 if self.waits_since is None else started - self.waits_since
+        waited_us = 0 if self.waits_since is None else _microseconds(started - self.waits_since)
         self.waits_since = None
-        took_us, waited_us = _microseconds(ended - started), _microseconds(waited)
-        return self.session.settle(outcome, ended, took_us=took_us, waited_us=waited_us)
+        return self.session.settle(outcome, ended, took_us=_microseconds(ended - started), waited_us=waited_us)
 
     def said(self, verification: Verification) -> Verification:
         """What is sent of it: the first one also speaks of the cache and of the prompt."""
@@ -191,9 +203,9 @@ class BatchEntry:
     @property
     def prompt_logprob_rows(self) -> range:
         """Which of the tokens to feed have rows that say how likely the prompt's next token was, and are asked for."""
-        missing, start = self.sequence.missing_prompt_logprobs, self.sequence.cached.length
-        if not missing:
+        if not (missing := self.sequence.missing_prompt_logprobs):
             return missing
+        start = self.sequence.cached.length
         return range(max(missing.start - 1 - start, 0), min(missing.stop - 1 - start, self.num_scheduled_tokens))
 
     @property
@@ -203,31 +215,32 @@ class BatchEntry:
 
     @property
     def by_rejection(self) -> bool:
-        """Whether drafts are accepted by the rejection rule. Without randomness both rules come to the same."""
-        opened = self.sequence.session.opened
-        return opened.speculation.rule is Rule.REJECTION and not opened.sampling.greedy
+        """See :attr:`TargetSequence.by_rejection`."""
+        return self.sequence.by_rejection
 
     @property
     def is_plain(self) -> bool:
         """Whether all its rows are drawn by nothing but a temperature and noise, and none tells of the prompt."""
-        plain = self.sequence.shaping is None and is_plain(self.sequence.session.opened.sampling)
-        return plain and not self.by_rejection and not self.prompt_logprob_rows
+        sequence = self.sequence
+        return sequence.is_plain and sequence.shaping is None and not self.prompt_logprob_rows
 
     def chunk(self, *, draws: bool = False) -> Chunk:
         """What the engine computes: a chain of scheduled tokens, the offered tree hanging from its end.
 
-        The rows that tell of the prompt come first. ``draws``: let the step draw; the entry has to be plain. A row that
-        is computed only to be judged is drawn as if greedy.
+        The rows that tell of the prompt come first. ``draws``: let the step draw; the entry has to be plain.
         """
         cached, count = self.sequence.cached, self.num_scheduled_tokens
-        last, tree = count - 1, self.tree or VerificationTree()
+        last, tree, prompt_rows = count - 1, self.tree or NO_DRAFTS, self.prompt_logprob_rows
+        if self.decodes and not tree.nodes and not prompt_rows:
+            last_token = self.sequence.session.tokens[-1:]
+            return Chunk(cached, last_token, FROM_THE_END, FIRST_ROW, self.draws() if draws else ())
         tokens = [*self.sequence.session.tokens[cached.length : cached.length + count], *tree.tokens]
         parents = [*range(ANCHOR, last), *(last if parent == ANCHOR else count + parent for parent in tree.parents)]
         judged = [last] * self.rows if self.tree is None else range(last, last + self.rows)
         drawn: Sequence[Draw] = ()
         if draws:
-            drawn = [Draw(Sampling(temperature=0.0), 0)] * self.rows if self.tree is None else self.draws()
-        return Chunk(cached, tokens, parents, [*self.prompt_logprob_rows, *judged], drawn)
+            drawn = [JUDGED] * self.rows if self.tree is None else self.draws()
+        return Chunk(cached, tokens, parents, [*prompt_rows, *judged], drawn)
 
     def verifies(self, tree: VerificationTree | None, now: float) -> None:
         """These drafts; None: it waits for some, and sits this step out."""
@@ -247,8 +260,8 @@ class BatchEntry:
         if self.tree is None:
             return []
         session = self.sequence.session
-        positions = [session.trie.position, *(node.end for node in self.tree.nodes)]
-        return [Draw(session.opened.sampling, position) for position in positions]
+        sampling, position = session.opened.sampling, len(session.tokens)
+        return [Draw(sampling, position), *[Draw(sampling, node.end) for node in self.tree.nodes]]
 
     def shapes(self) -> list[RowShaping | None]:
         """How each wanted row is shaped before it is drawn from; None: not at all."""

@@ -278,14 +278,16 @@ class StepAccount:
         self._counters.steps += 1
         self._counters.step_microseconds += round((ended - started) * 1e6)
         self._counters.forward_microseconds += round(forward * 1e6)
-        tokens, only_decodes = sum(entry.tokens for entry in entries), all(entry.decodes for entry in entries)
+        tokens = sum(entry.tokens for entry in entries)
+        decoding = [entry for entry in entries if entry.decodes]
         computing = ended - started - drafting
-        if only_decodes:
+        if len(decoding) == len(entries):
             self._planner.observe(len(entries), tokens, computing, committed)
         self.time.observe(tokens, computing)
         self._longest.observe(tokens, ended - started)
-        if decoding := [entry.tokens for entry in entries if entry.decodes]:
-            self.time.verified(len(decoding), sum(decoding))
+        if decoding:
+            decoded = tokens if len(decoding) == len(entries) else sum(entry.tokens for entry in decoding)
+            self.time.verified(len(decoding), decoded)
         if self._recorder:
             self._recorder.write(
                 role="target",

@@ -26,6 +26,7 @@ from engine.sampling.sampling import drawn, token_logprobs
 from engine.shaping.shaping import shaped
 from speculation.acceptance import AcceptanceResult, walk
 from speculation.messages import RefusalCode, Token, TokenLogprobs
+from speculation.trie import VerificationTree
 from target_service.sequence import BatchEntry
 
 
@@ -68,32 +69,34 @@ def verdicts(logits_RV: Tensor, entries: Sequence[BatchEntry], drawn_R2: Tensor 
         return _drawn_here(logits_RV, entries)
     answer: list[Verdict] = []
     tokens, sound = zip(*drawn_R2.tolist(), strict=True)
-    start = 0
+    all_sound, start = all(sound), 0
     for entry in entries:
         end = start + entry.rows
-        if not all(sound[start:end]):
+        if not (all_sound or all(sound[start:end])):
             answer.append(_broken(entry))
-        elif entry.tree is None:
-            answer.append(None)
         else:
-            answer.append(walk(entry.tree.tokens, entry.tree.parents, tokens[start:end]))
+            answer.append(_walked(entry.tree, tokens[start:end]))
         start = end
     return answer
+
+
+def _walked(tree: VerificationTree | None, drawn: Sequence[Token]) -> AcceptanceResult | None:
+    """What the tokens drawn on its rows make of a tree."""
+    return None if tree is None else walk(tree.tokens, tree.parents, drawn)
 
 
 def _drawn_here(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> list[Verdict]:
     """Whatever the requests ask for."""
     answer: list[Verdict] = [None] * len(entries)
+    rows = [entry.rows for entry in entries]
     shaped_RV = shaped(logits_RV, [shape for entry in entries for shape in entry.shapes()])
-    parts = torch.split(shaped_RV, [entry.rows for entry in entries])
     coupled = [i for i, entry in enumerate(entries) if entry.tree is not None and not entry.by_rejection]
-    drawn_C = drawn(_joined(parts, coupled, shaped_RV), [draw for i in coupled for draw in entries[i].draws()])
-    sound, opens, tokens = _fetched(logits_RV, shaped_RV, drawn_C, [entry.rows for entry in entries])
+    draws = [draw for i in coupled for draw in entries[i].draws()]
+    drawn_C = drawn(_rows_of(shaped_RV, rows, coupled), draws)
+    sound, opens, tokens = _fetched(logits_RV, shaped_RV, drawn_C, rows)
     for i in coupled:
-        tree = entries[i].tree
-        assert tree is not None
-        answer[i] = walk(tree.tokens, tree.parents, list(islice(tokens, entries[i].rows)))
-    for i, result in _by_rejection(parts, shaped_RV, entries, sound):
+        answer[i] = _walked(entries[i].tree, list(islice(tokens, rows[i])))
+    for i, result in _by_rejection(shaped_RV, rows, entries, sound):
         answer[i] = result
     return [
         _bounded(outcome, opened, entry) if is_sound else _broken(entry)
@@ -137,23 +140,26 @@ def _broken(entry: BatchEntry) -> Fault:
     return Fault(NOT_FINITE.format(entry.sequence.session.trie.position), not_finite=True)
 
 
-def _joined(parts: Sequence[Tensor], chosen: Sequence[int], logits_RV: Tensor) -> Tensor:
-    """The rows of the chosen parts of ``logits_RV``, without a copy if these are all or none."""
-    rows = sum(len(parts[i]) for i in chosen)
-    return logits_RV[:rows] if rows in (0, len(logits_RV)) else torch.cat([parts[i] for i in chosen])
+def _rows_of(logits_RV: Tensor, rows: Sequence[int], chosen: Sequence[int]) -> Tensor:
+    """Those of the chosen entries, of which each has so many ``rows``, without a copy if these are all or none."""
+    count = sum(rows[i] for i in chosen)
+    if count in (0, len(logits_RV)):
+        return logits_RV[:count]
+    parts = torch.split(logits_RV, list(rows))
+    return torch.cat([parts[i] for i in chosen])
 
 
 def _by_rejection(
-    parts: Sequence[Tensor], logits_RV: Tensor, entries: Sequence[BatchEntry], sound: Sequence[bool]
+    logits_RV: Tensor, rows: Sequence[int], entries: Sequence[BatchEntry], sound: Sequence[bool]
 ) -> Iterator[tuple[int, AcceptanceResult]]:
     """What p and q make of the ``sound`` trees that are verified by rejection, by the numbers of their entries.
 
-    ``parts``: each entry's rows of ``logits_RV``.
+    ``rows``: how many of ``logits_RV`` each entry has.
     """
     rejecting = [i for i, entry in enumerate(entries) if entry.by_rejection and entry.tree is not None and sound[i]]
     draws = [draw for i in rejecting for draw in entries[i].draws()]
     drafts = [entries[i].drafts_with_q() for i in rejecting]
-    results = verify_chains(_joined(parts, rejecting, logits_RV), draws, drafts) if rejecting else ()
+    results = verify_chains(_rows_of(logits_RV, rows, rejecting), draws, drafts) if rejecting else ()
     return zip(rejecting, results, strict=True)
 
 
@@ -169,6 +175,8 @@ def of_committed(
     logits_RV: Tensor, entries: Sequence[BatchEntry], decided: Sequence[Verdict]
 ) -> list[tuple[TokenLogprobs, ...]]:
     """For each entry what the model thought of the tokens its verdict comes to; nothing for those that do not ask."""
+    if all(entry.sequence.session.opened.request_options.logprobs is None for entry in entries):
+        return [()] * len(entries)
     rows: list[int] = []
     tokens: list[Token] = []
     top_logprobs: list[int] = []

@@ -258,7 +258,7 @@ class VerifyLoop:
         committed = self._last_committed = self.counters.committed - committed
         ended, drafting = time.perf_counter(), sum(drafter.seconds for drafter in self._drafters)
         self._account.observe(entries, started, ended, committed, self._engine.forward_seconds, drafting)
-        if all(entry.decodes for entry in entries):
+        if self._drafters and all(entry.decodes for entry in entries):
             for drafter in self._drafters:
                 drafter.observe(len(entries), committed, ended - started)
         return outgoing
@@ -279,8 +279,10 @@ class VerifyLoop:
 
     def _draft(self, entries: Sequence[BatchEntry], drawing: Sequence[BatchEntry]) -> None:
         """Have those that draft here propose for those of ``drawing`` that have room for drafts."""
+        if not self._drafters:
+            return
         part, wanting = [entry.sequence for entry in entries], [entry.sequence for entry in drawing if entry.drafts]
-        if self._drafters and not draft_all(self._drafters, self._scheduler.running, part, wanting):
+        if not draft_all(self._drafters, self._scheduler.running, part, wanting):
             for entry in drawing:
                 entry.drafts = 0
 
@@ -290,6 +292,8 @@ class VerifyLoop:
         No text depends on which steps a session takes part in.
         """
         constrained = {entry.sequence.caller for entry in entries if entry.sequence.charge(self._mask_budget, now)}
+        if not constrained:
+            return entries
         spent = {caller for caller in constrained if self._mask_budget.is_spent(caller, now)}
         within = [entry for entry in entries if entry.sequence.constraint is None or entry.sequence.caller not in spent]
         self.counters.grammar_waits += len(entries) - len(within) if within else 0
