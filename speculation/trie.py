@@ -302,7 +302,7 @@ class SpeculationTrie:
 
     def clear(self) -> None:
         """Forget all drafts."""
-        self._plant(Node(token=-1, end=self.position, digest=self.digest))
+        self._plant(Node(-1, len(self._tokens), self._digests[-1]))
 
     def _locate(self, position: int, digest: int) -> Node | int | InsertResult:
         """The place an anchor names: a node, or a position strictly inside the committed prefix."""

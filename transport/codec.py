@@ -102,6 +102,10 @@ def encode_from_worker(message: messages.FromWorker | messages.Features, counter
     """One entry of a worker's frame. ``counter_names``: those of the last :class:`Load` of this stream."""
     if isinstance(message, messages.Load):
         return pb.FromWorker(load=parts.encode_load(message, counter_names)).SerializeToString()
+    if isinstance(message, messages.Verification):  # one for every session and step: not written to be copied
+        said = pb.FromWorker()
+        _write_verification(message, said.verified)
+        return said.SerializeToString()
     kind, encode = _FROM_WORKER_OUT[type(message)]
     return pb.FromWorker(**{kind: encode(message)}).SerializeToString()
 
@@ -184,20 +188,23 @@ def _check_shape(proposal: messages.Proposal) -> None:
 
 
 def _verification(message: messages.Verification) -> pb.Verification:
-    wire = pb.Verification(
-        session=message.session,
-        epoch=message.epoch,
-        position=message.position,
-        tokens=message.tokens,
-        digest=message.digest,
-        accepted=message.accepted,
-        offered=message.offered,
-        lead=message.lead,
-        cached=message.cached,
-        recovered=message.recovered,
-        took_us=min(message.took_us, MAX_UINT32),
-        waited_us=min(message.waited_us, MAX_UINT32),
-    )
+    wire = pb.Verification()
+    _write_verification(message, wire)
+    return wire
+
+
+def _write_verification(message: messages.Verification, wire: pb.Verification) -> None:
+    wire.session, wire.epoch, wire.position = message.session, message.epoch, message.position
+    wire.tokens.extend(message.tokens)
+    wire.digest = message.digest
+    wire.took_us = min(message.took_us, MAX_UINT32)
+    if message.lead is not None:
+        wire.lead = message.lead
+    wire.accepted, wire.offered, wire.recovered = message.accepted, message.offered, message.recovered
+    if message.cached:
+        wire.cached = message.cached
+    if message.waited_us:
+        wire.waited_us = min(message.waited_us, MAX_UINT32)
     if message.finish:
         wire.finish = parts.FINISH_OUT[message.finish]
     if message.sources or message.refused:
@@ -207,7 +214,6 @@ def _verification(message: messages.Verification) -> pb.Verification:
     if message.logprobs or message.prompt_logprobs:
         wire.logprobs.extend(map(_logprobs, message.logprobs))
         wire.prompt_logprobs.extend(map(_logprobs, message.prompt_logprobs))
-    return wire
 
 
 def _logprobs(message: messages.TokenLogprobs) -> pb.Logprobs:

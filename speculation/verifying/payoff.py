@@ -26,7 +26,6 @@ MAX_LOOKAHEAD = 48
 """Most tokens that drafters run ahead."""
 FAIR_CHANCE = 0.002
 """Drafting stops where the odds of a token to be reached fall below this. Low: the step in flight comes in between."""
-LOG_FAIR_CHANCE = math.log(FAIR_CHANCE)
 BREAK_EVEN = 0.05
 """Accepted drafts a verification that make up for drafting where it takes nothing from the target but messages."""
 CREDIT = 3.0
@@ -134,6 +133,7 @@ class LookaheadPolicy:
         self._accepted: float = max(wider._accepted, CREDIT * break_even) if wider else 1.0
         self._resting = 0
         self._next_rest = FIRST_SESSION_REST
+        self._lookahead = 0  # that the agreement comes to, once it was asked for
 
     @property
     def agreement(self) -> float:
@@ -145,7 +145,9 @@ class LookaheadPolicy:
         """How many tokens to run ahead; 0 while resting."""
         if self._resting:
             return 0
-        return max(1, min(MAX_LOOKAHEAD, math.ceil(LOG_FAIR_CHANCE / math.log(self.agreement))))
+        if not self._lookahead:
+            self._lookahead = max(1, min(MAX_LOOKAHEAD, math.ceil(math.log(FAIR_CHANCE) / math.log(self.agreement))))
+        return self._lookahead
 
     def observe(self, matched: int, diverged: bool, accepted: int | None, break_even: float = BREAK_EVEN) -> None:
         """Learn from a verification: ``matched`` drafts were followed, then one was not if ``diverged``.
@@ -159,6 +161,7 @@ class LookaheadPolicy:
             self._resting -= 1
             return
         if matched or diverged:
+            self._lookahead = 0
             for right in [True] * matched + [False] * diverged:
                 self._agreement += WEIGHT / 2 * (right - self._agreement)
         if accepted is None:
