@@ -115,8 +115,9 @@ def share(demands: Sequence[Demand], budget: Budget, prefill_budget: Callable[[i
     drafts = max(min(budget.verify, room) - len(served), 0)
     each, drafts = room_for_drafts(len(served), budget.drafts_per_session, drafts, budget.row_classes)
     shares = [Share()] * len(demands)
+    decoded = Share(1, each)
     for i in served:
-        shares[i] = Share(1, each)
+        shares[i] = decoded
     if served:
         left = min(budget.tokens - len(served) - drafts, max(prefill_budget(len(served)), MIN_PREFILL))
     else:
@@ -141,8 +142,10 @@ def prefill(prompts: Sequence[Demand], tokens: int) -> list[int]:
 def fit(shares: Sequence[Share], needs: Sequence[Callable[[int], int]], free: int) -> list[Share] | None:
     """Cut shares down to the blocks that are ``free``; None if they do not even suffice for a token each.
 
-    ``needs[i](count)``: blocks that session ``i`` must take before ``count`` more tokens fit.
+    ``needs[i](count)``: blocks that session ``i`` must take before ``count`` more tokens fit, ``count + 1`` at most.
     """
+    if sum(one.num_scheduled_tokens + one.drafts + 1 for one in shares) <= free:
+        return list(shares)
     if sum(need(one.num_scheduled_tokens + one.drafts) for one, need in zip(shares, needs, strict=True)) <= free:
         return list(shares)
     taken = [need(1) if one.num_scheduled_tokens else 0 for one, need in zip(shares, needs, strict=True)]
@@ -185,7 +188,7 @@ class Job(Protocol):
         """How many of its committed tokens are not in the cache: at least the last one."""
 
     def blocks_needed(self, count: int) -> int:
-        """Blocks to be taken before ``count`` more tokens fit."""
+        """Blocks to be taken before ``count`` more tokens fit: one more than these at most."""
 
     def reuse(self) -> int:
         """Take over from the cache what others have computed of it; how many tokens."""

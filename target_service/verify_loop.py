@@ -383,7 +383,7 @@ class VerifyLoop:
         sequence, scheduled = entry.sequence, entry.num_scheduled_tokens
         commit = sequence.settle(accepted, started, ended)
         verification = commit.verification
-        sequence.cached.commit([*range(scheduled), *(scheduled + i for i in commit.kept)])
+        sequence.cached.commit([*range(scheduled), *[scheduled + i for i in commit.kept]])
         self.counters.count(entry.tree, commit)
         self.counters.prefilled += scheduled - 1
         for drafter in self._drafters:

@@ -197,11 +197,15 @@ class CachedSequence(SequenceState):
 
     def commit(self, path: Sequence[int]) -> None:
         """Commit ``path`` as :meth:`advance` does, and drop all other pending nodes."""
-        self._end_of(path)
-        self._bring_home(path, path)
-        self.length += len(path)
-        self._keep_pending(0)
-        self._trim()
+        if len(path) == len(self._places) == 1 and path[0] == 0 and self._places[0] == self.length:
+            self.length += 1  # decoding: a token that is at home and alone
+            self._keep_pending(0)
+        else:
+            self._end_of(path)
+            self._bring_home(path, path)
+            self.length += len(path)
+            self._keep_pending(0)
+            self._trim()
         self._publish()
 
     # -- committed tokens ----------------------------------------------------------------------------------------------
@@ -292,23 +296,21 @@ class CachedSequence(SequenceState):
 
     def _reserve(self, count: int) -> None:
         """Make sure that there are blocks of our own for ``count`` more nodes."""
-        ledger = self._cache.ledger
+        ledger, index = self._cache.ledger, self.length // self.block
+        writable = not self.length % self.block or bool(self.parents) or ledger.is_own(self.blocks[index])
+        if writable and self.length + len(self.parents) + count <= len(self.blocks) * self.block:
+            return
         if (needed := self.blocks_needed(count)) and needed > ledger.free:
             raise CacheFull(f"{count} tokens need {needed} free blocks, there are {ledger.free}")
-        if count and self.length % self.block and not self.parents:
+        if count and not writable:
             self._own_tail()
-        while needed and len(self.blocks) * self.block < self.length + len(self.parents) + count:
+        while len(self.blocks) * self.block < self.length + len(self.parents) + count:
             self.blocks.append(ledger.take(after=self.blocks[-1] if self.blocks else None))
 
     def _own_tail(self) -> None:
-        """Copy the block that the next token goes into, which is one of ours, if it must not be written.
-
-        Once a node is pending that is done.
-        """
+        """Copy the block that the next token goes into, which is one of ours and must not be written."""
         ledger, index = self._cache.ledger, self.length // self.block
         tail = self.blocks[index]
-        if ledger.is_own(tail):
-            return
         if ledger.holders(tail) == 1 and not ledger.free:
             ledger.forget(tail)
             return
