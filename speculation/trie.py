@@ -118,7 +118,7 @@ class VerificationTree:
 
     def first(self, count: int) -> VerificationTree:
         """The part that was chosen first; a parent always comes before its children."""
-        return VerificationTree(self.nodes[:count], self.parents[:count])
+        return self if count >= len(self.nodes) else VerificationTree(self.nodes[:count], self.parents[:count])
 
     @property
     def branched(self) -> bool:
@@ -348,8 +348,7 @@ class SpeculationTrie:
         """Commit ``tokens`` and re-root below them; where no draft followed all of them, the trie is empty then."""
         node: Node | None = self._root
         for token in tokens:
-            if (node := node.children.get(token)) is None:
-                break
+            node = node.children.get(token) if node else None
         self._commit(tokens)
         if node is None:
             self.clear()

@@ -20,7 +20,6 @@ from speculation.verifying.target_session import Commit, TargetSession
 from target_service.scheduler import Rank, Share, rank
 from transport.tracing import SequenceTimings, SessionLog
 
-
 NO_ROWS, FIRST_ROW, FROM_THE_END = range(0), (0,), (ANCHOR,)
 JUDGED = Draw(Sampling(temperature=0.0), 0)
 """Of a row that is computed only to be judged: as if greedy."""
@@ -49,6 +48,9 @@ class TargetSequence:
     """Whether drafts are accepted by the rejection rule. Without randomness both rules come to the same."""
     is_plain: bool = field(init=False)
     """Whether its tokens are drawn by nothing but a temperature and noise, if nothing shapes their logits."""
+    tells_prompt: bool = field(init=False)
+    """Whether log-probabilities of the prompt's tokens are asked for; with a text begun elsewhere they were told there.
+    """
     _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     waits_since: float | None = None
 
@@ -56,6 +58,7 @@ class TargetSequence:
         self.cached = self._empty()
         opened = self.session.opened
         self.by_rejection = opened.speculation.rule is Rule.REJECTION and not opened.sampling.greedy
+        self.tells_prompt = opened.request_options.prompt_logprobs is not None and not opened.generated
         self.is_plain = is_plain(opened.sampling) and not self.by_rejection
 
     def _empty(self) -> CachedSequence:
@@ -125,23 +128,17 @@ class TargetSequence:
 
     @property
     def missing_prompt_logprobs(self) -> range:
-        """Positions of the prompt's tokens whose log-probabilities are asked for and not known yet.
-
-        With a text that was begun elsewhere they were told there.
-        """
-        opened = self.session.opened
-        if opened.request_options.prompt_logprobs is None or opened.generated:
+        """Positions of the prompt's tokens whose log-probabilities are asked for and not known yet."""
+        prompt = len(self.session.opened.tokens)
+        if not self.tells_prompt or len(self.session.tokens) > prompt:
             return NO_ROWS
-        if len(self.session.tokens) > len(opened.tokens):
-            return NO_ROWS
-        return range(1 + len(self._prompt_logprobs), len(opened.tokens))
+        return range(1 + len(self._prompt_logprobs), prompt)
 
     def note_prompt(self, logits_PV: Tensor) -> None:
         """Take in the rows that say how likely the next untold tokens were; P of them, V the vocabulary."""
-        missing = self.missing_prompt_logprobs
-        if not missing or not len(logits_PV):
+        opened, first, count = self.session.opened, self.missing_prompt_logprobs.start, len(logits_PV)
+        if not count:
             return
-        opened, first, count = self.session.opened, missing.start, len(logits_PV)
         top_logprobs = [opened.request_options.prompt_logprobs or 0] * count
         self._prompt_logprobs += token_logprobs(logits_PV, opened.tokens[first : first + count], top_logprobs)
 
@@ -203,8 +200,8 @@ class BatchEntry:
     @property
     def prompt_logprob_rows(self) -> range:
         """Which of the tokens to feed have rows that say how likely the prompt's next token was, and are asked for."""
-        if not (missing := self.sequence.missing_prompt_logprobs):
-            return missing
+        if not self.sequence.tells_prompt or not (missing := self.sequence.missing_prompt_logprobs):
+            return NO_ROWS
         start = self.sequence.cached.length
         return range(max(missing.start - 1 - start, 0), min(missing.stop - 1 - start, self.num_scheduled_tokens))
 

@@ -94,6 +94,8 @@ class TargetCounters:
     def count(self, tree: VerificationTree, commit: Commit) -> None:
         """Add what a session's step came to; each draft source gets its own credit."""
         self.committed += len(commit.verification.tokens)
+        if not tree.nodes:
+            return
         self.offered += len(tree.nodes)
         self.accepted += len(commit.kept)
         for node in tree.nodes:

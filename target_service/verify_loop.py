@@ -268,7 +268,8 @@ class VerifyLoop:
         parts, room = self._scheduler.step(partial(self._account.time.prefill_budget, budget=self._limits.budget))
         entries = self._within_budget([BatchEntry.of(sequence, share) for sequence, share in parts], now)
         drawing = [entry for entry in entries if entry.drafts is not None]
-        self._draft(entries, drawing)
+        if self._drafters:
+            self._draft(entries, drawing)
         asked = [Asked(entry.sequence.session, entry.drafts or 0) for entry in drawing]
         prefilled = sum(entry.num_scheduled_tokens for entry in entries) - len(drawing)
         plan = self._planner.plan(asked, now, prefilled, room)
@@ -279,8 +280,6 @@ class VerifyLoop:
 
     def _draft(self, entries: Sequence[BatchEntry], drawing: Sequence[BatchEntry]) -> None:
         """Have those that draft here propose for those of ``drawing`` that have room for drafts."""
-        if not self._drafters:
-            return
         part, wanting = [entry.sequence for entry in entries], [entry.sequence for entry in drawing if entry.drafts]
         if not draft_all(self._drafters, self._scheduler.running, part, wanting):
             for entry in drawing:
@@ -292,8 +291,6 @@ class VerifyLoop:
         No text depends on which steps a session takes part in.
         """
         constrained = {entry.sequence.caller for entry in entries if entry.sequence.charge(self._mask_budget, now)}
-        if not constrained:
-            return entries
         spent = {caller for caller in constrained if self._mask_budget.is_spent(caller, now)}
         within = [entry for entry in entries if entry.sequence.constraint is None or entry.sequence.caller not in spent]
         self.counters.grammar_waits += len(entries) - len(within) if within else 0
@@ -341,7 +338,7 @@ class VerifyLoop:
         self._suffix_store.work(IN_STEP + 2 * self._last_committed)
         decided = verdicts(logits_RV, entries, self._engine.drawn if plain else None)
         for entry, prompt_PV, verdict in zip(entries, prompts, decided, strict=True):
-            if not not_finite(verdict):
+            if entry.sequence.tells_prompt and not not_finite(verdict):
                 entry.sequence.note_prompt(prompt_PV)
         for drafter in self._drafters:
             drafter.note(self._engine, chunks, entries, decided)
@@ -379,16 +376,15 @@ class VerifyLoop:
     ) -> Outgoing:
         """Commit what a session accepts, in its tokens and in its cache; ``logprobs``: what the model thinks of it."""
         assert entry.tree is not None
-        started, ended = times
         sequence, scheduled = entry.sequence, entry.num_scheduled_tokens
-        commit = sequence.settle(accepted, started, ended)
+        commit = sequence.settle(accepted, *times)
         verification = commit.verification
         sequence.cached.commit([*range(scheduled), *[scheduled + i for i in commit.kept]])
         self.counters.count(entry.tree, commit)
         self.counters.prefilled += scheduled - 1
         for drafter in self._drafters:
             drafter.settled(sequence, entry.tree, verification)
-        sequence.timings.draws(ended)
+        sequence.timings.draws(times[1])
         sequence.timings.counts(verification)
         if self._recorder:
             entry.record(commit)

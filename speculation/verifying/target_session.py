@@ -306,9 +306,7 @@ class TargetSession:
         self.answered = Answered(at, self.trie.position) if asked else None
 
 
-def _sources_of(
-    tree: VerificationTree, kept: Sequence[int]
-) -> tuple[tuple[SourceName, ...], tuple[SourceName, ...]]:
+def _sources_of(tree: VerificationTree, kept: Sequence[int]) -> tuple[tuple[SourceName, ...], tuple[SourceName, ...]]:
     """What a message says of where the drafts came from that were ``kept``, and the refused ones."""
     sources = tuple([tree.nodes[i].source for i in kept])
     refused = tuple([node.source for i, node in enumerate(tree.nodes) if i not in kept])
