@@ -70,6 +70,7 @@ class HeadEngine:
         Rows without a true state wait for those they hang from, so a chunk may take several forwards.
         """
         started = time.perf_counter()
+        chunks = [chunk._replace(parents=chunk.resolved_parents()) for chunk in chunks]
         done = [0] * len(chunks)
         found: list[Tensor] = []
         order: list[tuple[int, int]] = []  # of these logits: chunk and row

@@ -202,7 +202,7 @@ class EagleTraining:
             p_BTV = logits_BTV[..., self._head.target_ids].float().softmax(-1)
         total, loss = 0.0, tokens_BT.new_zeros((), dtype=torch.float32)
         with self._mixed():
-            unrolled = unroll(self._head, tokens_BT, aux_BTA, self._options.depth)
+            unrolled = unroll(self._head, tokens_BT, self._head.fuse(aux_BTA), self._options.depth)
         for step, scores_BNV in enumerate(unrolled):
             scores_BNV = scores_BNV.float()
             here = slice(1 + step, 1 + step + scores_BNV.shape[1])

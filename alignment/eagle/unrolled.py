@@ -48,14 +48,14 @@ class UnrolledAttention:
         return read_BQNE.transpose(1, 2)
 
 
-def unroll(head: EagleHead, tokens_BT: Tensor, aux_BTA: Tensor, depth: int) -> list[Tensor]:
-    """What the head says at each step, ``[B, N, V]`` with N = T - depth.
+def unroll(head: EagleHead, tokens_BT: Tensor, fused_BTD: Tensor, depth: int) -> list[Tensor]:
+    """What the head says at each step, ``[B, N, V]`` with N = T - depth, from the target's fused states.
 
     Row i of step s guesses what follows token i + 1 + s, if the head's guesses before were the text's tokens.
     """
     rows = tokens_BT.shape[1] - depth
     attend, said = UnrolledAttention(), []
-    states_BND = head.fuse(aux_BTA[:, :rows])
+    states_BND = fused_BTD[:, :rows]
     for step in range(depth):
         embeddings_BND = head.embed(tokens_BT[:, 1 + step : 1 + step + rows])
         positions_BN = torch.arange(step, step + rows, device=tokens_BT.device).expand(len(tokens_BT), rows)
@@ -66,7 +66,9 @@ def unroll(head: EagleHead, tokens_BT: Tensor, aux_BTA: Tensor, depth: int) -> l
 
 def guesses(head: EagleHead, tokens_1T: Tensor, aux_1TA: Tensor, depth: int) -> Tensor:
     """The target's ids of the first choices in :func:`unroll`, ``[depth, N]``."""
-    return torch.stack([head.target_ids[said[0].argmax(-1)] for said in unroll(head, tokens_1T, aux_1TA, depth)])
+    return torch.stack(
+        [head.target_ids[said[0].argmax(-1)] for said in unroll(head, tokens_1T, head.fuse(aux_1TA), depth)]
+    )
 
 
 def read_target(module: Any, tokens_BT: Tensor, config: EagleConfig) -> tuple[Tensor, Tensor]:

@@ -154,16 +154,16 @@ def by_age(options: FitOptions, texts: Sequence[TargetText]) -> list[ByAge]:
 @torch.inference_mode()
 def _said_by_age(engine: Engine, head: EagleHead, text: TargetText, sampling: Sampling) -> ByAge:
     """Of a prompt it reads as much as targets send to one elsewhere."""
-    aux: list[Tensor] = []
+    fused: list[Tensor] = []
     for _ in _along(engine, text):
         assert engine.aux is not None
-        aux.append(engine.aux)
+        fused.append(engine.aux if engine.fuses else head.fuse(engine.aux))
     cut = max(len(text.prompt) - KEPT, 0)
     words, first = (text.prompt + text.tokens)[cut:], len(text.prompt) - cut
     # Row i of an age guesses token i + 2 + age; the last token needs one row at age 0, and at others rows before it.
-    tokens_1T = torch.tensor([[*words, *[0] * (AGES - 2)]], device=aux[0].device)
+    tokens_1T = torch.tensor([[*words, *[0] * (AGES - 2)]], device=fused[0].device)
     found: list[tuple[tuple[Candidate, ...], ...]] = []
-    for age, said_1NV in enumerate(unroll(head, tokens_1T, torch.cat(aux)[None, cut:], AGES)):
+    for age, said_1NV in enumerate(unroll(head, tokens_1T, torch.cat(fused)[None, cut:], AGES)):
         rows_RV = said_1NV[0, max(first - 2 - age, 0) : len(words) - 2 - age].float()
         logits_RV = rows_RV.new_full((len(rows_RV), head.config.vocab_size), float("-inf"))
         logits_RV.index_copy_(1, head.target_ids, rows_RV)

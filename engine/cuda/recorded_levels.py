@@ -57,6 +57,7 @@ class RecordedLevels(Levels):
         """
         super().__init__(steps.layers, vocabulary, dtype, steps.classes, width=width, children=children)
         self._steps, self._ids_X = steps, ids_X
+        self._size = vocabulary if ids_X is None else max(vocabulary, 1 + int(ids_X.max()))
         self._ops = ops or _ops_of(self._device)
         self._recordings: dict[LaunchKind, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {}
         """What the first level says, and a further one."""
@@ -83,7 +84,7 @@ class RecordedLevels(Levels):
         """Compute the rows that the last level made, and take in what they say."""
         logits_MX = self._steps.forward(StepShape(memory.count), memory.buffer)
         if self._ids_X is not None:
-            logits_MX = by_token(logits_MX, self._ids_X, self._vocabulary)
+            logits_MX = by_token(logits_MX, self._ids_X, self._size)
         self._ops.expand(memory, logits_MX, noisy=kind.noisy)
         return memory.found_KNWX
 
@@ -151,9 +152,9 @@ class RecordedLevels(Levels):
         return further()[:2].clone()
 
 
-def by_token(logits_RX: Tensor, ids_X: Tensor, vocabulary: int) -> Tensor:
-    """The logits of tokens below ``vocabulary``, ``[R, V]``, each in the place of its number; -inf of all others."""
-    logits_RV = logits_RX.new_full((len(logits_RX), vocabulary), float("-inf"))
+def by_token(logits_RX: Tensor, ids_X: Tensor, size: int) -> Tensor:
+    """The logits of ``size`` tokens, each in the place of its number; -inf of those without an output."""
+    logits_RV = logits_RX.new_full((len(logits_RX), size), float("-inf"))
     return logits_RV.index_copy_(1, ids_X, logits_RX)
 
 

@@ -45,8 +45,8 @@ from speculation.messages import FeatureFormat, Features
 log = logging.getLogger(__name__)
 
 ROWS_AT_ONCE, SEQUENCES_AT_ONCE = 256, 64
-"""Of a forward, so that it is never computed in pieces: what a row leads to must not be written before all that read a
-true state there have done so."""
+"""Of a forward, so that it is never computed in pieces as long as drafts lie no deeper than those of a launch: what a
+row leads to must not be written before all that read a true state there have done so."""
 
 FP8 = torch.float8_e4m3fn
 MAX_FP8 = 448.0
@@ -71,9 +71,10 @@ class HeadChunk(NamedTuple):
 
 
 def row_bytes(head: EagleHead) -> int:
-    """What a row takes in the cache."""
+    """What a row takes in the cache: keys, values, and the state that it leads to."""
     config = head.config
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * head.norm.weight.itemsize
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim + config.hidden_size
+    return numbers * head.norm.weight.itemsize
 
 
 class CachedHead:
@@ -216,7 +217,7 @@ class CachedHead:
 
     def states(self, step: Step) -> Tensor:
         """What the rows of a step read, ``[T, D]``."""
-        above_T = _above(step.rows, self._paged.attention.page).to(self.device)
+        above_T = slots_above(step.rows, self._paged.attention.page).to(self.device)
         first_T = (step.rows.keys_T == 1).to(self.device) | (above_T >= self.cache.store.slots)
         return torch.where(first_T[:, None], self._first_TD[: len(above_T)], self.next_SD.index_select(0, above_T))
 
@@ -242,14 +243,14 @@ def _attention(head: EagleHead, context: int) -> RowAttention:
     return on_device or in_cpp or RowAttention(page=BLOCK)
 
 
-def _above(rows: Rows, page: int) -> Tensor:
-    """The slot of the row that each row hangs from, int64 ``[T]``; any where there is none."""
+def slots_above(rows: Rows, page: int) -> Tensor:
+    """The slot of the row that each row hangs from, int64 ``[T]``; 0 where there is none, as of padding."""
     last_T, home_T = rows.keys_T - 2, rows.home_T  # it is the last but one that a row sees
     at_home_T, place_T = last_T < home_T, last_T.clamp(min=0)
     where_T = torch.where(at_home_T, rows.pages_T + place_T // page, rows.branch_T + place_T - home_T)
     number_T = rows.numbers_F[where_T.long().clamp_(0, len(rows.numbers_F) - 1)]
     slot_T = torch.where(at_home_T, number_T * page + place_T % page, number_T)
-    return slot_T.long()
+    return slot_T.long().masked_fill_(last_T < 0, 0)
 
 
 def packed(states_ND: Tensor, wanted: FeatureFormat) -> tuple[bytes, bytes]:

@@ -102,7 +102,7 @@ def fused_states(
             wanted += fresh
             found.append((sequence, sequence.cached.length + left_out, len(fresh)))
     if wanted:
-        kept_NA = aux_TA if wanted == [*range(len(aux_TA))] else aux_TA[upload(wanted, aux_TA.device)]
+        kept_NA = aux_TA if len(wanted) == len(aux_TA) else aux_TA[upload(wanted, aux_TA.device)]
         states_ND = kept_NA if engine.fuses else head.fuse(kept_NA)
         parts = torch.split(states_ND, [count for *_, count in found])
         for (sequence, position, _), part_ND in zip(found, parts, strict=True):

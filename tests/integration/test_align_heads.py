@@ -125,7 +125,7 @@ def test_training_time_test_is_what_drafting_computes(model: Model) -> None:
     tokens = torch.tensor([row])
     with torch.inference_mode():
         aux, _ = read_target(model.module, tokens, config)
-        said = unroll(head, tokens, aux, depth)
+        said = unroll(head, tokens, head.fuse(aux), depth)
     for place in range(len(row) - depth - 1):
         for step, logits in enumerate(drafted(head, model, row, place, depth)):
             torch.testing.assert_close(said[step][0, place], logits, atol=1e-4, rtol=1e-4)

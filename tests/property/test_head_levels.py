@@ -108,8 +108,9 @@ def test_recorded_it_says_what_it_says_otherwise(kind: str) -> None:
     head, rng = tiny_head(**SHAPE | KINDS[kind]), Random(5)
     both = [each(copy.deepcopy(head), 2048, 512) for each in (CachedHead, recorded_head)]
     assert both[1]._steps is not None and both[1]._steps.record is not None, "nothing is recorded"
-    model = SimpleNamespace(vocabulary=VOCABULARY)
+    model = SimpleNamespace(vocabulary=VOCABULARY - 6)  # the head knows padding
     engines = [HeadEngine(each, cast(Any, model)) for each in both]
+    assert all(engine.levels(4, 3) is not None for engine in engines)
     sequences = [[engine.cache.sequence() for _ in range(3)] for engine in engines]
     texts = [random_tokens(count, seed=count) for count in (300, 5, 40)]
     for engine, mine in zip(engines, sequences, strict=True):

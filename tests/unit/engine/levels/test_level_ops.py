@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.cpu.levels import CpuLevelOps
 from engine.cpu.library import find_library
+from engine.eagle.cached import slots_above
 from engine.levels.level_memory import MAX_LEVELS, TOLD, LevelMemory
 from engine.levels.level_ops import LevelOps
 from engine.sampling.noise import gumbel, keys_at
@@ -110,6 +111,27 @@ def assert_same(found: LevelMemory, expected: LevelMemory) -> None:
     behind = TOLD + found.children
     assert torch.equal(found.found_KNWX[..., :behind], expected.found_KNWX[..., :behind])
     torch.testing.assert_close(found.found_KNWX[..., behind:], expected.found_KNWX[..., behind:], rtol=1e-5, atol=1e-30)
+
+
+def test_rows_find_those_that_they_hang_from() -> None:
+    """What is there to pad hangs from none, whatever its numbers would come to."""
+    memory, ops = memory_of(sessions=3), LevelOps()
+    memory.record_NS[2] = 0
+    ops.begin(memory)
+    seen: list[int] = []
+    for level in range(3):
+        ops.expand(memory, logits_of(memory, level), noisy=False)
+        rows, page = memory.rows, 8
+        numbers = rows.numbers_F.tolist()
+        columns = (rows.keys_T, rows.home_T, rows.pages_T, rows.branch_T, slots_above(rows, page))
+        for keys, home, pages, branch, above in zip(*(column.tolist() for column in columns), strict=True):
+            slots = [
+                numbers[pages + p // page] * page + p % page if p < home else numbers[branch + p - home]
+                for p in range(keys)
+            ]
+            assert above == (slots[-2] if keys > 1 else 0)
+            seen.append(keys)
+    assert max(seen) > 1 and seen.count(0) >= 3 * memory.width
 
 
 @pytest.mark.parametrize("noisy", [False, True])
