@@ -154,16 +154,18 @@ def by_age(options: FitOptions, texts: Sequence[TargetText]) -> list[ByAge]:
 @torch.inference_mode()
 def _said_by_age(engine: Engine, head: EagleHead, text: TargetText, sampling: Sampling) -> ByAge:
     """Of a prompt it reads as much as targets send to one elsewhere."""
-    fused: list[Tensor] = []
+    aux: list[Tensor] = []
     for _ in _along(engine, text):
         assert engine.aux is not None
-        fused.append(engine.aux if engine.fuses else head.fuse(engine.aux))
+        aux.append(engine.aux)
     cut = max(len(text.prompt) - KEPT, 0)
     words, first = (text.prompt + text.tokens)[cut:], len(text.prompt) - cut
     # Row i of an age guesses token i + 2 + age; the last token needs one row at age 0, and at others rows before it.
-    tokens_1T = torch.tensor([[*words, *[0] * (AGES - 2)]], device=fused[0].device)
+    tokens_1T = torch.tensor([[*words, *[0] * (AGES - 2)]], device=aux[0].device)
+    read_1TX = torch.cat(aux)[None, cut:]
+    fused_1TD = read_1TX if engine.fuses else head.fuse(read_1TX)
     found: list[tuple[tuple[Candidate, ...], ...]] = []
-    for age, said_1NV in enumerate(unroll(head, tokens_1T, torch.cat(fused)[None, cut:], AGES)):
+    for age, said_1NV in enumerate(unroll(head, tokens_1T, fused_1TD, AGES)):
         rows_RV = said_1NV[0, max(first - 2 - age, 0) : len(words) - 2 - age].float()
         logits_RV = rows_RV.new_full((len(rows_RV), head.config.vocab_size), float("-inf"))
         logits_RV.index_copy_(1, head.target_ids, rows_RV)
