@@ -27,7 +27,7 @@ from engine.cache.kv_store import KVStore, Move
 from engine.cache.sequence_state import SequenceState
 from engine.cpu.levels import cpu_levels
 from engine.cuda.graphs import Record, RowSteps
-from engine.cuda.recorded_levels import RecordedLevels
+from engine.cuda.recorded_levels import recorded_levels
 from engine.hidden import LayerTap
 from engine.host.upload import upload
 from engine.layers.fused import fused_logits
@@ -221,10 +221,7 @@ class ForwardPass:
             return None
         if self._rows is None:
             return cpu_levels(self.model.module, self._layers, self.model.vocabulary, width=width, children=children)
-        if self._rows.record is None:
-            return None
-        levels = RecordedLevels(self._rows, self.model.vocabulary, self.dtype, width=width, children=children)
-        return levels if levels.max_sessions and levels.record() else None
+        return recorded_levels(self._rows, self.model.vocabulary, self.dtype, width=width, children=children)
 
     def _note(self, rows: int) -> None:
         """So many more tokens of the step have been computed."""

@@ -31,11 +31,7 @@ def splitmix64(x: int) -> int:
 
 def extend(digest: int, token: int) -> int:
     """Digest of the prefix that ``digest`` names, followed by ``token``."""
-    # splitmix64(digest ^ (token + 1) * GOLDEN_64), spelled out: every committed token comes by here.
-    x = ((digest ^ (((token + 1) * GOLDEN_64) & MASK64)) + GOLDEN_64) & MASK64
-    x = ((x ^ (x >> 30)) * SPLITMIX_1) & MASK64
-    x = ((x ^ (x >> 27)) * SPLITMIX_2) & MASK64
-    return x ^ (x >> 31)
+    return splitmix64(digest ^ (((token + 1) * GOLDEN_64) & MASK64))
 
 
 def of(tokens: Iterable[int]) -> int:

@@ -234,8 +234,7 @@ class Scheduler(Generic[J]):
         """
         self._admit()
         for job in self.running:
-            if job.num_uncomputed_tokens > 1:  # else there is nothing to take over
-                self.reused += job.reuse()
+            self.reused += job.reuse()
         while self.running:
             demands = [Demand(job.num_uncomputed_tokens, job.priority, self._turns[job]) for job in self.running]
             wanted, drafts = share(demands, self._budget, prefill_budget)

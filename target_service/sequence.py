@@ -129,8 +129,7 @@ class TargetSequence:
     @property
     def missing_prompt_logprobs(self) -> range:
         """Positions of the prompt's tokens whose log-probabilities are asked for and not known yet."""
-        prompt = len(self.session.opened.tokens)
-        if not self.tells_prompt or len(self.session.tokens) > prompt:
+        if not self.tells_prompt or len(self.session.tokens) > (prompt := len(self.session.opened.tokens)):
             return NO_ROWS
         return range(1 + len(self._prompt_logprobs), prompt)
 
@@ -200,7 +199,7 @@ class BatchEntry:
     @property
     def prompt_logprob_rows(self) -> range:
         """Which of the tokens to feed have rows that say how likely the prompt's next token was, and are asked for."""
-        if not self.sequence.tells_prompt or not (missing := self.sequence.missing_prompt_logprobs):
+        if not (missing := self.sequence.missing_prompt_logprobs):
             return NO_ROWS
         start = self.sequence.cached.length
         return range(max(missing.start - 1 - start, 0), min(missing.stop - 1 - start, self.num_scheduled_tokens))
@@ -209,11 +208,6 @@ class BatchEntry:
     def decodes(self) -> bool:
         """Whether the session is past its prompt, so that the entry computes nothing but its next tokens."""
         return self.num_scheduled_tokens == 1 and self.tree is not None
-
-    @property
-    def by_rejection(self) -> bool:
-        """See :attr:`TargetSequence.by_rejection`."""
-        return self.sequence.by_rejection
 
     @property
     def is_plain(self) -> bool:

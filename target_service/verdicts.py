@@ -90,7 +90,7 @@ def _drawn_here(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> list[Verdic
     answer: list[Verdict] = [None] * len(entries)
     rows = [entry.rows for entry in entries]
     shaped_RV = shaped(logits_RV, [shape for entry in entries for shape in entry.shapes()])
-    coupled = [i for i, entry in enumerate(entries) if entry.tree is not None and not entry.by_rejection]
+    coupled = [i for i, entry in enumerate(entries) if entry.tree is not None and not entry.sequence.by_rejection]
     draws = [draw for i in coupled for draw in entries[i].draws()]
     drawn_C = drawn(_rows_of(shaped_RV, rows, coupled), draws)
     sound, opens, tokens = _fetched(logits_RV, shaped_RV, drawn_C, rows)
@@ -156,7 +156,9 @@ def _by_rejection(
 
     ``rows``: how many of ``logits_RV`` each entry has.
     """
-    rejecting = [i for i, entry in enumerate(entries) if entry.by_rejection and entry.tree is not None and sound[i]]
+    rejecting = [
+        i for i, entry in enumerate(entries) if entry.sequence.by_rejection and entry.tree is not None and sound[i]
+    ]
     draws = [draw for i in rejecting for draw in entries[i].draws()]
     drafts = [entries[i].drafts_with_q() for i in rejecting]
     results = verify_chains(_rows_of(logits_RV, rows, rejecting), draws, drafts) if rejecting else ()

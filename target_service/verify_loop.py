@@ -376,15 +376,16 @@ class VerifyLoop:
     ) -> Outgoing:
         """Commit what a session accepts, in its tokens and in its cache; ``logprobs``: what the model thinks of it."""
         assert entry.tree is not None
+        started, ended = times
         sequence, scheduled = entry.sequence, entry.num_scheduled_tokens
-        commit = sequence.settle(accepted, *times)
+        commit = sequence.settle(accepted, started, ended)
         verification = commit.verification
         sequence.cached.commit([*range(scheduled), *[scheduled + i for i in commit.kept]])
         self.counters.count(entry.tree, commit)
         self.counters.prefilled += scheduled - 1
         for drafter in self._drafters:
             drafter.settled(sequence, entry.tree, verification)
-        sequence.timings.draws(times[1])
+        sequence.timings.draws(ended)
         sequence.timings.counts(verification)
         if self._recorder:
             entry.record(commit)

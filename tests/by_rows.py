@@ -54,6 +54,16 @@ def check_groups(rows: Rows) -> None:
     assert covered == real
 
 
+def slots_seen(rows: Rows, page: int) -> list[list[int]]:
+    """The slots of the keys of every row, in the order of their positions."""
+    numbers = rows.numbers_F.tolist()
+    columns = (rows.keys_T, rows.home_T, rows.pages_T, rows.branch_T)
+    return [
+        [numbers[pages + p // page] * page + p % page if p < home else numbers[branch + p - home] for p in range(keys)]
+        for keys, home, pages, branch in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+
+
 def plain_attention(
     query_TQD: Tensor,
     keys_SHD: Tensor,
@@ -68,15 +78,9 @@ def plain_attention(
 ) -> Tensor:
     """What attention by rows is, row by row in float32, ``[T, Q, E]``."""
     heads, group = keys_SHD.shape[1], query_TQD.shape[1] // keys_SHD.shape[1]
-    numbers = rows.numbers_F.tolist()
     out_TQE = torch.zeros(*query_TQD.shape[:2], values_SHE.shape[-1], device=query_TQD.device)
-    columns = (rows.keys_T, rows.home_T, rows.pages_T, rows.branch_T)
-    for t, (seen, home, pages, branch) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        first = max(0, seen - window) if window else 0
-        slots = [
-            numbers[pages + p // page] * page + p % page if p < home else numbers[branch + p - home]
-            for p in range(first, seen)
-        ]
+    for t, seen in enumerate(slots_seen(rows, page)):
+        slots = seen[-window:] if window else seen
         if not slots:
             continue
         query_HGD = query_TQD[t].float().view(heads, group, -1)

@@ -104,7 +104,7 @@ def encode_from_worker(message: messages.FromWorker | messages.Features, counter
         return pb.FromWorker(load=parts.encode_load(message, counter_names)).SerializeToString()
     if isinstance(message, messages.Verification):  # one for every session and step: not written to be copied
         said = pb.FromWorker()
-        _write_verification(message, said.verified)
+        _verification(message, said.verified)
         return said.SerializeToString()
     kind, encode = _FROM_WORKER_OUT[type(message)]
     return pb.FromWorker(**{kind: encode(message)}).SerializeToString()
@@ -187,13 +187,9 @@ def _check_shape(proposal: messages.Proposal) -> None:
         raise ValueError(f"more than {MAX_CHILDREN} tokens follow the same place")
 
 
-def _verification(message: messages.Verification) -> pb.Verification:
-    wire = pb.Verification()
-    _write_verification(message, wire)
-    return wire
-
-
-def _write_verification(message: messages.Verification, wire: pb.Verification) -> None:
+def _verification(message: messages.Verification, wire: pb.Verification | None = None) -> pb.Verification:
+    """On the wire: written to where it is to stand, if that is told."""
+    wire = pb.Verification() if wire is None else wire
     wire.session, wire.epoch, wire.position = message.session, message.epoch, message.position
     wire.tokens.extend(message.tokens)
     wire.digest = message.digest
@@ -214,6 +210,7 @@ def _write_verification(message: messages.Verification, wire: pb.Verification) -
     if message.logprobs or message.prompt_logprobs:
         wire.logprobs.extend(map(_logprobs, message.logprobs))
         wire.prompt_logprobs.extend(map(_logprobs, message.prompt_logprobs))
+    return wire
 
 
 def _logprobs(message: messages.TokenLogprobs) -> pb.Logprobs:

@@ -66,9 +66,8 @@ def unroll(head: EagleHead, tokens_BT: Tensor, fused_BTD: Tensor, depth: int) ->
 
 def guesses(head: EagleHead, tokens_1T: Tensor, aux_1TA: Tensor, depth: int) -> Tensor:
     """The target's ids of the first choices in :func:`unroll`, ``[depth, N]``."""
-    return torch.stack(
-        [head.target_ids[said[0].argmax(-1)] for said in unroll(head, tokens_1T, head.fuse(aux_1TA), depth)]
-    )
+    unrolled = unroll(head, tokens_1T, head.fuse(aux_1TA), depth)
+    return torch.stack([head.target_ids[said_1NV[0].argmax(-1)] for said_1NV in unrolled])
 
 
 def read_target(module: Any, tokens_BT: Tensor, config: EagleConfig) -> tuple[Tensor, Tensor]:

@@ -167,8 +167,7 @@ def _said_by_age(engine: Engine, head: EagleHead, text: TargetText, sampling: Sa
     found: list[tuple[tuple[Candidate, ...], ...]] = []
     for age, said_1NV in enumerate(unroll(head, tokens_1T, fused_1TD, AGES)):
         rows_RV = said_1NV[0, max(first - 2 - age, 0) : len(words) - 2 - age].float()
-        logits_RV = rows_RV.new_full((len(rows_RV), head.config.vocab_size), float("-inf"))
-        logits_RV.index_copy_(1, head.target_ids, rows_RV)
+        logits_RV = head.by_token(rows_RV)
         missing = len(text.tokens) - len(rows_RV)
         draws = [Draw(sampling, len(text.prompt) + place) for place in range(missing, len(text.tokens))]
         said = candidates(logits_RV[:, : engine.model.vocabulary], draws, SAID)

@@ -88,7 +88,7 @@ class CpuRows(RowAttention):
         return found_TQE.to(dtype)
 
 
-def on_cpu(heads_per_key: int) -> CpuRows | None:
-    """For a model whose layers are computed one operation at a time; None where there is no library."""
-    library = find_library()
+def on_cpu(heads_per_key: int, device: torch.device) -> CpuRows | None:
+    """For a model whose layers are computed one operation at a time; None elsewhere, or where there is no library."""
+    library = find_library() if device.type == "cpu" else None
     return None if library is None else CpuRows(library, heads_per_key)

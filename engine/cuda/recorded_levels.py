@@ -47,17 +47,16 @@ class RecordedLevels(Levels):
         *,
         width: int,
         children: int,
-        ids_X: Tensor | None = None,
+        by_token: Callable[[Tensor], Tensor] | None = None,
         ops: LevelOps | None = None,
     ) -> None:
-        """``ids_X``: which token each output of the model stands for; None: its own number.
+        """``by_token``: makes logits of tokens of the model's outputs, unless that is what they are.
 
         ``ops``: how levels are computed; None: as is best on the store's device. All else as of a :class:`Levels`.
         Nothing is recorded before :meth:`record`.
         """
         super().__init__(steps.layers, vocabulary, dtype, steps.classes, width=width, children=children)
-        self._steps, self._ids_X = steps, ids_X
-        self._size = vocabulary if ids_X is None else max(vocabulary, 1 + int(ids_X.max()))
+        self._steps, self._by_token = steps, by_token
         self._ops = ops or _ops_of(self._device)
         self._recordings: dict[LaunchKind, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {}
         """What the first level says, and a further one."""
@@ -83,8 +82,8 @@ class RecordedLevels(Levels):
     def _further(self, memory: LevelMemory, kind: LaunchKind) -> Tensor:
         """Compute the rows that the last level made, and take in what they say."""
         logits_MX = self._steps.forward(StepShape(memory.count), memory.buffer)
-        if self._ids_X is not None:
-            logits_MX = by_token(logits_MX, self._ids_X, self._size)
+        if self._by_token is not None:
+            logits_MX = self._by_token(logits_MX)
         self._ops.expand(memory, logits_MX, noisy=kind.noisy)
         return memory.found_KNWX
 
@@ -152,10 +151,20 @@ class RecordedLevels(Levels):
         return further()[:2].clone()
 
 
-def by_token(logits_RX: Tensor, ids_X: Tensor, size: int) -> Tensor:
-    """The logits of ``size`` tokens, each in the place of its number; -inf of those without an output."""
-    logits_RV = logits_RX.new_full((len(logits_RX), size), float("-inf"))
-    return logits_RV.index_copy_(1, ids_X, logits_RX)
+def recorded_levels(
+    steps: RowSteps,
+    vocabulary: int,
+    dtype: torch.dtype,
+    *,
+    width: int,
+    children: int,
+    by_token: Callable[[Tensor], Tensor] | None = None,
+) -> RecordedLevels | None:
+    """Recorded as :class:`RecordedLevels`; None where steps are not recorded, or their levels cannot be."""
+    if steps.record is None:
+        return None
+    levels = RecordedLevels(steps, vocabulary, dtype, width=width, children=children, by_token=by_token)
+    return levels if levels.max_sessions and levels.record() else None
 
 
 def _ops_of(device: torch.device) -> LevelOps:

@@ -26,14 +26,13 @@ from torch import Tensor
 
 from engine.attention.attention import PagedLayers, Step, forward_context, paged_attention, steps_of
 from engine.attention.row_attention import RowAttention
-from engine.attention.rows import Rows, as_wanted
+from engine.attention.rows import Rows
 from engine.attention.triton_rows import find_attention
 from engine.cache.kv_cache import CachedSequence, KVCache
-from engine.cache.kv_store import BLOCK
 from engine.cpu.levels import HeadStates, levels_of
 from engine.cpu.rows import on_cpu
 from engine.cuda.graphs import CudaRecorder, Record, RowSteps
-from engine.cuda.recorded_levels import RecordedLevels, by_token
+from engine.cuda.recorded_levels import recorded_levels
 from engine.eagle.cpu_head import pack
 from engine.eagle.head import EagleHead
 from engine.host.upload import upload
@@ -154,11 +153,8 @@ class CachedHead:
             if self._steps is not None:
                 own_RX = self._steps.run(tokens, wanted, appended)
             else:
-                found = [
-                    self._compute(step, tokens_T, positions_T, upload(piece.wanted, self.device))
-                    for piece, step, tokens_T, positions_T in steps_of(tokens, wanted, appended, self._paged)
-                ]
-                own_RX = as_wanted(found, wanted, wanted)
+                ((_, step, tokens_T, positions_T),) = steps_of(tokens, wanted, appended, self._paged)
+                own_RX = self._compute(step, tokens_T, positions_T, upload(wanted, self.device))
             return self.said(own_RX, vocabulary)
         except BaseException:
             for sequence, count in appended:
@@ -169,20 +165,18 @@ class CachedHead:
         """Logits of tokens, in float32, of those of its outputs; -inf of those it cannot say."""
         if self._says_all:
             return own_RX[:, :vocabulary].float()
-        return by_token(own_RX.float(), self.head.target_ids, self.head.config.vocab_size)[:, :vocabulary]
+        return self.head.by_token(own_RX.float())[:, :vocabulary]
 
     def levels(self, vocabulary: int, *, width: int, children: int) -> Levels | None:
         """What expands several levels in one launch; None where that cannot be had."""
-        head = self.head
-        ids = None if self._says_all else head.target_ids
+        head, sizes = self.head, {"width": width, "children": children}
         if self._packed is not None:
-            states = HeadStates(self.next_SD, head.config.norm_output, ids)
-            sizes = {"width": width, "children": children}
+            states = HeadStates(self.next_SD, head.config.norm_output, None if self._says_all else head.target_ids)
             return levels_of(head, self._packed, head.lm_head, self._paged, vocabulary, states, **sizes)
-        if self._steps is None or self._steps.record is None:
+        if self._steps is None:
             return None
-        levels = RecordedLevels(self._steps, vocabulary, torch.float32, width=width, children=children, ids_X=ids)
-        return levels if levels.max_sessions and levels.record() else None
+        by_token = None if self._says_all else head.by_token
+        return recorded_levels(self._steps, vocabulary, torch.float32, by_token=by_token, **sizes)
 
     def _place(self, chunks: Sequence[HeadChunk]) -> None:
         """Put true states where rows will read them."""
@@ -238,9 +232,8 @@ class CachedHead:
 def _attention(head: EagleHead, context: int) -> RowAttention:
     """What computes it best where the head is."""
     weight, heads_per_key = head.norm.weight, head.config.num_attention_heads // head.config.num_key_value_heads
-    on_device = find_attention(context, heads_per_key, weight.dtype, weight.device)
-    in_cpp = on_cpu(heads_per_key) if weight.device.type == "cpu" else None
-    return on_device or in_cpp or RowAttention(page=BLOCK)
+    found = find_attention(context, heads_per_key, weight.dtype, weight.device) or on_cpu(heads_per_key, weight.device)
+    return found or RowAttention()
 
 
 def slots_above(rows: Rows, page: int) -> Tensor:

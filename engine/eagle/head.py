@@ -152,6 +152,11 @@ class EagleHead(nn.Module):
         logits_NV: Tensor = self.lm_head(normed_ND)
         return logits_NV
 
+    def by_token(self, logits_NV: Tensor) -> Tensor:
+        """The same by the target's tokens, ``[N, vocab_size]``: -inf of those that it cannot say."""
+        spread = logits_NV.new_full((len(logits_NV), self.config.vocab_size), float("-inf"))
+        return spread.index_copy_(1, self.target_ids, logits_NV)
+
     def rotation(self, positions_N: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions, ``[..., 1, E]`` each, in the format of ``like``."""
         rows = positions_N.reshape(1, -1)

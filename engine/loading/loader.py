@@ -226,9 +226,7 @@ def _attention(model: Model, group: Group | None, *, by_rows: bool) -> RowAttent
         config = model.config.get_text_config(decoder=True)
         heads = config.num_attention_heads
         per_key = heads // (getattr(config, "num_key_value_heads", None) or heads)
-        attention = find_attention(model.context, per_key, model.dtype, model.device)
-        if attention is None and model.device.type == "cpu":
-            attention = on_cpu(per_key)
+        attention = find_attention(model.context, per_key, model.dtype, model.device) or on_cpu(per_key, model.device)
     if group is not None and not group.minimum(int(attention is not None)):
         attention = None
     return attention or RowAttention()

@@ -103,17 +103,14 @@ class FeatureSender(StateReader):
         states_ND = torch.cat([part_ND for *_, part_ND in parts])
         values, scales = packed(states_ND, how)
         (count, width), first = states_ND.shape, 0
+        value_bytes, scale_bytes = len(values) // count, len(scales) // count  # of a row
         for sequence, position, part_ND in parts:
             opened, end = sequence.session.opened, first + len(part_ND)
             for start in range(first, end, SENT_AT_ONCE):
-                rows = start, min(start + SENT_AT_ONCE, end)
-                own_values, own_scales = (
-                    numbers[slice(*(row * len(numbers) // count for row in rows))] for numbers in (values, scales)
-                )
-                at = position + start - first
-                message = Features(
-                    opened.session, opened.epoch, at, self._fingerprint, width, own_values, how, own_scales
-                )
+                stop, at = min(start + SENT_AT_ONCE, end), position + start - first
+                mine = values[start * value_bytes : stop * value_bytes]
+                scaled = scales[start * scale_bytes : stop * scale_bytes]
+                message = Features(opened.session, opened.epoch, at, self._fingerprint, width, mine, how, scaled)
                 self._outgoing.append((sequence.link, message))
             first = end
         self._counters.features += count

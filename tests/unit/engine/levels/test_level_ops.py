@@ -18,7 +18,7 @@ from engine.levels.level_memory import MAX_LEVELS, TOLD, LevelMemory
 from engine.levels.level_ops import LevelOps
 from engine.sampling.noise import gumbel, keys_at
 from speculation.verifying.calibration import CELLS, RANKS
-from tests.by_rows import check_groups
+from tests.by_rows import check_groups, slots_seen
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGES, SPARE = 5, 1000
@@ -121,16 +121,9 @@ def test_rows_find_those_that_they_hang_from() -> None:
     seen: list[int] = []
     for level in range(3):
         ops.expand(memory, logits_of(memory, level), noisy=False)
-        rows, page = memory.rows, 8
-        numbers = rows.numbers_F.tolist()
-        columns = (rows.keys_T, rows.home_T, rows.pages_T, rows.branch_T, slots_above(rows, page))
-        for keys, home, pages, branch, above in zip(*(column.tolist() for column in columns), strict=True):
-            slots = [
-                numbers[pages + p // page] * page + p % page if p < home else numbers[branch + p - home]
-                for p in range(keys)
-            ]
-            assert above == (slots[-2] if keys > 1 else 0)
-            seen.append(keys)
+        for slots, above in zip(slots_seen(memory.rows, 8), slots_above(memory.rows, 8).tolist(), strict=True):
+            assert above == (slots[-2] if len(slots) > 1 else 0)
+            seen.append(len(slots))
     assert max(seen) > 1 and seen.count(0) >= 3 * memory.width
 
 
