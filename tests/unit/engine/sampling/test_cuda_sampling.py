@@ -74,10 +74,9 @@ def entry(tokens: list[int], at: int, *, draws: bool = True) -> Any:
     return SimpleNamespace(
         rows=len(tokens) + 1 if draws else 0,
         tree=tree,
-        by_rejection=False,
         shapes=lambda: [None] * (len(tokens) + 1) if draws else [],
         draws=lambda: [Draw(Sampling(temperature=0.0), at + i) for i in range(len(tokens) + 1)],
-        sequence=SimpleNamespace(session=SimpleNamespace(trie=SimpleNamespace(position=at))),
+        sequence=SimpleNamespace(by_rejection=False, session=SimpleNamespace(trie=SimpleNamespace(position=at))),
     )
 
 
