@@ -45,12 +45,11 @@ def bound(host: str, port: int) -> socket.socket:
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((host, port))
-    except OSError as error:
+    except (OSError, TypeError, UnicodeError) as error:
         made.close()
-        raise AddressError(f"cannot listen on {join(host, port)}: {error.strerror or error}") from error
-    except (TypeError, UnicodeError) as error:  # as bind refuses names in letters beyond ASCII
-        made.close()
-        raise AddressError(f"cannot listen on {join(host, port)}: {host!r} cannot be a host's name") from error
+        # What bind raises but for an OSError it does of names in letters beyond ASCII.
+        why = error.strerror or error if isinstance(error, OSError) else f"{host!r} cannot be a host's name"
+        raise AddressError(f"cannot listen on {join(host, port)}: {why}") from error
     return made
 
 

@@ -108,7 +108,6 @@ class Liveness:
     """
 
     def __init__(self, patience: Patience) -> None:
-        """From now on."""
         self._patience = patience
         self._silent = 0.0  # ticks in which nothing was heard
         self._unanswered = 0.0  # ticks since the last ping, if it has not been answered

@@ -98,7 +98,9 @@ def decode_to_worker(entry: bytes) -> messages.ToWorker:
     return told
 
 
-def encode_from_worker(message: messages.FromWorker | messages.Features, counter_names: Sequence[str] = ()) -> bytes:
+def encode_from_worker(
+    message: messages.FromWorker | messages.Features | messages.Loading, counter_names: Sequence[str] = ()
+) -> bytes:
     """One entry of a worker's frame. ``counter_names``: those of the last :class:`Load` of this stream."""
     if isinstance(message, messages.Load):
         return pb.FromWorker(load=parts.encode_load(message, counter_names)).SerializeToString()
@@ -112,7 +114,7 @@ def encode_from_worker(message: messages.FromWorker | messages.Features, counter
 
 def decode_from_worker(
     entry: bytes, counter_names: Sequence[str] = (), asked: parts.Asked | None = None
-) -> messages.FromWorker:
+) -> messages.FromWorker | messages.Loading:
     """One entry of a worker's frame; raises :class:`MalformedMessage`. ``asked``: what may be told; None: anything."""
     message = _parse(pb.FromWorker(), entry)
     match message.WhichOneof("kind"):
@@ -126,8 +128,8 @@ def decode_from_worker(
                 raise MalformedMessage(str(error)) from error
         case "features":
             raise MalformedMessage("features that are not a target's, or not as it writes them: nobody here reads any")
-        case "proposed" | "refused" | "welcome" as kind:
-            said: messages.FromWorker = _checked(getattr(message, kind), FROM_WORKER[kind][2])
+        case "proposed" | "refused" | "welcome" | "loading" as kind:
+            said: messages.FromWorker | messages.Loading = _checked(getattr(message, kind), FROM_WORKER[kind][2])
             return said
     raise UnknownKind
 
@@ -296,6 +298,7 @@ FROM_WORKER: dict[str, _Kind] = {
     "proposed": _PROPOSAL,
     "refused": (messages.Refused, _refused, _read_refused),
     "welcome": parts.WELCOME_KIND,
+    "loading": parts.LOADING_KIND,
     "features": parts.FEATURES_KIND,
 }
 """By their names on the wire; a load is read with the names of its counters besides."""

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from google.protobuf.message import DecodeError
-
 from protos.paceline.v1 import worker_pb2 as pb
 from speculation import messages
 from speculation.sources.registry import MAX_SOURCES, NAME
@@ -246,28 +244,17 @@ def _read_request_options(message: pb.Open) -> messages.RequestOptions:
     )
 
 
-def encode_loading(loading: messages.Loading) -> bytes:
-    """One entry of a worker's frame."""
-    wire = pb.Loading(doing=loading.doing[:MAX_TEXT], fraction=loading.fraction, model=loading.model)
-    return pb.FromWorker(loading=wire).SerializeToString()
-
-
-def decode_loading(entry: bytes) -> messages.Loading | None:
-    """What an entry of a worker's frame says of its loading; None: it is something else."""
-    try:
-        message = pb.FromWorker.FromString(entry)
-    except DecodeError:
-        return None
-    if message.WhichOneof("kind") != "loading":
-        return None
-    loading = message.loading
-    known = loading.HasField("fraction") and 0 <= loading.fraction <= 1
-    return messages.Loading(
-        loading.doing[:MAX_TEXT], round(loading.fraction, 3) if known else None, loading.model[:MAX_TEXT]
-    )
-
-
 # -- what a worker says of itself --------------------------------------------------------------------------------------
+
+
+def _encode_loading(message: messages.Loading) -> pb.Loading:
+    return pb.Loading(doing=message.doing[:MAX_TEXT], fraction=message.fraction, model=message.model)
+
+
+def _decode_loading(message: pb.Loading) -> messages.Loading:
+    known = message.HasField("fraction") and 0 <= message.fraction <= 1
+    fraction = round(message.fraction, 3) if known else None
+    return messages.Loading(message.doing[:MAX_TEXT], fraction, message.model[:MAX_TEXT])
 
 
 def encode_load(message: messages.Load, known: Sequence[str]) -> pb.Load:
@@ -338,6 +325,7 @@ def _read_format(number: int) -> messages.FeatureFormat:
 
 
 OPEN_KIND = messages.Open, _encode_open, _decode_open
+LOADING_KIND = messages.Loading, _encode_loading, _decode_loading
 WELCOME_KIND = messages.Welcome, _encode_welcome, _decode_welcome
 SUBSCRIBE_KIND = messages.Subscribe, _encode_subscribe, _decode_subscribe
 FEATURES_KIND = messages.Features, _encode_features, _decode_features

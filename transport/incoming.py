@@ -25,7 +25,7 @@ from protos.paceline.v1 import worker_pb2 as pb
 from speculation.frozen import frozen
 from speculation.messages import FromWorker, Load, Loading, Proposal, SessionId, Verification, Welcome
 from transport.codec import RELAYED, MalformedMessage, UnknownKind, decode_from_worker, is_features
-from transport.codec_parts import MAX_PLAIN_BYTES, AskedLogprobs, decode_loading
+from transport.codec_parts import MAX_PLAIN_BYTES, AskedLogprobs
 from transport.outbox import MAX_FRAME_ENTRIES
 
 log = logging.getLogger(__name__)
@@ -117,8 +117,6 @@ class Heading(NamedTuple):
     """Of the workers that say such things."""
     session: SessionId
     epoch: int
-    features: bool = False
-    """Whether these are features, of which whoever passes them on reads no more than this."""
 
 
 def heading(entry: bytes, *, long: bool = False) -> Heading | None:
@@ -133,7 +131,7 @@ def heading(entry: bytes, *, long: bool = False) -> Heading | None:
         usual = start + length == len(entry) and entry[start] == _SESSION[0] and entry[after_session] == _EPOCH[0]
     except IndexError:
         return None
-    return Heading(kind[0], SessionId(session), epoch, is_features(entry)) if usual else None
+    return Heading(kind[0], SessionId(session), epoch) if usual else None
 
 
 def relayed(entry: bytes, head: Heading, epoch: int) -> bytes:
@@ -228,14 +226,10 @@ class Incoming:
             return
         idle = not self._unread
         for entry in frame.messages:
-            if not self.up and (loading := decode_loading(entry)):
-                self.loading = True
-                self._listener.loading(loading)
-                continue
             unread = self._relay(entry) if self.up else _Unread(entry)
             if unread is not None:
                 self._unread.append(unread)
-        if not self.up and self._unread:
+        while not self.up and self._unread:
             self._read()
         if idle and self._unread:
             self._later(self._read_some)
@@ -251,7 +245,7 @@ class Incoming:
         if head is None or head.role != self._role:
             return _Unread(entry)
         route = self._routes.get(head.session)
-        if head.features:  # which may overtake: they say of which tokens they are
+        if is_features(entry):  # which may overtake: they say of which tokens they are
             if route is None or route.epoch != head.epoch:
                 self._listener.unrouted()
             else:
@@ -304,8 +298,14 @@ class Incoming:
             raise MalformedMessage(why, head.session, head.epoch)
         return asked is None
 
-    def _pass_on(self, message: FromWorker) -> None:
+    def _pass_on(self, message: FromWorker | Loading) -> None:
         match message:
+            case Loading() if self.up:
+                raise UnknownKind
+            case Loading():
+                self.loading = True
+                self._listener.loading(message)
+                return
             case Welcome() if self.up:
                 raise MalformedMessage("a second Welcome")
             case Welcome():

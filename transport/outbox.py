@@ -38,7 +38,6 @@ class Outbox:
     """A bounded queue of encoded messages that hands out frames. Use from one event loop only."""
 
     def __init__(self) -> None:
-        """Open and empty."""
         self._entries: deque[bytes] = deque()
         self._bytes = 0  # of all that waits
         self._probe: tuple[int | None, int | None] | None = None

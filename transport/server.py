@@ -21,7 +21,6 @@ from protos.paceline.v1 import worker_pb2_grpc as rpc
 from speculation.messages import FromWorker, Load, Loading, RefusalCode, Refused, ToWorker, Welcome
 from transport import address as addresses
 from transport import codec
-from transport.codec_parts import encode_loading
 from transport.outbox import MAX_FRAME_ENTRIES, MAX_MESSAGE_BYTES, Outbox, PeerTooSlow
 from transport.tls import Identity, objection_to
 
@@ -61,9 +60,6 @@ class Link:
     def send(self, message: FromWorker | Loading) -> None:
         """Queue a message; dropped when the link is gone."""
         if self.alive:
-            if isinstance(message, Loading):
-                self.put(encode_loading(message))
-                return
             entry = codec.encode_from_worker(message, self._counter_names)
             if isinstance(message, Load):
                 self._counter_names = tuple(message.counters)
@@ -224,10 +220,8 @@ async def serve(handler: Handler, role: str, listen: str, identity: Identity | N
     host, _ = addresses.parse(listen)
     server = grpc.aio.server(options=SERVER_OPTIONS)
     worker = WorkerServer(handler, server, secure=identity is not None)
-    if role == "target":
-        rpc.add_TargetServicer_to_server(worker, server)  # type: ignore[no-untyped-call]
-    else:
-        rpc.add_DraftServicer_to_server(worker, server)  # type: ignore[no-untyped-call]
+    add = rpc.add_TargetServicer_to_server if role == "target" else rpc.add_DraftServicer_to_server
+    add(worker, server)  # type: ignore[no-untyped-call]
     try:
         if identity is None:
             port = server.add_insecure_port(listen)

@@ -26,7 +26,7 @@ import grpc
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +72,6 @@ class Credentials:
     begins: datetime
     ends: datetime
 
-    def warning(self, now: datetime) -> str:
-        """That the certificate should have been renewed by now; nothing, if so."""
-        left = self.ends - now
-        late = left < min(SOON, (self.ends - self.begins) / 5)
-        hours = left / timedelta(hours=1)
-        return f"the certificate ends on {_shown(self.ends)}, {hours:.0f} hours from now" if late else ""
-
 
 def name_of(role: str) -> str:
     """What a certificate of this role has among its DNS names."""
@@ -92,7 +85,7 @@ def read(files: TlsFiles, role: str, now: datetime) -> Credentials:
     own, *between = certificates_in("certificate", files.certificate, chain_pem)
     authorities = certificates_in("authority", files.authority, authority_pem)
     where = f"certificate {files.certificate}"
-    if _public_key(files.key, key_pem) != _encoded(own.public_key()):
+    if _public_key(files.key, key_pem) != own.public_key():
         raise TlsError(f"key {files.key}: is not the key of the certificate {files.certificate}")
     for signed in (own, *between):
         _check_time(where, signed, now)
@@ -129,7 +122,10 @@ class Identity:
 
     def warning(self) -> str:
         """That the certificate should have been renewed by now; nothing, if so."""
-        return self._held.warning(self._clock())
+        begins, ends = self._held.begins, self._held.ends
+        left = ends - self._clock()
+        late = left < min(SOON, (ends - begins) / 5)
+        return f"the certificate ends on {_shown(ends)}, {left / timedelta(hours=1):.0f} hours from now" if late else ""
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """For a worker's server: whoever connects has to show a certificate."""
@@ -185,17 +181,12 @@ def certificates_in(kind: str, path: Path, pem: bytes) -> list[x509.Certificate]
     return found
 
 
-def _public_key(path: Path, pem: bytes) -> bytes:
+def _public_key(path: Path, pem: bytes) -> PublicKeyTypes:
     """What belongs to a private key."""
     try:
-        key = load_pem_private_key(pem, password=None)
+        return load_pem_private_key(pem, password=None).public_key()
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise TlsError(f"key {path}: holds no private key in PEM without a password") from error
-    return _encoded(key.public_key())
-
-
-def _encoded(key: PublicKeyTypes) -> bytes:
-    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
 
 
 def _check_time(where: str, certificate: x509.Certificate, now: datetime) -> None:

@@ -99,7 +99,6 @@ class Door:
     server: WorkerServer
 
     def __init__(self, role: str) -> None:
-        """Use :meth:`open`."""
         self._role, self._now, self._loop = role, Loading("starting"), asyncio.get_running_loop()
 
     @classmethod
@@ -110,11 +109,9 @@ class Door:
         return door
 
     async def __aenter__(self) -> Door:
-        """Open."""
         return self
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Nothing comes of it where there was an error."""
         if error is not None:
             await self.server.stop(0.0)
 

@@ -21,6 +21,7 @@ from transport.codec import (
     decode_to_worker,
     encode_from_worker,
     encode_to_worker,
+    is_features,
 )
 from transport.incoming import MAX_RELAYED_BYTES, heading, relayed
 
@@ -183,7 +184,7 @@ def test_features_are_passed_on_however_long(message, epoch):
     if head is None:
         assert not message.session or not message.epoch
     else:
-        assert head.features and head.role == "target"
+        assert is_features(entry) and head.role == "target"
         assert decode_to_worker(relayed(entry, head, epoch)) == replace(long, epoch=epoch)
     with pytest.raises(MalformedMessage):
         decode_from_worker(entry)

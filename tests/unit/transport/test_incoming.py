@@ -27,7 +27,7 @@ from transport.codec import (
     decode_to_worker,
     encode_from_worker,
 )
-from transport.codec_parts import MAX_PLAIN_BYTES, AskedLogprobs, encode_loading
+from transport.codec_parts import MAX_PLAIN_BYTES, AskedLogprobs
 from transport.incoming import (
     HEARD_PER_MALFORMED,
     MAX_MALFORMED,
@@ -135,7 +135,7 @@ def test_all_of_a_frame_is_passed_on_before_any_of_it_is_read():
 def test_a_worker_that_loads_is_heard_until_it_introduces_itself(said: Loading, heard: Loading):
     router = Router()
     stream = Incoming("w", "target", router, {}, router.later.append)
-    stream.take(pb.Frame(messages=[encode_loading(said)]))
+    stream.take(pb.Frame(messages=[encode_from_worker(said)]))
     while router.later:
         router.turn()
     assert (router.heard, stream.loading, stream.up) == ([heard], True, False)
