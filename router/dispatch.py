@@ -252,9 +252,8 @@ class Dispatcher:
     def _committed(
         self, run: RunningSession, emit: events.Emit, target: PeerId, draft: PeerId | None, now: float
     ) -> None:
-        known = self.pool.peers.get(target)
-        if run.revision is None and known is not None and known.welcome is not None:
-            run.revision = known.welcome.revision
+        if run.revision is None and (welcome := self.pool.welcome_of(target)):
+            run.revision = welcome.revision
         if draft is not None:
             accepted, offered = from_draft_models(emit.accepted, emit.offered, emit.metadata)
             if offered:

@@ -175,9 +175,16 @@ class Router:
             await self._serving
 
     async def stop(self) -> None:
-        """Refuse what is new, let what runs end within ``drain_timeout``, then stop serving and leave the workers."""
+        """Refuse what is new, let what runs end within ``drain_timeout``, then stop serving and leave the workers.
+
+        Meanwhile HTTP is served, so that probes and clients learn that they should go elsewhere.
+        """
         self.dispatcher.draining = True
-        await self._drain()
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self.settings.drain_timeout
+        while self.dispatcher.reading and loop.time() < end:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        self.dispatcher.give_up(f"this router had to stop after {self.settings.drain_timeout:g} s (drain_timeout)")
         if self._server is not None:
             self._server.should_exit = True
         await self.wait()
@@ -190,11 +197,3 @@ class Router:
             await asyncio.to_thread(self._recorder.close)
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
-
-    async def _drain(self) -> None:
-        """Meanwhile HTTP is served, so that probes and clients learn that they should go elsewhere."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + self.settings.drain_timeout
-        while self.dispatcher.reading and loop.time() < end:
-            await asyncio.sleep(DRAIN_POLL_SECONDS)
-        self.dispatcher.give_up(f"this router had to stop after {self.settings.drain_timeout:g} s (drain_timeout)")

@@ -78,6 +78,11 @@ class Peer(Listener):
         """Whether nothing new is to be opened there."""
         return self.load.draining or not self.listed
 
+    @property
+    def stays(self) -> bool:
+        """Whether it is up, and something new may be opened there."""
+        return self.welcome is not None and not self.leaving
+
     def up(self, welcome: messages.Welcome) -> None:
         """The worker introduced itself; one of another role is not used."""
         self.doing = None
@@ -120,10 +125,9 @@ class Peer(Listener):
                     self.pool.closed(self.peer, message.session)
                 self.pool.events.received(self.peer, message)
             case _:
-                if (
-                    not isinstance(message, messages.Welcome)
-                    and (opened := self.opened.get(message.session)) is not None
-                ):
+                assert not isinstance(message, messages.Welcome)
+                opened = self.opened.get(message.session)
+                if opened is not None:
                     opened.unanswered = 0
                     if isinstance(message, messages.Verification) and message.prompt_logprobs:
                         opened.asked = replace(opened.asked, prompt=None)
@@ -181,20 +185,23 @@ class WorkerPool:
 
     def models(self) -> dict[str, ServedModel]:
         """All models that have, or lately had, a target. New requests are for what the newest target of each says."""
-        targets = [peer for peer in self.peers.values() if peer.role is Role.TARGET]
-        known = [peer.described for peer in targets if peer.described is not None]
+        targets = self._of(Role.TARGET)
+        known = [peer.described for peer in targets if peer.described]
         return self._models.served(known, [peer.welcome for peer in targets if peer.welcome], self.clock())
+
+    def _of(self, role: Role) -> list[Peer]:
+        return [peer for peer in self.peers.values() if peer.role is role]
 
     def traffic(self, role: Role) -> Traffic:
         """Everything that went to workers of a role and came from them since the start."""
-        present = (peer.connection.traffic for peer in self.peers.values() if peer.role is role)
-        return sum(present, self._departed[role])
+        return sum((peer.connection.traffic for peer in self._of(role)), self._departed[role])
 
     def set_workers(self, role: Role, addresses: Iterable[str]) -> None:
         """Connect to new workers of a role and let go of those no longer listed, as soon as sessions have left them."""
         wanted = [PeerId(f"{role}@{address}") for address in addresses]
-        for peer in [peer for peer in self.peers.values() if peer.role is role and peer.peer not in wanted]:
-            self._list(peer, listed=False)
+        for peer in self._of(role):
+            if peer.peer not in wanted:
+                self._list(peer, listed=False)
         for name in wanted:
             if name in self.peers:
                 self._list(self.peers[name], listed=True)
@@ -249,39 +256,38 @@ class WorkerPool:
         return JoinedEnd(peer.connection, opening.epoch, peer.welcome if peer.welcome and peer.welcome.head else None)
 
     def choose(
-        self,
-        role: Role,
-        avoid: frozenset[PeerId],
-        wanted: choice.WantedWorker = choice.WantedWorker(),
-        target: PeerId | None = None,
+        self, role: Role, avoid: frozenset[PeerId], wanted: choice.WantedWorker, target: PeerId | None
     ) -> PeerId | None:
         """Where a session goes. ``target``: where it already is, when a drafter is to be found for it.
 
         None when no worker fits, or its model has no use for drafts.
         """
-        present = [peer for peer in self.peers.values() if peer.role is role and peer.welcome and not peer.leaving]
-        usable = [peer for peer in present if peer.peer not in avoid]
+        usable = [peer for peer in self._of(role) if peer.stays and peer.peer not in avoid]
         if role is Role.TARGET:
             idle = self.idle()
             known = [self._candidate(peer, wanted, idle=peer.peer in idle) for peer in usable]
             return choice.choose_target(known, wanted, self.rng)
         if not self.speculates(target):
             return None
-        verifier = self.peers.get(target) if target is not None else None
-        wanted = replace(wanted, head=verifier.welcome.head if verifier and verifier.welcome else 0)
+        verifier = self.welcome_of(target)
+        wanted = replace(wanted, head=verifier.head if verifier else 0)
         return choice.choose_drafter([self._candidate(peer, wanted) for peer in usable], wanted, self.rng)
 
     def idle(self) -> set[PeerId]:
         """The targets that stand by: they take sessions only where no other one can."""
-        targets = [peer for peer in self.peers.values() if peer.role is Role.TARGET]
-        up = {peer.peer for peer in targets if peer.welcome and not peer.leaving}
-        known = [choice.KnownTarget(peer.peer, peer.described, peer.peer in up, peer.listed) for peer in targets]
+        targets = self._of(Role.TARGET)
+        known = [choice.KnownTarget(peer.peer, peer.described, peer.stays, peer.listed) for peer in targets]
         return choice.idle_targets(known, self.standby)
 
     def speculates(self, target: PeerId | None) -> bool:
         """Whether drafts are of use to what runs there; assumed where that is not known."""
-        known = self.peers.get(target) if target is not None else None
-        return known is None or known.welcome is None or known.welcome.speculates
+        welcome = self.welcome_of(target)
+        return welcome is None or welcome.speculates
+
+    def welcome_of(self, worker: PeerId | None) -> messages.Welcome | None:
+        """How a worker introduced itself; None while it is down."""
+        known = self.peers.get(worker) if worker is not None else None
+        return known.welcome if known is not None else None
 
     def _candidate(self, peer: Peer, wanted: choice.WantedWorker, *, idle: bool = False) -> choice.WorkerCandidate:
         assert peer.welcome is not None
@@ -299,8 +305,8 @@ class WorkerPool:
 
     def revisions(self, model: str) -> set[int]:
         """Revisions of a model that have a target now."""
-        welcomes = (peer.welcome for peer in self.peers.values() if peer.role is Role.TARGET and peer.welcome)
-        return {welcome.revision for welcome in welcomes if welcome.model == model}
+        welcomes = [peer.welcome for peer in self._of(Role.TARGET)]
+        return {welcome.revision for welcome in welcomes if welcome and welcome.model == model}
 
     def opened(self, peer: PeerId, opening: messages.Open, blocks: Sequence[int]) -> None:
         """A session is sent there, of a prompt of these blocks."""
@@ -347,12 +353,12 @@ class WorkerPool:
 
     def warn_of(self, peer: Peer, welcome: messages.Welcome) -> None:
         """Log what is odd about a worker that has come up: a drafter may have nothing to do beside all targets."""
-        heads = {other.welcome.head for other in self.peers.values() if other.role is Role.TARGET and other.welcome}
         if peer.role is Role.TARGET:
             if self.revisions(welcome.model) != {welcome.revision}:
-                name = welcome.model
-                log.warning("targets of %s are of different revisions: no text moves from one to another", name)
+                text = "targets of %s are of different revisions: no text moves from one to another"
+                log.warning(text, welcome.model)
             return
+        heads = {other.welcome.head for other in self._of(Role.TARGET) if other.welcome}
         why = choice.why_useless(welcome, [model.tokenizer for model in self.models().values()], heads)
         if why:
             log.warning("drafter %s has nothing to do: %s", peer.peer, why)

@@ -143,10 +143,15 @@ class Snapshot:
         )
 
     @property
+    def targets(self) -> list[WorkerView]:
+        """Those of the workers that verify."""
+        return [worker for worker in self.workers if worker.role is Role.TARGET]
+
+    @property
     def exact(self) -> bool | None:
         """Whether every target that is up gives a token the same bits however it is computed; None: unknown."""
-        targets = [each for each in self.workers if each.role is Role.TARGET and each.state is WorkerState.UP]
-        known = [each.described.exact if each.described else None for each in targets]
+        up = [target.described for target in self.targets if target.state is WorkerState.UP]
+        known = [welcome.exact if welcome else None for welcome in up]
         return None if None in known or not known else all(known)
 
     @property
@@ -163,16 +168,15 @@ class Snapshot:
     @property
     def loading(self) -> str:
         """What targets do before they are up; nothing where none says so."""
-        targets = [worker.loading for worker in self.workers if worker.role is Role.TARGET]
-        known = [loading for loading in targets if loading is not None]
-        return f"{len(known)} of {len(targets)} target workers load: {known[0].doing}" if known else ""
+        known = [target.loading for target in self.targets if target.loading]
+        return f"{len(known)} of {len(self.targets)} target workers load: {known[0].doing}" if known else ""
 
     @property
     def unready(self) -> str | None:
         """Why no request can be served now; None: one can."""
         if self.draining:
             return "this router is draining"
-        targets = [worker for worker in self.workers if worker.role is Role.TARGET]
+        targets = self.targets
         if not targets:
             return "no target worker is known"
         if any(target.state is WorkerState.UP for target in targets):

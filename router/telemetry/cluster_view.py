@@ -35,7 +35,7 @@ class ClusterView:
         """As of now."""
         now, wall = self._tally.clock(), self._wall_clock()
         snapshot = self._metrics.snapshot()
-        targets = [worker for worker in snapshot.workers if worker.role is Role.TARGET]
+        targets = snapshot.targets
         in_order = sorted(snapshot.workers, key=lambda worker: (worker.role is not Role.TARGET, worker.worker))
         return {
             "object": "cluster",

@@ -27,7 +27,6 @@ from router.limits import Account
 from router.sessions.snapshot import Snapshot
 from router.sessions.tally import RouterCounters
 from router.telemetry.worker_metrics import collect_for_pickers, collect_workers, counter, gauge, histogram
-from speculation.events import Role
 
 PER_ROUTER = " Per router: add routers up."
 
@@ -65,9 +64,9 @@ class RouterMetrics:
     def collect(self) -> Iterator[Metric]:
         """All families, as of now, but for those whose names are not ours."""
         snapshot = self.snapshot()
-        for worker in snapshot.workers:
-            if worker.role is Role.TARGET and worker.model:
-                self.tally.model(worker.model)  # so that its counters begin at 0, not with the first request
+        for target in snapshot.targets:
+            if target.model:
+                self.tally.model(target.model)  # so that its counters begin at 0, not with the first request
         yield gauge("build_info", "1, with the version as a label.", ("version",), {(own_version(),): 1})
         yield from self._of_models()
         yield from self._of_requests()

@@ -137,14 +137,10 @@ def collect_workers(snapshot: Snapshot) -> Iterator[Metric]:
         {_labels(view): view.round_trip for view in snapshot.workers if view.round_trip is not None},
     )
     views = [view for view in snapshot.workers if view.state is not WorkerState.DOWN]
-    yield from _loads(views)
-    yield from _counters(views)
-
-
-def _loads(views: list[WorkerView]) -> Iterator[Metric]:
     for name, about, value in _LOADS:
         values = {_labels(view): float(known) for view in views if (known := value(view)) is not None}
         yield gauge(name, about + PER_WORKER, LABELS, values)
+    yield from _counters(views)
 
 
 def _used(view: WorkerView) -> float | None:
@@ -190,7 +186,7 @@ def collect_for_pickers(snapshot: Snapshot) -> Iterator[Metric]:
 
     One sample each, since pickers read one: models are not told apart.
     """
-    loads = [each.load for each in snapshot.workers if each.role is Role.TARGET and each.state is WorkerState.UP]
+    loads = [target.load for target in snapshot.targets if target.state is WorkerState.UP]
     waiting = snapshot.placing + sum(load.waiting for load in loads)
     capacity = sum(load.capacity_tokens for load in loads)
     used = 1 - sum(load.free_tokens for load in loads) / capacity if capacity else 1.0

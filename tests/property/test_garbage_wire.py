@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.paceline.v1 import worker_pb2 as pb
+from router.sessions.choice import WantedWorker
 from router.sessions.pool import Peer, PoolEvents, WorkerPool
 from router.sessions.run import outside_vocabulary
 from speculation import digest as digests
@@ -122,7 +123,9 @@ class Router:
         for effect in self.sessions[number].handle(0.0, event):
             self.effects[number].append(effect)
             if isinstance(effect, Place):
-                self.handle(number, Placed(effect.role, self.pool.choose(effect.role, effect.avoid)))
+                self.handle(
+                    number, Placed(effect.role, self.pool.choose(effect.role, effect.avoid, WantedWorker(), None))
+                )
 
     # -- what must hold whatever was said ------------------------------------------------------------------------------
 
