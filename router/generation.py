@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from router.errors import ApiError
-from speculation.events import StepMetadata
+from speculation.events import Emit
 from speculation.frozen import frozen
 from speculation.messages import FinishReason, Proposal, RequestOptions, Sampling, SourceName, Speculation, Token
 
@@ -67,15 +67,9 @@ class Details:
 
 
 @frozen
-class Committed:
-    """Tokens that are decided. The first ``accepted`` of them were drafted; ``offered`` drafts were verified."""
+class Committed(Emit):
+    """Tokens that are decided, as the session emits them, and what the router says of them besides."""
 
-    tokens: tuple[Token, ...]
-    accepted: int
-    offered: int
-    cached: int = 0
-    """With the first ones: how many tokens of the prompt were in the target's cache."""
-    metadata: StepMetadata = StepMetadata()
     details: Details | None = None
     more: bool = field(default=False, compare=False)
     """Whether what comes next is there already: both may be told a client together."""

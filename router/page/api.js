@@ -48,13 +48,8 @@ async function send(path, options = {}) {
 
 async function refusal(response) {
   const retryAfter = Number(response.headers.get("retry-after")) || null;
-  let error = {};
-  try {
-    error = (await response.json()).error ?? {};
-  } catch {
-    // No JSON: something between the router and us has answered.
-  }
-  const message = error.message ?? `The server answered with status ${response.status}.`;
+  const body = await response.json().catch(() => null); // no JSON: something between the router and us has answered
+  const message = body?.error?.message ?? `The server answered with status ${response.status}.`;
   return new ApiError(response.status, message, retryAfter);
 }
 

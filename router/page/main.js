@@ -104,7 +104,7 @@ class Page {
     } finally {
       painting.abort();
       this.abort = null;
-      run.end(now());
+      run.over = now();
       show();
       this.#busy(false);
     }

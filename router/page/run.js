@@ -8,7 +8,7 @@ export class Run {
     this.kind = kind;
     this.body = body;
     this.begun = now;
-    this.first = this.last = this.over = null;
+    this.first = this.last = this.over = null; // over: when the stream ended, one way or another
     this.text = "";
     this.pieces = []; // {text, source, step}
     this.steps = []; // {index, accepted, offered, tokens, pieces, start, end, waited, tree}
@@ -36,11 +36,6 @@ export class Run {
       this.first = now;
       this.firstTokens = this.tokens;
     }
-  }
-
-  /** The stream has ended, one way or another. */
-  end(now) {
-    this.over = now;
   }
 
   #propose(proposals) {

@@ -85,7 +85,7 @@ export class Timeline {
       ...this.#axis(width),
       ...this.#track("Drafting", TRACKS.draft, width),
       ...this.#track("Verification", TRACKS.verify, width),
-      ...(this.run?.drafts ?? []).filter(inSight).map((draft) => this.#draft(draft)),
+      ...(this.run?.drafts ?? []).filter(inSight).map((draft) => this.#bar("draft", draft, TRACKS.draft, { draft })),
       ...steps.filter(inSight).flatMap(({ step }) => this.#step(step)),
     );
     this.#tell();
@@ -117,22 +117,19 @@ export class Timeline {
     ];
   }
 
-  #bar(className, start, end, { y, height }, target, attributes = {}) {
+  #bar(className, { start, end, source = null }, { y, height }, target) {
     const width = Math.max((end - start) * this.scale - 0.6, 1);
     this.bars.push(target);
     const place = { x: this.#x(start), y, width, height, rx: Math.min(3, width / 3) };
-    return svg("rect", { class: `bar ${className}`, "data-bar": this.bars.length - 1, ...place, ...attributes });
-  }
-
-  #draft(draft) {
-    return this.#bar("draft", draft.start, draft.end, TRACKS.draft, { draft }, { "data-source": draft.source });
+    return svg("rect", { class: `bar ${className}`, "data-bar": this.bars.length - 1, "data-source": source, ...place });
   }
 
   #step(step) {
     const marks = [];
     const lit = step === this.step ? " lit" : "";
-    if (step.waited > 0) marks.push(this.#bar("wait", step.start - step.waited, step.start, TRACKS.verify, { step }));
-    marks.push(this.#bar(`verify${lit}`, step.start, step.end, TRACKS.verify, { step }));
+    const waited = { start: step.start - step.waited, end: step.start };
+    if (step.waited > 0) marks.push(this.#bar("wait", waited, TRACKS.verify, { step }));
+    marks.push(this.#bar(`verify${lit}`, step, TRACKS.verify, { step }));
     const [from, to] = [Math.max(step.start, this.start), Math.min(step.end, this.start + this.span)];
     if ((to - from) * this.scale > NARROWEST_LABEL) {
       const middle = this.#x((from + to) / 2);

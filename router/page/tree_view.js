@@ -12,7 +12,7 @@ const CHARACTER = 7.6; // width of one, in the monospaced face of the boxes
 const LONGEST = 14;
 
 /** Text of a token so that every character of it can be seen. */
-export function visible(text) {
+function visible(text) {
   const shown = text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "·");
   return shown.length > LONGEST ? `${shown.slice(0, LONGEST - 1)}…` : shown || "∅";
 }
@@ -39,13 +39,14 @@ export function drawTree(step) {
   const boxes = place(step.tree, 0, null, step, columns, free);
   if (own) placeOwn(own, boxes, columns, free);
   const left = columns.reduce((edges, width) => [...edges, edges.at(-1) + width + GAP], [PADDING]);
+  for (const box of boxes) Object.assign(box, { x: left[box.column], width: columns[box.column] });
   const height = PADDING + ROW * (1 + Math.max(...boxes.map((box) => box.row)));
   const width = left.at(-1) - GAP + PADDING;
   return svg(
     "svg",
     { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label(step, boxes) },
-    ...boxes.map((box) => edge(box, left, columns)),
-    ...boxes.map((box) => drawBox(box, left, columns)),
+    ...boxes.map(edge),
+    ...boxes.map(drawBox),
   );
 }
 
@@ -89,30 +90,27 @@ function widthOf(text) {
   return Math.max(34, Math.ceil(text.length * CHARACTER) + 2 * PADDING);
 }
 
-function middle(box) {
-  return PADDING + box.row * ROW + BOX / 2;
+function middle(row) {
+  return PADDING + row * ROW + BOX / 2;
 }
 
-function edge(box, left, columns) {
-  const to = left[box.column];
-  const from = box.above ? left[box.above.column] + columns[box.above.column] : 0;
-  const start = box.above ? middle(box.above) : PADDING + BOX / 2;
-  const end = middle(box);
-  const bend = (from + to) / 2;
-  return svg("path", { class: `edge ${box.state}`, d: `M${from} ${start}C${bend} ${start} ${bend} ${end} ${to} ${end}` });
+function edge({ above, x, row, state }) {
+  const from = above ? above.x + above.width : 0;
+  const [start, end] = [middle(above?.row ?? 0), middle(row)];
+  const bend = (from + x) / 2;
+  return svg("path", { class: `edge ${state}`, d: `M${from} ${start}C${bend} ${start} ${bend} ${end} ${x} ${end}` });
 }
 
-function drawBox(box, left, columns) {
-  const [x, y, width] = [left[box.column], middle(box) - BOX / 2, columns[box.column]];
-  const confidence = box.node.confidence === null ? null : percent(box.node.confidence);
-  const origin = described(box.source).label;
-  const title = [JSON.stringify(box.node.text), origin, FATES[box.state], confidence && `${confidence} sure`];
+function drawBox({ node, x, row, width, text, source, state }) {
+  const y = middle(row) - BOX / 2;
+  const confidence = node.confidence === null ? null : percent(node.confidence);
+  const title = [JSON.stringify(node.text), described(source).label, FATES[state], confidence && `${confidence} sure`];
   return svg(
     "g",
-    { class: `box ${box.state}`, "data-source": box.source },
+    { class: `box ${state}`, "data-source": source },
     svg("title", { text: title.filter(Boolean).join(" · ") }),
     svg("rect", { x, y, width, height: BOX, rx: 5 }),
-    svg("text", { x: x + width / 2, y: y + 15, class: "token", text: box.text }),
+    svg("text", { x: x + width / 2, y: y + 15, class: "token", text }),
     confidence && svg("text", { x: x + width / 2, y: y + BOX + 11, class: "sure", text: confidence }),
   );
 }
