@@ -37,6 +37,8 @@ sessions move or end, for up to drain_timeout seconds, and stop it; a second one
 LISTEN = {"target": "127.0.0.1:7001", "draft": "127.0.0.1:7002"}
 ELSEWHERE = ("replicas", "standby", "gpus", "gpu_class", "labels", "sources", "placement", "eagle")
 """Settings that are no flags here, or others."""
+NAMED = {name: flags.flag_of(name) for name in checks.LOADED} | {"eagle": "--draft-eagle", "shared": "--draft-model"}
+"""What messages call the settings that are checked."""
 
 
 def add(parser: flags.Parser) -> None:
@@ -68,17 +70,9 @@ def run(args: argparse.Namespace) -> int:
     config = flags.configuration(args)
     checks.check_listen(args.listen, config)
     check_security(config, (args.role,))
-    checks.check_model(config.target.model if args.role == "target" else config.draft.model, "--model")
-    if args.role == "target":
-        checks.check_target_head(config.target.eagle, "--draft-eagle")
-    if args.role == "target" and config.draft.placement == SHARED and config.drafts_with_models:
-        checks.check_model(config.draft.model, "--draft-model")
-        checks.check_shared_draft(config.target, config.draft, "--draft-model")
-    if args.role == "draft":
-        checks.check_head(config.draft.eagle, "--draft-eagle")
-        checks.check_assistant(config.draft, "--assistant")
-        if config.draft.target_tokenizer:
-            checks.check_target_tokenizer(config.draft.target_tokenizer, "--target-tokenizer")
+    shared = args.role == "target" and config.draft.placement == SHARED and config.drafts_with_models
+    settings = config.target if args.role == "target" else config.draft
+    checks.check_loaded(settings, config.draft if shared else None, NAMED)
     return asyncio.run(_serve(Role(args.role), config, args.listen))
 
 

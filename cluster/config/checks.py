@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 
 from cluster.config.config import Config, max_replicas_of
 from cluster.config.environment import COMMIT, expanded, is_folder, pinned
-from cluster.config.pools import DraftConfig, Pool, TargetConfig
+from cluster.config.pools import DraftConfig, TargetConfig
 from cluster.config.security import check_http_exposure, check_security, check_worker_exposure
 from cluster.config.serving import difference
 from cluster.config.settings import AUTO
@@ -21,6 +22,8 @@ from speculation.events import Role
 from transport.address import check_free, join, parse
 
 ROLES = ("router", "target", "draft")
+LOADED = ("model", "eagle", "assistant", "target_tokenizer")
+"""Settings of a worker that name what it loads."""
 
 
 def check(config: Config) -> None:
@@ -33,24 +36,43 @@ def check(config: Config) -> None:
     if config.on_this_machine:  # in a cluster it may be our own, to be updated
         check_free(join(config.router.host, config.router.port))
     for pool in config.pools():
-        _check_models(config, pool)
+        if max_replicas_of(pool.settings):
+            named = {name: f"{pool.path}.{name}" for name in LOADED} | {"shared": "--draft"}
+            named |= {} if pool.model else {"model": f"--{pool.path}"}
+            check_loaded(pool.settings, config.shared_draft(pool), named)
     check_ranks(config)
     for pool in config.pools():
-        check_assistant(pool.settings, f"{pool.path}.assistant")
         if pool.role is Role.TARGET:
             check_tokenizer(config.router.tokenizer or pool.settings.model)
 
 
-def _check_models(config: Config, pool: Pool) -> None:
-    if max_replicas_of(pool.settings) or pool.role is Role.TARGET:
-        check_model(pool.settings.model, f"{pool.path}.model" if pool.model else f"--{pool.path}")
-    if isinstance(pool.settings, TargetConfig):
-        check_target_head(pool.settings.eagle, f"{pool.path}.eagle")
-        if draft := config.shared_draft(pool):
-            check_model(draft.model, "--draft")
-            check_shared_draft(pool.settings, draft, "--draft")
-    else:
-        check_head(pool.settings.eagle, f"{pool.path}.eagle")
+def check_loaded(settings: TargetConfig | DraftConfig, shared: DraftConfig | None, named: Mapping[str, str]) -> None:
+    """Whether a worker can load what its settings name, and the draft model that it has in its process, if any.
+
+    ``named``: what messages call each of :data:`LOADED`, and that draft model (``shared``). Raises :class:`CheckError`.
+    """
+    check_model(settings.model, named["model"])
+    if settings.eagle != "mtp" or isinstance(settings, DraftConfig):  # a target may have a layer of its own
+        check_head(settings.eagle, named["eagle"])
+    if shared:
+        check_model(shared.model, named["shared"])
+        if detail := difference(settings.model, shared.model):
+            raise CheckError(
+                f"{named['shared']} {shared.model}: its vocabulary is not that of the target {settings.model} "
+                f"({detail}), so it cannot draft in the target's process; choose a model with the target's tokenizer, "
+                "or set draft.placement to own"
+            )
+    if not isinstance(settings, DraftConfig):
+        return
+    if settings.assistant:
+        check_model(settings.assistant, named["assistant"])
+        if detail := difference(settings.model, settings.assistant):
+            raise CheckError(
+                f"{named['assistant']} {settings.assistant}: its vocabulary is not that of the draft model "
+                f"{settings.model} ({detail}); choose a model with the draft model's tokenizer"
+            )
+    if settings.target_tokenizer:
+        _check_target_tokenizer(settings.target_tokenizer, named["target_tokenizer"])
 
 
 def check_bounds(config: Config) -> None:
@@ -118,40 +140,13 @@ def check_pin(model: str, flag: str) -> None:
     )
 
 
-def check_assistant(settings: TargetConfig | DraftConfig, flag: str) -> None:
-    """Whether a draft worker's assistant, if it has one, may guess for its model. Raises :class:`CheckError`."""
-    if not isinstance(settings, DraftConfig) or not settings.assistant:
-        return
-    check_model(settings.assistant, flag)
-    if detail := difference(settings.model, settings.assistant):
-        raise CheckError(
-            f"{flag} {settings.assistant}: its vocabulary is not that of the draft model {settings.model} ({detail}); "
-            "choose a model with the draft model's tokenizer"
-        )
-
-
-def check_shared_draft(target: TargetConfig, draft: DraftConfig, flag: str) -> None:
-    """Whether a draft model can work in a target's process. Raises :class:`CheckError`."""
-    if detail := difference(target.model, draft.model):
-        raise CheckError(
-            f"{flag} {draft.model}: its vocabulary is not that of the target {target.model} ({detail}), so it cannot "
-            "draft in the target's process; choose a model with the target's tokenizer, or set draft.placement to own"
-        )
-
-
 def check_head(folder: str, flag: str) -> None:
     """Whether this is a folder of an EAGLE-3 head, if one is given. The loader has the last word."""
     if folder and not os.path.isfile(expanded(folder) / "config.json"):
         raise CheckError(f"{flag} {folder}: not a folder of an EAGLE-3 head, there is no config.json in it")
 
 
-def check_target_head(folder: str, flag: str) -> None:
-    """The same of a target's head, in place of which it may have a layer of its own."""
-    if folder != "mtp":
-        check_head(folder, flag)
-
-
-def check_target_tokenizer(path: str, flag: str) -> None:
+def _check_target_tokenizer(path: str, flag: str) -> None:
     """Whether this is a folder with a tokenizer, or may be a hub id."""
     folder = expanded(path)
     if not is_folder(folder):

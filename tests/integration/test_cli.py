@@ -124,6 +124,7 @@ def test_another_vocabulary_cannot_draft_in_the_targets_process(other_vocabulary
         (["up", "--draft-placement", "both"], "draft.placement must be one of auto, own, shared, cpu, got 'both'"),
         (["worker", "target", "--draft-model", "./nowhere"], "--draft-model ./nowhere: no such folder"),
         (["worker", "draft", "--target-tokenizer", "/nowhere"], "--target-tokenizer /nowhere: no such folder"),
+        (["up", "--set", "draft.target_tokenizer=/nowhere"], "draft.target_tokenizer /nowhere: no such folder"),
         (["worker", "target", "--listen", "7001"], "'7001' is not HOST:PORT"),
         (["worker", "draft", "--listen", "0.0.0.0:7001"], "--allow-remote"),
         (["up", "--host", "0.0.0.0"], "there is no authentication"),
