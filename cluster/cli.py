@@ -7,7 +7,6 @@ user can get wrong ends in one line on stderr and exit code 2; what fails later 
 
 from __future__ import annotations
 
-import difflib
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from types import ModuleType
 from cluster.commands import align, certs, complete, config, doctor, down, router, simulate, top, up, worker
 from cluster.config.environment import CHECKOUT
 from cluster.config.flags import Parser
+from cluster.config.settings import nearest
 from cluster.console import BAD_INPUT, CommandError, complain, let_go
 from cluster.processes.starting import begin_again
 from transport.address import AddressError
@@ -63,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return BAD_INPUT
     if not arguments[0].startswith("-") and arguments[0] not in known:
-        near = difflib.get_close_matches(arguments[0], known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"commands are {', '.join(known)}"
+        near = nearest(arguments[0], known)
+        hint = f"did you mean {near!r}?" if near else f"commands are {', '.join(known)}"
         complain(f"paceline: unknown command {arguments[0]!r}; {hint}")
         return BAD_INPUT
     try:

@@ -28,6 +28,7 @@ from cluster.config.settings import (
     SettingPath,
     SettingSpec,
     document_in,
+    path_setting,
     seconds,
     setting,
     settings_of,
@@ -49,12 +50,13 @@ class RouterConfig:
     min_replicas: int = setting(1, "never fewer, where their number follows the load", ge=1, le=256)
     max_replicas: int = setting(0, "never more; their number follows the load (0: it stays as it is)", ge=0, le=256)
     model_name: str = setting("", "name of the model in the API (default: what its workers call it)")
-    tokenizer: str = setting("", "folder or hub id of the tokenizer (default: the target's)")
+    tokenizer: str = path_setting("folder or hub id of the tokenizer (default: the target's)")
     max_sessions: int = setting(1024, "generations at once per router; more get status 429", ge=1)
     allow_remote: bool = setting(False, "listen beyond loopback even where there is no authentication")
     drain_timeout: float = seconds(600.0, "seconds that running requests have when a router is told to stop")
-    record_prompts: str = setting(
-        "", "folder that prompts are recorded in, for `paceline align`; a request may opt out by store (default: none)"
+    record_prompts: str = path_setting(
+        "folder that prompts are recorded in, for `paceline align`; a request may opt out by store (default: none)",
+        file=True,
     )
     record_megabytes: int = setting(1024, "recorded prompts that are kept; the oldest go", ge=1, le=1 << 20)
     labels: str = node_labels()
@@ -104,12 +106,14 @@ class RayConfig:
 class SecurityConfig:
     """Who may talk to whom. ``{role}`` in a certificate's path stands for router, target or draft."""
 
-    certificate: str = setting(
-        "", "certificate in PEM, for TLS between routers and workers; {role} stands for the role"
+    certificate: str = path_setting(
+        "certificate in PEM, for TLS between routers and workers; {role} stands for the role", file=True
     )
-    key: str = setting("", "its private key in PEM")
-    authority: str = setting("", "certificates in PEM of who signs for routers and workers")
-    api_keys: str = setting("", "file with an API key a line, bare or as NAME: KEY; without it everybody may ask")
+    key: str = path_setting("its private key in PEM", file=True)
+    authority: str = path_setting("certificates in PEM of who signs for routers and workers", file=True)
+    api_keys: str = path_setting(
+        "file with an API key a line, bare or as NAME: KEY; without it everybody may ask", file=True
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +304,7 @@ def from_mapping(
     given, pools = _READER.read(where, document, base, overrides)
     sections = {name: kind(**given[name,]) for name, kind in SECTIONS.items()}
     sections["draft"] = sections["draft"].beside(sections["target"]).placed(where, "draft")
-    models = {name: _model(where, name, pools[name], sections, given) for name in pools}
+    models = {name: _model(where, name, pools, sections, given) for _, name, part, *_ in pools if part == "target"}
     if models and (named := sections["router"].model_name):
         raise ConfigError(
             f"{where}: router.model_name is {named!r}; leave it empty, the keys of {MODELS} are the names"
@@ -313,17 +317,17 @@ def from_mapping(
 
 
 def _model(
-    where: object, name: str, paths: Iterable[SettingPath], sections: Mapping[str, Any], given: Sections
+    where: object, name: str, pools: Iterable[SettingPath], sections: Mapping[str, Any], given: Sections
 ) -> ModelConfig:
     """A model of ``models``: what is said of its pools, over the sections that hold the defaults."""
-    own, *drafts = paths
-    target = replace(sections["target"], **{"name": name} | given[own])
+    target = replace(sections["target"], **{"name": name} | given[MODELS, name, "target"])
     if target.name != name:
         raise ConfigError(f"{where}: models.{name}.target.name is {target.name!r}; the key {name!r} is the name")
-    pools = {path[-1]: replace(sections["draft"], **given[path]) for path in drafts}
-    shared = sum(draft.placement == SHARED for draft in pools.values())
+    own = [path for path in pools if path[1:-1] == (name, "drafts")]
+    drafts = {path[-1]: replace(sections["draft"], **given[path]) for path in own}
+    shared = sum(draft.placement == SHARED for draft in drafts.values())
     if shared > 1:
         raise ConfigError(f"{where}: models.{name} has {shared} draft pools with placement shared; a target has one")
     above = f"models.{name}.drafts"
-    placed = {pool: draft.beside(target).placed(where, f"{above}.{pool}") for pool, draft in pools.items()}
+    placed = {pool: draft.beside(target).placed(where, f"{above}.{pool}") for pool, draft in drafts.items()}
     return ModelConfig(target, placed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 from cluster.config import speculative_config
 from cluster.config.config import SECTIONS, SETTINGS, Config, load
 from cluster.config.pools import SHARED
-from cluster.config.settings import ConfigError, Override
+from cluster.config.settings import ConfigError, Override, nearest
 from cluster.console import BAD_INPUT, BadInput, complain
 
 AFTER_INPUT = "--after-input"
@@ -41,8 +40,8 @@ class Parser(argparse.ArgumentParser):
             return
         flag = unknown[0].partition("=")[0]
         # One that another command has is no better here.
-        near = difflib.get_close_matches(flag, [known for known in _flags(self) if known != flag], n=1)
-        hint = f", did you mean {near[0]}?" if near else ""
+        near = nearest(flag, [known for known in _flags(self) if known != flag])
+        hint = f", did you mean {near}?" if near else ""
         self.error(f"unknown argument {flag!r}{hint}")
 
 

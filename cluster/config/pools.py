@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from cluster.config.environment import BUNDLED
-from cluster.config.settings import AUTO, DEFAULT_POOL, ConfigError, in_file_names, seconds, setting
+from cluster.config.settings import AUTO, DEFAULT_POOL, ConfigError, in_file_names, path_setting, seconds, setting
 from speculation.events import Role
 
 NO_QUANTIZATION = "none"
@@ -44,7 +44,7 @@ def _threads(about: str) -> Any:
 class WorkerConfig:
     """What all workers have in common."""
 
-    model: str = setting("", "model folder, or a hub id such as Org/Name")
+    model: str = path_setting("model folder, or a hub id such as Org/Name")
     name: str = setting("", "name in logs (default: last part of the model path)")
     replicas: int = setting(1, "number of workers", ge=1, le=1024)
     min_replicas: int = setting(1, "never fewer, where their number follows the load", ge=1, le=1024)
@@ -98,14 +98,14 @@ class WorkerConfig:
 class TargetConfig(WorkerConfig):
     """Target workers: they run the served model and decide every token."""
 
-    model: str = setting(str(BUNDLED / "target"), "model folder, or a hub id such as Org/Name")
+    model: str = path_setting("model folder, or a hub id such as Org/Name", default=str(BUNDLED / "target"))
     name: str = setting("", "name the model is served under (default: last part of the model path)")
     replicas: int = setting(1, "number of target workers", ge=1, le=1024)
     standby: int = setting(
         0, "targets besides, loaded and idle: they take sessions only while others are lost", ge=0, le=64
     )
-    eagle: str = setting(
-        "", "folder of an EAGLE-3 head for this model, or mtp: its own layer; it then drafts by itself too"
+    eagle: str = path_setting(
+        "folder of an EAGLE-3 head for this model, or mtp: its own layer; it then drafts by itself too"
     )
     eagle_at: str = setting(
         AT_TARGET,
@@ -143,7 +143,9 @@ class TargetConfig(WorkerConfig):
 class DraftConfig(WorkerConfig):
     """Draft workers: they run a small model ahead of the target. Without any, decoding is plain."""
 
-    model: str = setting(str(BUNDLED / "draft"), "model folder, or a hub id; best with the target's tokenizer")
+    model: str = path_setting(
+        "model folder, or a hub id; best with the target's tokenizer", default=str(BUNDLED / "draft")
+    )
     placement: str = setting(
         AUTO,
         "where to draft: own (workers of their own, ahead of the target), shared (in each target's process, in turn "
@@ -151,8 +153,8 @@ class DraftConfig(WorkerConfig):
         "faster on one machine)",
         choices=(AUTO, OWN, SHARED, CPU),
     )
-    target_tokenizer: str = setting(
-        "", "folder or hub id of the target's tokenizer, if it is another (default: found out where both are folders)"
+    target_tokenizer: str = path_setting(
+        "folder or hub id of the target's tokenizer, if it is another (default: found out where both are folders)"
     )
     replicas: int = setting(1, "number of draft workers", ge=0, le=1024)
     min_replicas: int = setting(0, "never fewer, where their number follows the load", ge=0, le=1024)
@@ -161,13 +163,12 @@ class DraftConfig(WorkerConfig):
         "guesses that a forward of the draft model verifies, to draft several levels at once: lookup, or none",
         choices=("lookup", "none"),
     )
-    assistant: str = setting(
-        "", "model folder, or a hub id, of a still smaller model that guesses so; same tokenizer as the draft model"
+    assistant: str = path_setting(
+        "model folder, or a hub id, of a still smaller model that guesses so; same tokenizer as the draft model"
     )
-    eagle: str = setting(
-        "",
+    eagle: str = path_setting(
         "folder of an EAGLE-3 head to draft with instead of a model; `model` is then the target's, of which only "
-        "tokenizer, config.json and embeddings are read",
+        "tokenizer, config.json and embeddings are read"
     )
     eagle_format: str = setting(
         "bf16", "how the target sends what the head reads: bf16, or fp8 in half the bytes", choices=("bf16", "fp8")

@@ -48,6 +48,8 @@ class SettingSpec:
     """Regular expression that all of a text has to match."""
     form: str = ""
     """The same in words."""
+    path: Literal["", "folder", "file"] = ""
+    """Whether a text is the path of a file, or may be that of a folder."""
 
     @property
     def kind(self) -> type[object]:
@@ -63,6 +65,11 @@ def setting(default: Any, about: str, **limits: Any) -> Any:
 def seconds(default: float, about: str) -> Any:
     """A field that is a length of time, up to a day."""
     return setting(default, about, ge=0, le=86400)
+
+
+def path_setting(about: str, *, default: str = "", file: bool = False) -> Any:
+    """A field that is the path of a file, or else may be that of a folder."""
+    return setting(default, about, path="file" if file else "folder")
 
 
 def settings_of(kind: type[Any]) -> dict[str, SettingSpec]:
@@ -138,22 +145,12 @@ MODELS = "models"
 DEFAULT_POOL = "draft"
 """Name of a model's draft pool where none is given."""
 _MODEL_NAME, _POOL_NAME = r"[A-Za-z0-9][\w.:/-]{0,127}", r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?"
-_FOLDERS = (
-    "target.model",
-    "target.eagle",
-    "draft.model",
-    "draft.target_tokenizer",
-    "draft.assistant",
-    "draft.eagle",
-    "router.tokenizer",
-)
-"""Settings that may be folders."""
 
 SettingPath = tuple[str, ...]
 Sections = Mapping[SettingPath, dict[str, Any]]
 """Values by name, by where they stand together."""
 PoolSections = Mapping[SettingPath, object]
-"""What is said of the pools of a model: of its target, then of each draft pool."""
+"""What is said of the pools of ``models``: of each model's target, then of each of its draft pools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,62 +183,58 @@ def yaml_in(where: object, text: str) -> Any:
         raise ConfigError(f"{where} is not YAML: {' '.join(str(error).split())}") from error
 
 
+@dataclass(frozen=True, slots=True)
 class ConfigReader:
     """Knows what can be set, not what it means."""
 
-    def __init__(self, settings: Mapping[str, SettingSpec], sections: Sequence[str]) -> None:
-        """``settings`` by dotted path; those of ``target`` and ``draft`` also describe the pools of ``models``."""
-        self._settings, self._sections = settings, sections
+    settings: Mapping[str, SettingSpec]
+    """By dotted path; those of ``target`` and ``draft`` also describe the pools of ``models``."""
+    sections: Sequence[str]
 
     def read(
         self, where: object, document: Mapping[Any, object], base: Path, overrides: Iterable[Override]
-    ) -> tuple[Sections, Mapping[str, PoolSections]]:
-        """Every setting that is given, flags winning; of sections that say nothing, nothing. And each model's pools.
+    ) -> tuple[Sections, PoolSections]:
+        """Every setting that is given, flags winning; of sections that say nothing, nothing. And which pools there are.
 
         Raises :class:`cluster.config.settings.ConfigError`.
         """
-        models = _models(where, document.get(MODELS))
-        values = {path: _located(base, path, value) for path, value in self._flatten(where, document, models)}
+        pools = _pools(where, document.get(MODELS))
+        values: dict[SettingPath, object] = {}
+        for path, value in self._entries(where, document, pools):
+            spec = self._known(where, path)
+            values[path] = _located(base, spec, checked(where, ".".join(path), spec, value))
         for override in overrides:
-            path = _split(override, models)
-            value = parsed(override.source, override.key, self._known(override.source, path), override.text)
-            values[path] = _located(Path(), path, value)
+            path = _split(override, pools)
+            spec = self._known(override.source, path)
+            values[path] = _located(Path(), spec, parsed(override.source, override.key, spec, override.text))
         sections: defaultdict[SettingPath, dict[str, Any]] = defaultdict(dict)
         for (*above, name), value in values.items():
             sections[tuple(above)][name] = value
-        return sections, models
+        return sections, pools
 
-    def _flatten(
-        self, where: object, document: Mapping[Any, object], models: Mapping[str, PoolSections]
+    def _entries(
+        self, where: object, document: Mapping[Any, object], pools: PoolSections
     ) -> Iterator[tuple[SettingPath, object]]:
-        """Every setting that is given, by its path and checked."""
+        """Every setting that is given, by its path, unchecked."""
         for name, value in document.items():
-            if name == MODELS:
-                for pools in models.values():
-                    for above, section in pools.items():
-                        yield from self._flat(where, above, section)
-            elif name in self._sections:
-                yield from self._flat(where, (name,), value)
-            else:
-                path = (str(name),) if str(name).startswith(f"{MODELS}.") else tuple(str(name).split("."))
-                yield path, checked(where, str(name), self._known(where, path), value)
-
-    def _flat(self, where: object, above: SettingPath, section: object) -> Iterator[tuple[SettingPath, object]]:
-        for name, value in _mapping(where, ".".join(above), section).items():
-            path = (*above, str(name))
-            yield path, checked(where, ".".join(path), self._known(where, path), value)
+            if name != MODELS and name not in self.sections:
+                yield (str(name),) if str(name).startswith(f"{MODELS}.") else tuple(str(name).split(".")), value
+                continue
+            for above, section in pools.items() if name == MODELS else [((name,), value)]:
+                for key, given in _mapping(where, ".".join(above), section).items():
+                    yield (*above, str(key)), given
 
     def _known(self, where: object, path: SettingPath) -> SettingSpec:
         """The setting there. Refuses an unknown one with the nearest: by its whole path, else by its last part."""
         key = _described_by(path)
-        if key in self._settings:
-            return self._settings[key]
-        last = nearest(key.rpartition(".")[2], [name.rpartition(".")[2] for name in self._settings])
-        near = nearest(key, [*self._settings, *self._sections, MODELS])
-        near = near or next((name for name in self._settings if last and name.rpartition(".")[2] == last), "")
+        if key in self.settings:
+            return self.settings[key]
+        last = nearest(key.rpartition(".")[2], [name.rpartition(".")[2] for name in self.settings])
+        near = nearest(key, [*self.settings, *self.sections, MODELS])
+        near = near or next((name for name in self.settings if last and name.rpartition(".")[2] == last), "")
         if near and path[0] == MODELS:
             near = ".".join((*path[:-1], near.rpartition(".")[2]))
-        hint = f"did you mean {near!r}?" if near else f"sections are {', '.join(self._sections)}"
+        hint = f"did you mean {near!r}?" if near else f"sections are {', '.join(self.sections)}"
         raise ConfigError(f"{where}: unknown setting {'.'.join(path)!r}; {hint}")
 
 
@@ -254,13 +247,13 @@ def _mapping(where: object, key: str, value: object) -> Mapping[Any, object]:
     return value
 
 
-def _models(where: object, document: object) -> Mapping[str, PoolSections]:
-    """The pools of each model, all names checked."""
-    models: dict[str, dict[SettingPath, object]] = {}
+def _pools(where: object, document: object) -> PoolSections:
+    """The pools of all models, their names checked."""
+    pools: dict[SettingPath, object] = {}
     seen: dict[str, str] = {}
-    for model, pools in _mapping(where, MODELS, document).items():
+    for model, parts in _mapping(where, MODELS, document).items():
         _named(where, MODELS, model, _MODEL_NAME, "letters, digits and . _ - : /")
-        given = _mapping(where, f"{MODELS}.{model}", pools)
+        given = _mapping(where, f"{MODELS}.{model}", parts)
         for part in given.keys() - {"target", "drafts"}:
             hint = nearest(str(part), ("target", "drafts")) or "target"
             raise ConfigError(f"{where}: unknown setting '{MODELS}.{model}.{part}'; did you mean {hint!r}?")
@@ -269,9 +262,9 @@ def _models(where: object, document: object) -> Mapping[str, PoolSections]:
             _named(where, f"{MODELS}.{model}.drafts", pool, _POOL_NAME, "lower-case letters, digits and -")
         if (twin := seen.setdefault(in_file_names(model), model)) != model:
             raise ConfigError(f"{where}: models {twin!r} and {model!r} differ only in / : -; rename one of them")
-        models[model] = {(MODELS, model, "target"): given.get("target")}
-        models[model] |= {(MODELS, model, "drafts", pool): section for pool, section in drafts.items()}
-    return models
+        pools[MODELS, model, "target"] = given.get("target")
+        pools |= {(MODELS, model, "drafts", pool): section for pool, section in drafts.items()}
+    return pools
 
 
 def in_file_names(model: str) -> str:
@@ -284,34 +277,29 @@ def _named(where: object, key: str, name: object, pattern: str, form: str) -> No
         raise ConfigError(f"{where}: {key} has a name {name!r}; a name there is made of {form}")
 
 
-def _split(override: Override, models: Mapping[str, PoolSections]) -> SettingPath:
+def _split(override: Override, pools: PoolSections) -> SettingPath:
     """The path that the key of a flag means. Names of models contain dots, so they have to be known."""
     if not override.key.startswith(f"{MODELS}."):
         return tuple(override.key.split("."))
-    for above in (above for pools in models.values() for above in pools):
+    for above in pools:
         if override.key.startswith(prefix := ".".join((*above, ""))):
             return (*above, override.key.removeprefix(prefix))
-    known = ", ".join(f"{MODELS}.{model}.target" for model in models) or "none"
+    known = ", ".join(f"{MODELS}.{model}.target" for _, model, part, *_ in pools if part == "target") or "none"
     raise ConfigError(f"{override.source}: no pool of a model has a setting {override.key!r}; the targets are {known}")
 
 
 def _described_by(path: SettingPath) -> str:
     """The key of the setting that says what is allowed at a path."""
-    match path:
-        case (_, _, "target", name) if path[0] == MODELS:
-            return f"target.{name}"
-        case (_, _, "drafts", _, name) if path[0] == MODELS:
-            return f"draft.{name}"
-        case _:
-            return ".".join(path)
+    if len(path) < 4 or path[0] != MODELS:
+        return ".".join(path)
+    return f"{'target' if path[2] == 'target' else 'draft'}.{path[-1]}"
 
 
-def _located(base: Path, path: tuple[str, ...], value: object) -> object:
+def _located(base: Path, spec: SettingSpec, value: object) -> object:
     """A path is meant relative to the file that names it, or to where the command runs; workers run elsewhere."""
-    if _described_by(path) in _FOLDERS and value:
-        folder = base / expanded(str(value))
-        if here := folder.resolve() if is_folder(folder) else pinned_folder(str(value)):
-            return str(here)
-    if (path[0] == "security" or path == ("router", "record_prompts")) and value:
-        return str((base / expanded(str(value))).absolute())
-    return value
+    if not spec.path or not value:
+        return value
+    place = base / expanded(str(value))
+    if spec.path == "file":
+        return str(place.absolute())
+    return str((place.resolve() if is_folder(place) else pinned_folder(str(value))) or value)
