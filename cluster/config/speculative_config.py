@@ -66,7 +66,9 @@ def overrides(text: str) -> list[Override]:
             hint = f"did you mean {near!r}?" if near else f"keys are method, model, {', '.join(_MAPPED)}"
             raise ConfigError(f"{FLAG}: unknown key {key!r}; {hint}")
     found = [("method", _method(given))]
-    found += [(key, settle(given[key])) for key, settle in _MAPPED.items() if key in given]
+    for key, mapped in _MAPPED.items():
+        if key in given:
+            found.append((key, {mapped: given[key]} if isinstance(mapped, str) else mapped(given[key])))
     return [
         Override(setting, _text(value), f"{FLAG} {key}")
         for key, settings in found
@@ -119,16 +121,12 @@ def _rule(value: object) -> dict[str, object]:
     return {"speculation.rule": _RULES[str(value)]}
 
 
-def _as(setting: str) -> Callable[[object], dict[str, object]]:
-    return lambda value: {setting: value}
-
-
-_MAPPED: dict[str, Callable[[object], dict[str, object]]] = {
+_MAPPED: dict[str, str | Callable[[object], dict[str, object]]] = {
     "num_speculative_tokens": _depth,
     "prompt_lookup_max": _longest,
-    "prompt_lookup_min": _as("speculation.lookup_min"),
-    "draft_tensor_parallel_size": _as("draft.tensor_parallel_size"),
-    "quantization": _as("draft.quantization"),
+    "prompt_lookup_min": "speculation.lookup_min",
+    "draft_tensor_parallel_size": "draft.tensor_parallel_size",
+    "quantization": "draft.quantization",
     "acceptance_method": _rule,
     "rejection_sample_method": _rule,
 }
