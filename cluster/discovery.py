@@ -29,6 +29,7 @@ from transport.address import AddressError, parse
 from transport.files import stamp
 
 if TYPE_CHECKING:
+    from ray.serve._private.long_poll import LongPollClient
     from ray.serve.handle import DeploymentHandle
 
 log = logging.getLogger(__name__)
@@ -62,14 +63,14 @@ class ServeDirectory:
     made again; without one, replicas are asked often.
     """
 
-    def __init__(self, handles: Handles, subscribe: Callable[[Handles, Hear], LongPoll]) -> None:
+    def __init__(self, handles: Handles, subscribe: Callable[[Handles, Hear], LongPollClient]) -> None:
         """Nothing is asked yet."""
         self._handles, self._subscribe = handles, subscribe
         self._known: list[list[str]] = [[] for _ in handles]
         self._announced: dict[tuple[Role, str], float] = {}
         """Workers that said that they load, and until when that holds."""
         self._contradicted = [0] * len(handles)
-        self._subscription: LongPoll | None = None
+        self._subscription: LongPollClient | None = None
         self._changed: Changed | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -85,13 +86,13 @@ class ServeDirectory:
         if self._task is not None:
             self._task.cancel()
         if self._subscription is not None:
-            self._subscription.close()
+            self._subscription.stop()
 
     def _resubscribe(self) -> None:
         try:
             self._subscription = self._subscribe(self._handles, self._hear)
             if self._changed is None:  # closed meanwhile
-                self._subscription.close()
+                self._subscription.stop()
         except Exception as error:  # the controller is away: the next round tries again
             log.warning("cannot subscribe to Serve's controller: %s", error)
 
@@ -120,7 +121,7 @@ class ServeDirectory:
 
     async def _check(self) -> None:
         while True:
-            subscribed = self._subscription is not None and self._subscription.alive
+            subscribed = self._subscription is not None and self._subscription.is_running
             await asyncio.sleep(CHECK_SECONDS if subscribed else POLL_SECONDS)
             if not subscribed:
                 await asyncio.to_thread(self._resubscribe)  # where Ray's head is away it waits, and streams go on
@@ -143,39 +144,26 @@ class ServeDirectory:
             self._hear(deployment, answers)
 
 
-class LongPoll:
-    """A subscription to the Serve controller, which pushes every change of a deployment's replicas.
+def long_poll(loop: asyncio.AbstractEventLoop, handles: Handles, hear: Hear) -> LongPollClient:
+    """A subscription to the Serve controller, which pushes every change of a deployment's replicas until it is lost.
 
-    Ray's own LLM router does the same, but the interface is private.
+    Made from any thread; ``hear`` is called in the loop. Ray's own LLM router does the same, but the interface is
+    private.
     """
+    import ray
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+    from ray.serve._private.long_poll import LongPollClient, LongPollNamespace
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, handles: Handles, hear: Hear) -> None:
-        """Subscribe, from any thread; ``hear`` is called in the loop."""
-        import ray
-        from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
-        from ray.serve._private.long_poll import LongPollClient, LongPollNamespace
+    def told(number: int, info: Any) -> None:
+        metadata = [replica.replica_metadata for replica in info.running_replicas]
+        hear(number, [entry[ENDPOINT] for entry in metadata if ENDPOINT in entry])
 
-        def told(number: int, info: Any) -> None:
-            metadata = [replica.replica_metadata for replica in info.running_replicas]
-            hear(number, [entry[ENDPOINT] for entry in metadata if ENDPOINT in entry])
-
-        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-        listeners: dict[Any, Callable[[Any], None]] = {
-            (LongPollNamespace.DEPLOYMENT_TARGETS, handle.deployment_id): partial(told, number)
-            for number, (_, handle) in enumerate(handles)
-        }
-        self._client: Any = LongPollClient(
-            controller, listeners, call_in_event_loop=loop, client_id="paceline-endpoint-directory"
-        )
-
-    @property
-    def alive(self) -> bool:
-        """Whether the client has not given up: it does so when it loses the controller."""
-        return bool(self._client.is_running)
-
-    def close(self) -> None:
-        """Unsubscribe."""
-        self._client.stop()
+    controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    listeners: dict[Any, Callable[[Any], None]] = {
+        (LongPollNamespace.DEPLOYMENT_TARGETS, handle.deployment_id): partial(told, number)
+        for number, (_, handle) in enumerate(handles)
+    }
+    return LongPollClient(controller, listeners, call_in_event_loop=loop, client_id="paceline-endpoint-directory")
 
 
 MAX_BYTES = 1 << 20

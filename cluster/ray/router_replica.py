@@ -13,7 +13,7 @@ from cluster.autoscaling.serve_policy import figures
 from cluster.config.config import Config
 from cluster.config.security import check_http_exposure
 from cluster.config.serving import router_settings
-from cluster.discovery import Handles, LongPoll, ServeDirectory
+from cluster.discovery import Handles, ServeDirectory, long_poll
 from cluster.ray.cluster import serve_client
 from cluster.ray.connection import check_token
 from cluster.ray.metrics import copy_metrics
@@ -37,7 +37,7 @@ class RouterReplica:
         for source in {settings.tokenizer or model for model in settings.models or ()}:
             await self._router.tokenizers.read(source)
         self._models = tuple(dict.fromkeys(pool.model for pool in config.pools()))
-        self._directory = ServeDirectory(workers, partial(LongPoll, asyncio.get_running_loop()))
+        self._directory = ServeDirectory(workers, partial(long_poll, asyncio.get_running_loop()))
         self._directory.start(self._router.dispatcher.pool.set_workers)
         self._copying = asyncio.create_task(copy_metrics(self._router.dispatcher.metrics.collect))
         freeze_loaded()

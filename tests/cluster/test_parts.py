@@ -329,11 +329,11 @@ class FakeSubscription:
     made: ClassVar[list["FakeSubscription"]] = []
 
     def __init__(self, handles, hear):
-        self.hear, self.alive = hear, True
+        self.hear, self.is_running = hear, True
         self.made.append(self)
 
-    def close(self):
-        self.alive = False
+    def stop(self):
+        self.is_running = False
 
 
 @pytest.fixture
@@ -418,14 +418,14 @@ async def test_a_subscription_that_tells_nothing_is_contradicted_by_the_replicas
     await told.until((Role.TARGET, ["a:1"]), (Role.TARGET, ["a:1", "b:1"]))
     assert len(crossed.answers) == 1  # it took two answers in a row
     directory.close()
-    assert not subscriptions[0].alive
+    assert not subscriptions[0].is_running
 
 
 async def test_a_subscription_that_ended_is_made_again(subscriptions):
     directory, told = ServeDirectory([(Role.TARGET, FakeDeployment(RuntimeError("not now")))], FakeSubscription), Told()
     directory.start(told)
     subscriptions[0].hear(0, ["a:1"])
-    subscriptions[0].alive = False
+    subscriptions[0].is_running = False
     async with asyncio.timeout(60):
         while len(subscriptions) < 2:
             await asyncio.sleep(0.001)
@@ -446,14 +446,14 @@ async def test_streams_go_on_while_a_subscription_is_made_again(subscriptions):
 
     directory, told = ServeDirectory([(Role.TARGET, FakeDeployment(RuntimeError("not now")))], subscribe), Told()
     directory.start(told)
-    subscriptions[0].alive = False
+    subscriptions[0].is_running = False
     async with asyncio.timeout(60):
         while not waiting.is_set():
             await asyncio.sleep(0.001)
     directory.close()
     back.set()
     async with asyncio.timeout(60):
-        while len(subscriptions) < 2 or subscriptions[1].alive:
+        while len(subscriptions) < 2 or subscriptions[1].is_running:
             await asyncio.sleep(0.001)
 
 
