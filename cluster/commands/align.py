@@ -21,7 +21,7 @@ from rich.table import Table
 
 from alignment.options import DistillationOptions, EagleOptions
 from cluster.config.flags import Parser, flag_of, number, values
-from cluster.console import BAD_INPUT, FAILED, CommandError, complain, say
+from cluster.console import BadInput, CommandError, complain, say
 from cluster.local.threads import usable_cores
 
 if TYPE_CHECKING:  # they bring torch
@@ -99,21 +99,21 @@ def run(args: argparse.Namespace) -> int:
         minimum, maximum = entry.metadata["minimum"], entry.metadata["maximum"]
         if not minimum <= asked[entry.name] <= maximum:
             bounds = f"from {minimum} to {maximum}"
-            raise CommandError(f"{flag_of(entry.name)} must be {bounds}, got {asked[entry.name]}", BAD_INPUT)
+            raise BadInput(f"{flag_of(entry.name)} must be {bounds}, got {asked[entry.name]}")
     cores = usable_cores()
     if not 1 <= args.threads <= cores:
-        raise CommandError(f"--threads must be 1 to {cores}, the cores usable here, got {args.threads}", BAD_INPUT)
+        raise BadInput(f"--threads must be 1 to {cores}, the cores usable here, got {args.threads}")
     from alignment.options import AlignmentError, DataError, Interrupted, SettingsError
     from engine.model import ModelError
 
     try:
         return kind.run(args, asked)
     except (DataError, SettingsError, ModelError) as error:
-        raise CommandError(str(error), BAD_INPUT) from error
+        raise BadInput(str(error)) from error
     except Interrupted as error:
         raise CommandError(str(error), INTERRUPTED) from error
     except AlignmentError as error:
-        raise CommandError(str(error), FAILED) from error
+        raise CommandError(str(error)) from error
 
 
 def _done_before(place: Workplace) -> Mapping[str, Any] | None:
@@ -152,10 +152,10 @@ def _align_draft(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     pair = load_pair(args.target, args.draft, args.dtype, args.device, args.threads)
     if not options.new_tokens + 1 < options.sequence <= pair.context:
         wanted = f"more than --new-tokens ({options.new_tokens}) and at most the context ({pair.context})"
-        raise CommandError(f"--sequence must be {wanted}, got {options.sequence}", BAD_INPUT)
+        raise BadInput(f"--sequence must be {wanted}, got {options.sequence}")
     if options.batch_tokens < options.sequence:
         wanted = f"at least --sequence ({options.sequence})"
-        raise CommandError(f"--batch-tokens must be {wanted}, got {options.batch_tokens}", BAD_INPUT)
+        raise BadInput(f"--batch-tokens must be {wanted}, got {options.batch_tokens}")
     settings = settings_of(options, data, target=pair.target, draft=pair.draft)
     place = Workplace(args.out, settings, resume=args.resume)
     if figures := _done_before(place):
@@ -200,7 +200,7 @@ def _stopping() -> Iterator[Callable[[], bool]]:
 def _align_eagle(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     for name in ("layers", "vocabulary") if args.start else ():
         if asked[name] != getattr(EagleOptions(), name):
-            raise CommandError(f"--{name} is that of the head that --start names: leave it out", BAD_INPUT)
+            raise BadInput(f"--{name} is that of the head that --start names: leave it out")
     from alignment.data import find_data
     from alignment.eagle.training import EagleTraining
     from alignment.encoding import Encoder, tokenizer_of
@@ -211,7 +211,7 @@ def _align_eagle(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     target = load_stock(args.target, args.dtype, args.device, args.threads)
     if not options.reach < args.sequence <= target.context:
         wanted = f"more than the {options.reach} tokens that are guessed, at most the context ({target.context})"
-        raise CommandError(f"--sequence must be {wanted}, got {args.sequence}", BAD_INPUT)
+        raise BadInput(f"--sequence must be {wanted}, got {args.sequence}")
     place = Workplace(args.out, settings_of(options, data, target=target), resume=args.resume)
     figures = _done_before(place)
     if not figures:

@@ -34,6 +34,7 @@ sessions move or end, for up to drain_timeout seconds, and stop it; a second one
   paceline worker draft --model ./qwen-0.5b --target-tokenizer ./llama-8b
   paceline worker draft --model ./llama-8b --draft-eagle ./eagle3     a head, for targets with --eagle-at drafter
 """
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LISTEN = {"target": "127.0.0.1:7001", "draft": "127.0.0.1:7002"}
 ELSEWHERE = ("replicas", "standby", "gpus", "gpu_class", "labels", "sources", "placement", "eagle")
 """Settings that are no flags here, or others."""
@@ -78,32 +79,28 @@ def run(args: argparse.Namespace) -> int:
 
 async def _serve(role: Role, config: Config, listen: str) -> int:
     """Load, say so, and wait for the end; a signal during loading ends the process at once."""
-    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
         # Loading runs in a thread that cannot be interrupted, and nothing is at stake yet.
         loop.add_signal_handler(number, os._exit, 128 + number)
     worker = await _start(role, config, listen)
     worker.freeze_loaded()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
+    serving = asyncio.create_task(worker.wait())
+    for number in SIGNALS:
+        loop.add_signal_handler(number, serving.cancel)
     settings = config.target if role is Role.TARGET else config.draft
     tell(f"{role} worker ready on {worker.address} ({settings.model}, {worker.welcome.dtype})")
     notify(READY)
-    failed = asyncio.create_task(worker.wait())
-    stop = asyncio.create_task(stopped.wait())
-    await asyncio.wait({failed, stop}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({serving})
     notify(STOPPING)
-    error = failed.exception() if failed.done() else None
-    failed.cancel()
-    stop.cancel()
-    if error is None:
-        for number in (signal.SIGINT, signal.SIGTERM):  # a second one ends the process at once
-            loop.add_signal_handler(number, os._exit, 128 + number)
-        await worker.drain(config.drain_timeout)
-        return 0
-    await worker.stop()
-    complain(f"paceline: the {role} worker failed: {type(error).__name__}: {error}")
-    return FAILED
+    if not serving.cancelled() and (error := serving.exception()):
+        await worker.stop()
+        complain(f"paceline: the {role} worker failed: {type(error).__name__}: {error}")
+        return FAILED
+    for number in SIGNALS:  # a second one ends the process at once
+        loop.add_signal_handler(number, os._exit, 128 + number)
+    await worker.drain(config.drain_timeout)
+    return 0
 
 
 async def _start(role: Role, config: Config, listen: str) -> Worker:

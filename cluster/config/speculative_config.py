@@ -70,7 +70,7 @@ def overrides(text: str) -> list[Override]:
         if key in given:
             found.append((key, {mapped: given[key]} if isinstance(mapped, str) else mapped(given[key])))
     return [
-        Override(setting, _text(value), f"{FLAG} {key}")
+        Override(setting, value if isinstance(value, str) else json.dumps(value), f"{FLAG} {key}")
         for key, settings in found
         for setting, value in settings.items()
     ]
@@ -130,7 +130,3 @@ _MAPPED: dict[str, str | Callable[[object], dict[str, object]]] = {
     "acceptance_method": _rule,
     "rejection_sample_method": _rule,
 }
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
