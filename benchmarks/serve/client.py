@@ -30,13 +30,11 @@ import httpx
 
 from benchmarks.harness import prompts
 from benchmarks.harness.prompts import Prompt, PromptError
-from benchmarks.serve.settings import BUNDLED_PROMPTS, Json, ServeOptions, ServerContender
+from benchmarks.serve.settings import BUNDLED_PROMPTS, PACELINE, VLLM, Json, ServeOptions, ServerContender
 from cluster.completion import bearer
 from cluster.config.environment import BUNDLED
 from transport.address import is_loopback
 
-PACELINE, VLLM = "Paceline", "vLLM"
-"""Makes of servers that are asked for more than others."""
 CHUNK_SIZES = {PACELINE: {"include_speculation": True}, VLLM: {"continuous_usage_stats": True}}
 """What makes a server say how many tokens a chunk has."""
 CONNECT_SECONDS = 10.0
@@ -66,21 +64,21 @@ def path(chat: bool) -> str:
     return "/v1/chat/completions" if chat else "/v1/completions"
 
 
-def body(options: ServeOptions, contender: ServerContender, make: str, model: str, prompt: Prompt, number: int) -> Json:
+def body(options: ServeOptions, contender: ServerContender, prompt: Prompt, number: int) -> Json:
     """Of request ``number`` (below 0 to warm up), whose seed depends on it alone: it is the same for all contenders."""
     said: Json = {"prompt": prompt.text}
     if options.chat:
         said = {"messages": list(prompt.messages) or [{"role": "user", "content": prompt.text}]}
     fields: Json = {
-        "model": model,
+        "model": contender.model,
         **said,
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
         "seed": options.seed + abs(number),
         "stream": True,
-        "stream_options": {"include_usage": True, **CHUNK_SIZES.get(make, {})},
+        "stream_options": {"include_usage": True, **CHUNK_SIZES.get(contender.make, {})},
     }
-    if make == PACELINE:
+    if contender.make == PACELINE:
         # Nobody drafts from the answers that others, or warming up, had to the same requests.
         fields["speculation"] = {"remember": False} | ({"enabled": False} if contender.plain else {})
     for key, value in contender.extra.items():
@@ -93,10 +91,10 @@ def body(options: ServeOptions, contender: ServerContender, make: str, model: st
 class AnswerError(Exception):
     """The answer is no good: of what kind, and one line about it."""
 
-    def __init__(self, kind: str, message: str, status: int | None = None, pause: float = 0.0) -> None:
-        """``status``: of HTTP, where the server refused; ``pause``: seconds until it wants to hear of us again."""
+    def __init__(self, kind: str, message: str, pause: float = 0.0) -> None:
+        """``pause``: seconds until the server wants to hear of us again."""
         super().__init__(message)
-        self.kind, self.status, self.pause = kind, status, pause
+        self.kind, self.pause = kind, pause
 
 
 class Events:
@@ -187,8 +185,7 @@ class Heard:
 
     def _drafts_of(self, event: Json) -> Drafts | None:
         details = "usage", "completion_tokens_details"
-        refused = _number(event, *details, "rejected_draft_tokens")
-        kept = _number(event, *details, "accepted_draft_tokens")
+        kept, refused = (_number(event, *details, f"{what}_draft_tokens") for what in ("accepted", "rejected"))
         if kept is not None and refused is not None:
             return Drafts(kept, kept + refused, self.verifications or None)
         for place, accepted, all_drafts, steps in (
@@ -309,12 +306,12 @@ def _refusal(response: httpx.Response, raw: bytes) -> AnswerError:
         reason = raw[:200].decode(errors="replace").strip() or response.reason_phrase
     status, later = response.status_code, response.headers.get("retry-after")
     if status != httpx.codes.TOO_MANY_REQUESTS:
-        return AnswerError(f"HTTP {status}", reason, status)
+        return AnswerError(f"HTTP {status}", reason)
     try:
         pause = min(max(float(later or 0.0), 0.0), LONGEST_PAUSE)
     except ValueError:
         pause = 1.0  # a date (RFC 9110)
-    return AnswerError(BUSY if later is None else BUSY_LATER, reason, status, pause)
+    return AnswerError(BUSY if later is None else BUSY_LATER, reason, pause)
 
 
 def error_text(value: Json) -> str:
@@ -353,7 +350,5 @@ def _first_choice(event: Json) -> Json:
 def _text_of(choice: Json) -> str:
     delta = choice.get("delta")
     delta = delta if isinstance(delta, dict) else {}
-    reasoning = next(
-        (delta[name] for name in ("reasoning_content", "reasoning") if isinstance(delta.get(name), str)), ""
-    )
+    reasoning = delta.get("reasoning_content") or delta.get("reasoning")
     return "".join(part for part in (choice.get("text"), reasoning, delta.get("content")) if isinstance(part, str))

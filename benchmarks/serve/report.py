@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.report import Result, Table, cell, describe_machine, table_of
-from benchmarks.serve.client import PACELINE, Drafts, Heard, read_prompts
+from benchmarks.harness.report import Result, Table, cell, table_of
+from benchmarks.serve.client import Drafts, Heard, read_prompts
 from benchmarks.serve.rounds import Log, Turn, measure
-from benchmarks.serve.settings import Json, ServeOptions, ServerContender
+from benchmarks.serve.settings import PACELINE, Json, ServeOptions, ServerContender
 from cluster.console import complain, stages
 
 RESAMPLES = 2000
@@ -39,13 +39,7 @@ def spread(seconds: Iterable[float | None]) -> dict[str, float] | None:
     values = 1e3 * np.asarray([value for value in seconds if value is not None])
     if not len(values):
         return None
-    return dict(
-        zip(
-            ("mean", "p50", "p90", "p99"),
-            [values.mean().item(), *np.percentile(values, (50, 90, 99)).tolist()],
-            strict=True,
-        )
-    )
+    return {"mean": values.mean().item()} | {f"p{at}": np.percentile(values, at).item() for at in (50, 90, 99)}
 
 
 def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Json:
@@ -111,8 +105,7 @@ def compare(log: Log, contender: ServerContender, baseline: ServerContender, opt
     """A contender beside its baseline, over requests that both answered well and over rounds; above 1: faster."""
     ours, theirs = _by_number(log.turns, contender), _by_number(log.turns, baseline)
     pairs = [(ours[number], theirs[number]) for number in sorted(ours.keys() & theirs.keys())]
-    makes = {log.servers[one.name].make for one in (contender, baseline)}
-    exact = options.temperature == 0 or makes == {PACELINE}
+    exact = options.temperature == 0 or contender.make == baseline.make == PACELINE
     rates, base_rates = _rates(log.turns, contender), _rates(log.turns, baseline)
     rounds = [(rates[turn], base_rates[turn]) for turn in sorted(rates.keys() & base_rates.keys())]
     times = {
@@ -190,22 +183,21 @@ def main(options: ServeOptions) -> int:
     return int(all(one.error for turn in log.turns for one in turn.heard))
 
 
-def result(log: Log, options: ServeOptions, **about: Any) -> Result:
+def result(log: Log, options: ServeOptions) -> Result:
     """What is in the log so far; without contenders that had no turn yet. Times: milliseconds from when it was due."""
     seen = [one for one in log.contenders if any(turn.contender == one for turn in log.turns)]
     baseline = baseline_of(log.contenders)
     rows = {one.name: figures(log, one, options) for one in seen}
     comparisons = [compare(log, one, baseline, options) for one in seen if one != baseline and baseline in seen]
     document = {
-        "machine": describe_machine(),
-        "servers": {name: {"make": server.make, "model": server.model} for name, server in log.servers.items()},
+        "servers": {one.name: {"make": one.make, "model": one.model} for one in log.contenders},
         "figures": rows,
         "comparisons": comparisons,
         "requests": [_request(turn, one) for turn in log.turns for one in turn.heard],
     }
     found = [table for table in tables(rows, comparisons) if table.lines]
     said = notes(log, options, rows)
-    return Result("serve", "Load on a server", options, found, said, document, indent=None, **about)
+    return Result("serve", "Load on a server", options, found, said, document, indent=None)
 
 
 def _request(turn: Turn, one: Heard) -> Json:
@@ -277,8 +269,8 @@ def tables(rows: dict[str, Json], comparisons: Sequence[Json]) -> tuple[Table, .
 
 def notes(log: Log, options: ServeOptions, rows: dict[str, Json]) -> list[str]:
     """What a reader of the figures must know, a sentence or two each."""
-    known, urls = log.servers, {one.url for one in log.contenders}
-    about = [f"{one.name}: {known[one.name].model} at {one.url} ({known[one.name].make})" for one in options.contenders]
+    urls = {one.url for one in log.contenders}
+    about = [f"{one.name}: {one.model} at {one.url} ({one.make})" for one in log.contenders if not one.plain]
     said = [f"{'; '.join(about)}. {_load(options)}"]
     if len(log.contenders) > 1:
         said.append(

@@ -29,15 +29,16 @@ from typing import Any
 import httpx
 
 from benchmarks.harness.prompts import Prompt
-from benchmarks.serve.client import NOT_SENT, PACELINE, VLLM, AnswerError, Heard, ask, body, connect, path, read
-from benchmarks.serve.settings import MOST_OPEN, PLAIN_SUFFIX, ServeOptions, ServerContender
+from benchmarks.serve.client import NOT_SENT, AnswerError, Heard, ask, body, connect, path, read
+from benchmarks.serve.settings import OTHER, PACELINE, PLAIN_SUFFIX, VLLM, ServeOptions, ServerContender
 from cluster.console import FAILED, CommandError
 
 TOKENS = 4
 LIST_SECONDS = 10.0
 MAKES = {"paceline": PACELINE, "vllm": VLLM, "llamacpp": "llama.cpp"}
-"""By what a server says of itself in its list of models; what it offers depends on it."""
-OTHER = "not known"
+"""By the owner of what is in a server's list of models."""
+MOST_OPEN = 4096
+"""Requests under way at once; those beyond are not sent, and counted."""
 
 
 class ServerError(CommandError):
@@ -47,25 +48,17 @@ class ServerError(CommandError):
         super().__init__(message, FAILED)
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """What is known of a contender's server."""
-
-    make: str
-    model: str
-
-
 async def identify(
     client: httpx.AsyncClient, contender: ServerContender, options: ServeOptions, prompt: Prompt
-) -> Server:
-    """Raises :class:`ServerError`."""
+) -> ServerContender:
+    """With its model and its make. Raises :class:`ServerError`."""
     where = f"--url {contender.url}"
     try:
         owners = await _models(client, where, required=not contender.model)
         model = contender.model or _only(owners, where)
         known = {MAKES[owner] for owner in owners.values() if owner in MAKES}
-        make = known.pop() if len(known) == 1 else OTHER
-        asked = body(options, contender, make, model, prompt, 0)
+        found = replace(contender, model=model, make=known.pop() if len(known) == 1 else OTHER)
+        asked = body(options, found, prompt, 0)
         asked |= {"max_tokens": min(TOKENS, options.max_tokens)} if "max_tokens" in asked else {}
         async with asyncio.timeout(options.timeout):
             await read(client, path(options.chat), asked, Heard())
@@ -77,10 +70,14 @@ async def identify(
         raise ServerError(f"{where}: nothing answers there, or not in HTTP ({why}); is the server up?") from error
     except AnswerError as error:
         listed = f" (it lists {_names(owners)})" if owners and model not in owners else ""
-        hint = f"another --model{listed}, --chat or not, or a key by --api-key-env?" if error.status else "is it one?"
+        hint = (
+            f"another --model{listed}, --chat or not, or a key by --api-key-env?"
+            if error.kind.startswith("HTTP")
+            else "is it one?"
+        )
         failed = f"a first request by {path(options.chat)} for {model} failed: {error.kind}: {error}"
         raise ServerError(f"{where}: {failed}; {hint}") from error
-    return Server(make, model)
+    return found
 
 
 async def _models(client: httpx.AsyncClient, where: str, *, required: bool) -> dict[str, str]:
@@ -120,8 +117,6 @@ RESUMED = 0.2
 """Seconds that servers which stood still have for what is overdue, such as closing connections that were idle."""
 Ask = Callable[[int, float], Coroutine[Any, Any, float]]
 """Send the request of this number, due then; when it is over, for how long its sender should pause."""
-Skip = Callable[[int, float], None]
-"""Note that a request was not sent, as too many were under way."""
 
 
 def offsets(rate: float, seed: int, turn: int) -> Iterator[float]:
@@ -133,19 +128,13 @@ def offsets(rate: float, seed: int, turn: int) -> Iterator[float]:
         yield at
 
 
-async def at_rate(numbers: Iterator[int], due: Iterator[float], ask: Ask, skip: Skip) -> None:
+async def at_rate(numbers: Iterator[int], due: Iterator[float], ask: Ask) -> None:
     """Send each request when it is due; return when all are over."""
     began = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        running: set[asyncio.Task[float]] = set()
         for number, offset in zip(numbers, due, strict=False):
             await asyncio.sleep(max(began + offset - time.perf_counter(), 0.0))
-            if len(running) >= MOST_OPEN:
-                skip(number, began + offset)
-                continue
-            task = group.create_task(ask(number, began + offset))
-            running.add(task)
-            task.add_done_callback(running.discard)
+            group.create_task(ask(number, began + offset))
 
 
 async def at_once(numbers: Iterator[int], concurrency: int, ask: Ask) -> None:
@@ -185,9 +174,8 @@ class Turn:
 class Log:
     """All that was measured so far; it stays if the run is interrupted."""
 
-    servers: dict[str, Server] = field(default_factory=dict)
     contenders: tuple[ServerContender, ...] = ()
-    """With those that only differ in being plain."""
+    """As their servers were found, with those that only differ in being plain."""
     turns: list[Turn] = field(default_factory=list)
 
 
@@ -197,17 +185,16 @@ async def measure(
     """Fill ``log``. Raises :class:`benchmarks.serve.rounds.ServerError` before any load."""
     async with AsyncExitStack() as stack:
         clients: dict[str, httpx.AsyncClient] = {}
+        found = list[ServerContender]()
         for contender in options.contenders:
             report(f"asking {contender.url}")
-            client = await stack.enter_async_context(connect(contender, options))
-            log.servers[contender.name] = await identify(client, contender, options, prompts[0])
-            clients[contender.name] = client
-        log.contenders = with_plain(options, log.servers)
+            client = clients[contender.name] = await stack.enter_async_context(connect(contender, options))
+            found.append(await identify(client, contender, options, prompts[0]))
+        log.contenders = with_plain(found) if options.against_plain else tuple(found)
 
         async def send(contender: ServerContender, number: int, due: float) -> Heard:
-            client, server = clients[contender.name.removesuffix(PLAIN_SUFFIX)], log.servers[contender.name]
-            prompt = prompts[number % len(prompts)]
-            asked, heard = body(options, contender, server.make, server.model, prompt, number), Heard(number, due)
+            client, heard = clients[contender.name.removesuffix(PLAIN_SUFFIX)], Heard(number, due)
+            asked = body(options, contender, prompts[number % len(prompts)], number)
             await ask(client, path(options.chat), asked, options.timeout, heard)
             return heard
 
@@ -229,19 +216,19 @@ async def take(send: Callable[[int, float], Awaitable[Heard]], turn: Turn, optio
     used = time.process_time()
 
     async def noted(request: int, due: float) -> float:
-        turn.running += 1
-        heard = await send(request, due)
-        turn.running -= 1
+        if turn.running >= MOST_OPEN:
+            heard = Heard(request, due, due, due, error=NOT_SENT)
+        else:
+            turn.running += 1
+            heard = await send(request, due)
+            turn.running -= 1
         turn.heard.append(heard)
         return heard.pause
-
-    def skip(request: int, due: float) -> None:
-        turn.heard.append(Heard(request, due, due, due, error=NOT_SENT))
 
     requests = iter(range(turn.round, options.requests, options.rounds))
     try:
         if options.rate is not None:
-            await at_rate(requests, offsets(options.rate, options.seed, turn.round), noted, skip)
+            await at_rate(requests, offsets(options.rate, options.seed, turn.round), noted)
         else:
             await at_once(requests, options.concurrency, noted)
     finally:
@@ -268,17 +255,13 @@ async def stopped(processes: Iterable[int | None]) -> AsyncIterator[None]:
             await asyncio.sleep(RESUMED)
 
 
-def with_plain(options: ServeOptions, servers: dict[str, Server]) -> tuple[ServerContender, ...]:
-    """Each contender, followed by the same without speculation if that is wanted. Raises :class:`ServerError`."""
-    if not options.against_plain:
-        return options.contenders
+def with_plain(contenders: Iterable[ServerContender]) -> tuple[ServerContender, ...]:
+    """Each, followed by the same without speculation where it can be asked. Raises :class:`ServerError`."""
     found = []
-    for contender in options.contenders:
+    for contender in contenders:
         found.append(contender)
-        if servers[contender.name].make == PACELINE:
-            name = contender.name + PLAIN_SUFFIX
-            found.append(replace(contender, name=name, plain=True))
-            servers[name] = servers[contender.name]
-    if len(found) == len(options.contenders):
+        if contender.make == PACELINE:
+            found.append(replace(contender, name=contender.name + PLAIN_SUFFIX, plain=True))
+    if not any(one.plain for one in found):
         raise ServerError("--against-plain: only Paceline can be asked not to speculate, and no --url is one")
     return tuple(found)

@@ -17,8 +17,8 @@ from cluster.config.environment import current
 from cluster.console import BadInput
 
 Json = dict[str, Any]
-MOST_OPEN = 4096
-"""Requests under way at once; those beyond are not sent, and counted."""
+PACELINE, VLLM, OTHER = "Paceline", "vLLM", "not known"
+"""Makes of servers; the first two are asked for more than others."""
 BUNDLED_PROMPTS = "bundled"
 DEFAULT_URL = "http://127.0.0.1:8000"
 MOST_CONTENDERS = 16
@@ -47,7 +47,7 @@ class ServerContender:
     url: str
     """Without the path ``/v1`` and a slash at the end."""
     model: str = ""
-    """Empty: the only one that the server has."""
+    """Empty: the only one that the server has, until that is known."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields over those of the body; None takes a field away."""
     api_key: str = field(default="", repr=False)
@@ -55,6 +55,8 @@ class ServerContender:
     """Speculation is switched off, request by request; Paceline only."""
     process: int | None = None
     """A process of the server's; its process group stands still while others have their turn."""
+    make: str = OTHER
+    """By what the server says of itself; what it offers depends on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ import pytest
 from benchmarks.harness.prompts import Prompt
 from benchmarks.serve import rounds
 from benchmarks.serve.report import figures, result
-from benchmarks.serve.rounds import OTHER, Log, ServerError
-from benchmarks.serve.settings import ServeOptions, ServerContender
+from benchmarks.serve.rounds import Log, ServerError
+from benchmarks.serve.settings import OTHER, ServeOptions, ServerContender
 from cluster.cli import main
 from router.generation import ServedModel
 from tests.fakes import FakeGenerator, commits, tiny_tokenizer
@@ -119,7 +119,7 @@ async def test_a_server_that_lists_nothing_is_taken_at_its_word() -> None:
         await rounds.measure(
             ServeOptions(contenders=(contender,), requests=2, rounds=1, concurrency=1), [Prompt("", "", "p")], log
         )
-    assert (log.servers["a"].make, log.servers["a"].model) == (OTHER, "./m")
+    assert [(one.make, one.model) for one in log.contenders] == [(OTHER, "./m")]
     assert [one.error for turn in log.turns for one in turn.heard] == ["", ""]
 
 

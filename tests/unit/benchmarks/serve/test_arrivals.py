@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -16,7 +16,9 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.serve import rounds as arrivals
-from benchmarks.serve.rounds import ServerError, at_once, at_rate, offsets, stopped
+from benchmarks.serve.client import NOT_SENT, Heard
+from benchmarks.serve.rounds import Log, ServerError, Turn, at_once, at_rate, offsets, stopped, take
+from benchmarks.serve.settings import ServeOptions, ServerContender
 
 
 def gaps(rate: float, seed: int, turn: int, n: int = 4000) -> list[float]:
@@ -46,7 +48,7 @@ async def test_a_stall_does_not_put_off_when_requests_were_due() -> None:
         return 0.0
 
     planned = [0.0, 0.01, 0.02, 0.03, 0.06]
-    await at_rate(iter(range(5)), iter(planned), ask, lambda *_: None)
+    await at_rate(iter(range(5)), iter(planned), ask)
     for number, offset in enumerate(planned):
         assert abs(asked[number][0] - asked[0][0] - offset) < 1e-6
     assert asked[1][1] - asked[1][0] > 0.035
@@ -54,19 +56,17 @@ async def test_a_stall_does_not_put_off_when_requests_were_due() -> None:
 
 async def test_too_many_are_not_sent(monkeypatch) -> None:
     monkeypatch.setattr(arrivals, "MOST_OPEN", 2)
-    asked, skipped, release = [], [], asyncio.Event()
+    asked, turn = [], Turn(ServerContender("a", ""), 0, 0.0)
 
-    async def ask(number: int, due: float) -> float:
+    async def send(number: int, due: float) -> Heard:
         asked.append(number)
-        await release.wait()
-        return 0.0
+        while not turn.heard:
+            await asyncio.sleep(0.001)
+        return Heard(number, due)
 
-    def skip(number: int, due: float) -> None:
-        skipped.append(number)
-        release.set()
-
-    await at_rate(count(), iter([0.0, 0.001, 0.002]), ask, skip)
-    assert (asked, skipped) == ([0, 1], [2])
+    await take(send, turn, ServeOptions(rate=1000.0, requests=3, rounds=1), Log())
+    assert (asked, turn.running) == ([0, 1], 0)
+    assert [(one.number, one.error) for one in turn.heard] == [(2, NOT_SENT), (0, ""), (1, "")]
 
 
 async def test_so_many_at_once_and_no_more() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.harness.prompts import Prompt, PromptError
 from benchmarks.serve import report
-from benchmarks.serve.client import PACELINE, body, read_prompts
-from benchmarks.serve.settings import ServeOptions, ServerContender
+from benchmarks.serve.client import body, read_prompts
+from benchmarks.serve.settings import PACELINE, ServeOptions, ServerContender
 from cluster.cli import main
 
 URL = ("--url", "http://127.0.0.1:8000")
@@ -63,7 +64,7 @@ def test_requests_of_a_number_differ_between_contenders_in_what_they_must() -> N
     options = ServeOptions(seed=7)
     number = random.randrange(1000)
     bodies = [
-        body(options, contender, make, "m", Prompt("", "", "p"), number)
+        body(options, replace(contender, make=make, model="m"), Prompt("", "", "p"), number)
         for contender, make in (
             (ServerContender("a", ""), PACELINE),
             (ServerContender("a", "", plain=True), PACELINE),

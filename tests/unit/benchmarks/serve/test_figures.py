@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from datetime import date
 
 import pytest
 
-from benchmarks.serve.client import BUSY_LATER, LATE, PACELINE, Drafts, Heard
+from benchmarks.serve.client import BUSY_LATER, LATE, Drafts, Heard
 from benchmarks.serve.report import baseline_of, bootstrap, compare, figures, result, spread
-from benchmarks.serve.rounds import OTHER, Log, Server, Turn
-from benchmarks.serve.settings import ServeOptions, ServerContender
+from benchmarks.serve.rounds import Log, Turn
+from benchmarks.serve.settings import PACELINE, ServeOptions, ServerContender
 
 A, B = ServerContender("a", "http://a.test"), ServerContender("b", "http://b.test")
 ONE = Heard(0, 10.0, 10.1, 11.2, [10.5, 10.7, 11.1], [2, 3, 7], usage=8, text="x")
@@ -23,9 +22,9 @@ def options(**given) -> ServeOptions:
     return ServeOptions(**{"contenders": (A, B), "requests": 8, **given})
 
 
-def logged(given: ServeOptions, *turns: tuple[str, list[Heard]], make: str = OTHER) -> Log:
+def logged(given: ServeOptions, *turns: tuple[str, list[Heard]]) -> Log:
     """A log with a turn for each, by the name of the contender."""
-    log = Log({one.name: Server(make, "m") for one in given.contenders}, given.contenders)
+    log = Log(given.contenders)
     by_name = {one.name: one for one in given.contenders}
     for number, (name, heard) in enumerate(turns):
         log.turns.append(Turn(by_name[name], number // len(by_name), 10.0, heard, client_cpu=0.2))
@@ -114,8 +113,9 @@ def test_contenders_are_compared_request_by_request() -> None:
     assert one["token_rate"]["n"] == 1
     warm = replace(given, temperature=0.5)
     assert compare(log, B, A, warm)["same"] is None
-    ours = logged(warm, ("a", slow), ("b", fast), make=PACELINE)
-    assert compare(ours, B, A, warm)["same"] == 5
+    ours, again = (replace(one, make=PACELINE) for one in (A, B))
+    warm = replace(warm, contenders=(ours, again))
+    assert compare(logged(warm, ("a", slow), ("b", fast)), again, ours, warm)["same"] == 5
     at_rate = options(rate=2.0)
     rated = logged(at_rate, ("a", slow), ("b", fast))
     assert compare(rated, B, A, at_rate)["token_rate"] is None
@@ -132,7 +132,7 @@ def test_a_reader_is_told_what_limits_the_figures() -> None:
     late = replace(UNSAID, due=9.0, usage=None, cached=40)
     log = logged(given, ("a", [late]), ("again", [ONE]))
     log.turns[0].client_cpu, log.turns[0].running = 10.0, 1
-    found = result(log, given, day=date(2026, 1, 2))
+    found = result(log, given)
     said = " ".join(found.notes)
     for words in (
         "Poisson arrivals (seed 0)",
