@@ -16,8 +16,8 @@ from contextlib import asynccontextmanager, contextmanager
 from random import Random
 from typing import Any
 
-from benchmarks.chaos import nodes, settings
-from benchmarks.chaos.processes import CONTROLLER, Process, WorkerReplica
+from benchmarks.chaos import nodes
+from benchmarks.chaos.processes import CONTROLLER, ROUTER, Process, WorkerReplica
 from benchmarks.chaos.settings import Body, FaultOptions
 from benchmarks.chaos.stage import POLL_SECONDS, Stage, StageError
 from benchmarks.chaos.workload import FaultResult, Reply, Workload
@@ -25,6 +25,8 @@ from benchmarks.harness.options import BenchError
 from router.sessions.run import EventKind
 from speculation.events import Role
 
+AFTER_SECONDS = 2.0
+"""For which the streams go on when all is well again."""
 CONTROLLER_SECONDS = 60.0
 GONE_SECONDS = 0.02
 AWAY_SECONDS = 10.0
@@ -49,15 +51,15 @@ async def under_load(
     complaints, healed, began = [], 0.0, time.perf_counter()
     async with Workload(stage.url, requests, options.streams) as load:
         try:
-            await load.begun(settings.BEGIN_SECONDS)
+            await load.begun()
             began = time.perf_counter()
             await inject(stage, rng)
-            await stage.whole(settings.HEAL_SECONDS)
+            await stage.whole()
             healed = time.perf_counter() - began
-            await asyncio.sleep(settings.AFTER_SECONDS)
+            await asyncio.sleep(AFTER_SECONDS)
         except (BenchError, TimeoutError) as error:
             complaints.append(in_words(error))
-        await load.finish(settings.FINISH_SECONDS)
+        await load.finish()
     return load.replies, began, FaultResult(options.streams, seconds=healed, complaints=complaints)
 
 
@@ -118,7 +120,7 @@ async def kill_drafters(stage: Stage, rng: Random) -> None:  # noqa: ARG001 - as
 
 async def kill_router(stage: Stage, rng: Random) -> None:
     """Kill -9 of one of two routers."""
-    routers = await asyncio.to_thread(stage.processes.routers)
+    routers = await stage.found(ROUTER)
     if len(routers) != 2:
         raise StageError(f"{len(routers)} routers run, wanted 2")
     await kill(rng.choice(routers))
@@ -172,10 +174,10 @@ async def remove_node(stage: Stage, rng: Random, gpu_class: str) -> None:
 
 async def kill_controller(stage: Stage, rng: Random) -> None:  # noqa: ARG001 - as faults are called
     """Kill -9 of Serve's controller; returns when Ray has started another."""
-    before = await asyncio.to_thread(stage.processes.found, CONTROLLER)
+    before = await stage.found(CONTROLLER)
     await kill(*before)
     async with asyncio.timeout(CONTROLLER_SECONDS):
-        while not {p.pid for p in await asyncio.to_thread(stage.processes.found, CONTROLLER)} - {p.pid for p in before}:
+        while not {p.pid for p in await stage.found(CONTROLLER)} - {p.pid for p in before}:
             await asyncio.sleep(POLL_SECONDS)
 
 

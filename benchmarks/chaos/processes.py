@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,7 +19,9 @@ from speculation.events import Role
 from transport.address import join
 
 REPLICA = "ray::ServeReplica:paceline:"
-CONTROLLER = "ray::ServeController"
+ROUTER, CONTROLLER, HAPROXY = f"{REPLICA}Router", "ray::ServeController", "bin/haproxy"
+"""In the titles of what is no worker. HAProxy: the one that is asked, and older ones that still carry streams."""
+MEGABYTE = 1 << 20
 GONE = (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied)
 _IDLE = (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED, psutil.STATUS_DEAD)
 Told = TypeVar("Told")
@@ -50,9 +52,9 @@ class Process:
         return _unless_gone(lambda: self.handle.is_running() and self.handle.status() not in _IDLE, False)
 
     @property
-    def resident(self) -> int:
-        """Bytes of memory."""
-        return _unless_gone(lambda: int(self.handle.memory_info().rss), 0)
+    def resident_mb(self) -> float:
+        """Memory."""
+        return _unless_gone(lambda: self.handle.memory_info().rss / MEGABYTE, 0.0)
 
     @property
     def descriptors(self) -> int:
@@ -103,41 +105,26 @@ class WorkerReplica:
         return all(process.running for process in (self.replica, *self.ranks))
 
 
-class Processes:
-    """All processes below one."""
+def processes(root: int, words: str = "") -> list[Process]:
+    """Those below the one of this id that are titled so, oldest first."""
+    found = []
+    for handle in psutil.Process(root).children(recursive=True):
+        with contextlib.suppress(*GONE):
+            if handle.status() != psutil.STATUS_ZOMBIE and words in (title := " ".join(handle.cmdline())):
+                found.append(Process(title, handle))
+    return sorted(found, key=lambda process: process.pid)
 
-    def __init__(self, root: int) -> None:
-        """``root``: the id of the process that runs the pretend nodes."""
-        self._root = psutil.Process(root)
 
-    def found(self, words: str) -> list[Process]:
-        """Those titled so, oldest first."""
-        return sorted((p for p in self._all() if words in p.title), key=lambda process: process.pid)
-
-    def workers(self, role: Role) -> list[WorkerReplica]:
-        """The workers of a role, as far as they have started. A node holds one at most."""
-        everything = list(self._all())
-        found = []
-        for replica in everything:
-            if f"{REPLICA}{KINDS[role]}" in replica.title:
-                node = replica.node
-                ranks = (p for p in everything if f"ray::paceline:{role}" in p.title and p.node == node)
-                found.append(WorkerReplica(node, replica.listens(), replica, tuple(ranks)))
-        return sorted(found, key=lambda worker: worker.node)
-
-    def routers(self) -> list[Process]:
-        """The routers' processes."""
-        return self.found(f"{REPLICA}Router")
-
-    def haproxies(self) -> list[Process]:
-        """The processes of HAProxy: the one that is asked, and older ones that still carry streams."""
-        return self.found("bin/haproxy")
-
-    def _all(self) -> Iterator[Process]:
-        for handle in self._root.children(recursive=True):
-            with contextlib.suppress(*GONE):
-                if handle.status() != psutil.STATUS_ZOMBIE:
-                    yield Process(" ".join(handle.cmdline()), handle)
+def workers(root: int, role: Role) -> list[WorkerReplica]:
+    """The workers of a role, as far as they have started. A node holds one at most."""
+    found = []
+    everything = processes(root)
+    for replica in everything:
+        if f"{REPLICA}{KINDS[role]}" in replica.title:
+            node = replica.node
+            ranks = (p for p in everything if f"ray::paceline:{role}" in p.title and p.node == node)
+            found.append(WorkerReplica(node, replica.listens(), replica, tuple(ranks)))
+    return sorted(found, key=lambda worker: worker.node)
 
 
 def _plain(ip: str) -> str:

@@ -18,6 +18,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.chaos import faults, settings, workload
+from benchmarks.chaos.processes import HAPROXY, ROUTER
 from benchmarks.chaos.settings import ChaosOptions
 from benchmarks.chaos.stage import Stage, until_nothing
 from benchmarks.chaos.workload import FaultResult, Reply, Workload, meanwhile
@@ -87,13 +88,13 @@ async def long_streams(stage: Stage, options: ChaosOptions) -> FaultResult:
     """
     plain = {"speculation": {"enabled": False}}
     requests = [body | plain for body in stage.fresh(options, settings.LONG_TOKENS, options.streams)]
-    before = {router.pid for router in await asyncio.to_thread(stage.processes.routers)}
-    carriers = {haproxy.pid for haproxy in await asyncio.to_thread(stage.processes.haproxies)}
+    before = {router.pid for router in await stage.found(ROUTER)}
+    carriers = {haproxy.pid for haproxy in await stage.found(HAPROXY)}
     came, successors = set[int](), set[int]()
 
     async def sample() -> None:
-        came.update({router.pid for router in await asyncio.to_thread(stage.processes.routers)} - before)
-        successors.update({haproxy.pid for haproxy in await asyncio.to_thread(stage.processes.haproxies)} - carriers)
+        came.update({router.pid for router in await stage.found(ROUTER)} - before)
+        successors.update({haproxy.pid for haproxy in await stage.found(HAPROXY)} - carriers)
 
     workers = await stage.workers(Role.TARGET)
     targets = [process for worker in workers for process in (worker.replica, *worker.ranks)]
@@ -106,7 +107,7 @@ async def long_streams(stage: Stage, options: ChaosOptions) -> FaultResult:
                 await asyncio.sleep(RESTS_SECONDS)
 
     async with Workload(stage.url, requests, options.streams) as load:
-        await load.begun(settings.BEGIN_SECONDS)
+        await load.begun()
         load.resize(0)
         began = time.perf_counter()
         async with meanwhile(hold_back, WORKS_SECONDS), meanwhile(sample):
@@ -114,7 +115,7 @@ async def long_streams(stage: Stage, options: ChaosOptions) -> FaultResult:
             replaced = time.perf_counter()  # that takes until the last stream has ended
             replacing = asyncio.create_task(stage.update({"router": {"max_sessions": settings.MAX_SESSIONS + 1}}))
             await asyncio.sleep(LONG_SECONDS + SLACK_SECONDS)
-        await load.finish(settings.FINISH_SECONDS)
+        await load.finish()
         await replacing
     complaints = too_short(load.replies, replaced, LONG_SECONDS)
     if len(came) < COMING_ROUTERS:
@@ -160,13 +161,13 @@ async def one_way_stall(stage: Stage, options: ChaosOptions) -> FaultResult:
     """Hold back what goes to one of two targets under the steady load, for a while."""
     requests = stage.fresh(options, options.tokens)
     async with two_targets(options.dtype) as (url, proxy), Workload(url, requests, options.streams) as load:
-        await load.begun(settings.BEGIN_SECONDS)
+        await load.begun()
         began, held_at = time.perf_counter(), time.time()
         async with proxy.held():
             await asyncio.sleep(HELD_SECONDS)
         events = await _until_back(url, f"target@{proxy.address}")
         healed = time.perf_counter() - began
-        await load.finish(settings.FINISH_SECONDS)
+        await load.finish()
     complaints, notes = noticed(events, f"target@{proxy.address}", held_at)
     counted = await stage.tally(requests, load.replies)
     return FaultResult(options.streams, counted, healed, complaints, notes)

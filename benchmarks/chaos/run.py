@@ -18,7 +18,7 @@ from random import Random
 
 from benchmarks.chaos import faults, scenarios, settings
 from benchmarks.chaos.faults import Fault
-from benchmarks.chaos.processes import Process
+from benchmarks.chaos.processes import ROUTER, Process
 from benchmarks.chaos.scenarios import Scenario
 from benchmarks.chaos.settings import ChaosOptions, FaultOptions, SoakOptions, configuration
 from benchmarks.chaos.stage import Stage, StageError, running
@@ -34,7 +34,6 @@ STOP_SECONDS = (1.0, 15.0)
 REQUESTS = 64
 WARM_SECONDS = 30.0
 """Load without faults before memory is first looked at."""
-MEGABYTE = 1 << 20
 MEMORY_FACTOR, MEMORY_MB = 1.3, 64
 """Memory is flat if at the end it is at most so many times, and so much, more than when warm."""
 DESCRIPTORS = 24
@@ -79,27 +78,27 @@ def schedule(seed: int, seconds: float) -> list[tuple[float, str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Memory of the largest process of each kind, in bytes, and open files and sockets of the routers."""
+    """Memory of the largest process of each kind, in MB, and open files and sockets of the routers."""
 
-    memory: Mapping[str, int]
+    memory: Mapping[str, float]
     descriptors: int
 
 
 async def footprint(stage: Stage) -> Footprint:
     """Of what runs now."""
-    processes: dict[str, list[Process]] = {"router": await asyncio.to_thread(stage.processes.routers)}
+    processes: dict[str, list[Process]] = {"router": await stage.found(ROUTER)}
     for role in Role:
         processes[role.value] = [worker.replica for worker in await stage.workers(role)]
-    memory = {name: max((process.resident for process in some), default=0) for name, some in processes.items()}
+    memory = {name: max((process.resident_mb for process in some), default=0.0) for name, some in processes.items()}
     return Footprint(memory, sum(router.descriptors for router in processes["router"]))
 
 
 def against_growth(before: Footprint, after: Footprint) -> list[str]:
     """What has grown too much."""
     found = [
-        f"the {name} takes {after.memory[name] / MEGABYTE:.0f} MB, when warm {was / MEGABYTE:.0f}"
+        f"the {name} takes {after.memory[name]:.0f} MB, when warm {was:.0f}"
         for name, was in before.memory.items()
-        if after.memory[name] > was * MEMORY_FACTOR + MEMORY_MB * MEGABYTE
+        if after.memory[name] > was * MEMORY_FACTOR + MEMORY_MB
     ]
     if after.descriptors > before.descriptors + DESCRIPTORS:
         found.append(f"routers have {after.descriptors} files and sockets open, at the start {before.descriptors}")
@@ -116,18 +115,15 @@ async def soak(stage: Stage, options: SoakOptions) -> FaultResult:
         warm = await footprint(stage)
         done = await _inject_all(stage, options, complaints)
         try:
-            await stage.whole(settings.HEAL_SECONDS)
+            await stage.whole()
         except StageError as error:
             complaints.append(str(error))
-        await load.finish(settings.FINISH_SECONDS)
+        await load.finish()
     complaints += await stage.left()
     end = await footprint(stage)
     complaints += against_growth(Footprint(warm.memory, quiet.descriptors), end)
     notes = [f"{count} x {kind}" for kind, count in sorted(done.items())]
-    notes += [
-        f"{name}: {warm.memory[name] / MEGABYTE:.0f} MB warm, {end.memory[name] / MEGABYTE:.0f} at the end"
-        for name in warm.memory
-    ]
+    notes += [f"{name}: {was:.0f} MB warm, {end.memory[name]:.0f} at the end" for name, was in warm.memory.items()]
     notes.append(f"files and sockets of routers: {quiet.descriptors} at the start, {end.descriptors} at the end")
     counted = await stage.tally(requests, load.replies)
     title = f"random faults for {options.minutes:g} minutes"

@@ -17,6 +17,7 @@ import httpx
 
 from benchmarks.chaos import faults, settings
 from benchmarks.chaos.faults import Fault
+from benchmarks.chaos.processes import ROUTER
 from benchmarks.chaos.routers import LONG_SECONDS, kill_router, long_streams, one_way_stall
 from benchmarks.chaos.settings import ChaosOptions
 from benchmarks.chaos.stage import Stage, StageError
@@ -121,7 +122,7 @@ async def _nothing(*_: object) -> None:
 
 async def _kill_drafters(stage: Stage, rng: Random) -> None:
     await faults.kill_replica(stage, rng, Role.DRAFT)
-    await stage.whole(settings.HEAL_SECONDS)
+    await stage.whole()
     await asyncio.sleep(BETWEEN_SECONDS)
     await faults.kill_drafters(stage, rng)
 
@@ -131,7 +132,7 @@ async def _replace_targets(stage: Stage, _: Random) -> None:
     before = {worker.replica.pid for worker in await stage.workers(Role.TARGET)}
     now = stage.setting("target", "max_running")
     await stage.update({"target": {"max_running": next(value for value in MAX_RUNNING if value != now)}})
-    await stage.whole(settings.HEAL_SECONDS)
+    await stage.whole()
     kept = before & {worker.replica.pid for worker in await stage.workers(Role.TARGET)}
     if kept:
         raise StageError(f"target processes {sorted(kept)} were not replaced")
@@ -154,7 +155,6 @@ MOST_TURNS = {Role.TARGET: 1, Role.DRAFT: 3}
 pay, they may be told to rest."""
 SHORTEST = 9
 """Samples for which a size is held at least, of the ten seconds for which a pool has to be too large to shrink."""
-MEGABYTE = 1 << 20
 GROWTH_MB = 100
 """Most memory that a router may take for requests beyond its capacity."""
 FIRST_TOKEN_SECONDS = 30.0
@@ -192,8 +192,8 @@ class PoolSizes:
 
 async def ramp(stage: Stage, options: ChaosOptions) -> FaultResult:
     """One stream more every second, then one less; the pools may follow from one worker to all that fit."""
-    await stage.shrunk(settings.HEAL_SECONDS)
-    await stage.whole(settings.HEAL_SECONDS)
+    await stage.shrunk()
+    await stage.whole()
     requests, sizes = options.requests(RAMP_TOKENS), PoolSizes()
 
     async def sample() -> None:
@@ -209,7 +209,7 @@ async def ramp(stage: Stage, options: ChaosOptions) -> FaultResult:
         for streams in reversed(range(settings.RAMP_STREAMS)):
             load.resize(streams)
             await asyncio.sleep(STEP_SECONDS)
-        await load.finish(settings.FINISH_SECONDS)
+        await load.finish()
         await asyncio.sleep(QUIET_SECONDS)
     outcome = FaultResult(settings.RAMP_STREAMS, await stage.tally(requests, load.replies))
     outcome.complaints += sizes.objections()
@@ -222,13 +222,13 @@ async def ramp(stage: Stage, options: ChaosOptions) -> FaultResult:
 async def overload(stage: Stage, options: ChaosOptions) -> FaultResult:
     """Four times as many streams as the router accepts, for a while."""
     requests = options.requests(OVERLOAD_TOKENS)
-    (router, *_) = stage.processes.routers()
-    before = router.resident
+    (router, *_) = await stage.found(ROUTER)
+    before = router.resident_mb
     longest, most = 0, before
 
     async def sample() -> None:
         nonlocal longest, most
-        most = max(most, router.resident)
+        most = max(most, router.resident_mb)
         with contextlib.suppress(httpx.HTTPError):
             workers = (await stage.view())["workers"]
             longest = max(longest, *(part["waiting"] for part in workers if part["role"] == Role.TARGET.value))
@@ -237,10 +237,10 @@ async def overload(stage: Stage, options: ChaosOptions) -> FaultResult:
     streams = settings.OVERLOAD * settings.MAX_SESSIONS
     async with meanwhile(sample), Workload(stage.url, requests, streams) as load:
         await asyncio.sleep(options.overload)
-        await load.finish(settings.FINISH_SECONDS)
+        await load.finish()
     seconds = time.monotonic() - began
     outcome = FaultResult(streams, await stage.tally(requests, load.replies))
-    grown, first = (most - before) / MEGABYTE, outcome.tally.first_token
+    grown, first = most - before, outcome.tally.first_token
     accepted = outcome.tally.requests - outcome.tally.refused
     outcome.notes = [
         f"{accepted} accepted, {outcome.tally.refused} refused in {seconds:.0f} s",

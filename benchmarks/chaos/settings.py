@@ -28,15 +28,8 @@ LONG_TOKENS = 800
 """Of a stream that is to last: with a prompt, most of what the bundled model's context holds."""
 FRESH = 10_000
 """Requests kept ready for a row; more than are ever asked for."""
-BEGIN_SECONDS = 60.0
-"""In which all streams must be under way."""
-AFTER_SECONDS = 2.0
-"""For which the streams go on when all is well again."""
 HEAL_SECONDS = 180.0
 """In which all workers must be back."""
-FINISH_SECONDS = 180.0
-"""In which all streams must complete once no more are begun."""
-
 
 Body = dict[str, Any]
 

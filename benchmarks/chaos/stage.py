@@ -19,8 +19,9 @@ from typing import Any
 import httpx
 import yaml
 
+from benchmarks.chaos import processes
 from benchmarks.chaos.nodes import ENVIRONMENT
-from benchmarks.chaos.processes import Processes, WorkerReplica
+from benchmarks.chaos.processes import ROUTER, WorkerReplica
 from benchmarks.chaos.settings import FRESH, HEAL_SECONDS, Body, FaultOptions, haproxy_environment
 from benchmarks.chaos.workload import Reply, ReplyTally, client, cluster_view, plain_text, tally
 from benchmarks.harness.options import BenchError
@@ -46,7 +47,6 @@ class Stage:
 
     def __init__(self, nodes: ReadyProcess, folder: Path, settings: dict[str, Any], *, haproxy: bool) -> None:
         """Made by :func:`running`."""
-        self.processes = Processes(nodes.process.pid)
         self.url = f"http://127.0.0.1:{settings['router']['port']}"
         self._ranks = settings["target"]["tensor_parallel_size"]
         self._nodes, self._folder = nodes, folder
@@ -101,12 +101,12 @@ class Stage:
         try:
             if changes:
                 await self.update(changes)
-                await self.whole(HEAL_SECONDS)
+                await self.whole()
             yield
         finally:
             self._settings = before
             await self.update({})
-            await self.whole(HEAL_SECONDS)
+            await self.whole()
 
     async def update(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
         """Deploy with some settings changed, by section, while it serves, and wait until that is done.
@@ -129,9 +129,13 @@ class Stage:
         """``add`` or ``remove`` a pretend node. Raises :class:`benchmarks.harness.processes.WorkerFailed`."""
         await asyncio.wait_for(self._nodes.ask(f"{order} {name}"), NODES_SECONDS)
 
+    async def found(self, words: str) -> list[processes.Process]:
+        """All processes that are titled so."""
+        return await asyncio.to_thread(processes.processes, self._nodes.process.pid, words)
+
     async def workers(self, role: Role) -> list[WorkerReplica]:
         """Those that there are, running or not."""
-        return await asyncio.to_thread(self.processes.workers, role)
+        return await asyncio.to_thread(processes.workers, self._nodes.process.pid, role)
 
     async def missing(self, *roles: Role) -> str:
         """What keeps the cluster, or its workers of some roles, from being whole; empty if nothing does."""
@@ -149,7 +153,7 @@ class Stage:
 
     async def _unusable(self, workers: list[str]) -> str:
         """What keeps routers from using these workers; empty if nothing does."""
-        routers = await asyncio.to_thread(self.processes.routers)
+        routers = await self.found(ROUTER)
         if len(routers) != (count := self.setting("router", "replicas")):
             return f"{len(routers)} routers run, wanted {count}"
         for router in routers:
@@ -163,17 +167,17 @@ class Stage:
         loading = set(workers) - up  # to which a router is connected as well
         return f"{', '.join(sorted(loading))} cannot be used yet" if loading else ""
 
-    async def whole(self, seconds: float) -> None:
+    async def whole(self, seconds: float = HEAL_SECONDS) -> None:
         """Wait until all workers run and routers can use all of them. Raises :class:`StageError`."""
         await until_nothing(self.missing, seconds, "not whole again")
 
-    async def shrunk(self, seconds: float) -> None:
+    async def shrunk(self) -> None:
         """Wait until every pool has as few workers as it may have. Raises :class:`StageError`."""
 
         async def more() -> str:
             return ", ".join([role for role in Role if len(await self.workers(role)) > self.wanted(role)[0]])
 
-        await until_nothing(more, seconds, "more workers than needed without load")
+        await until_nothing(more, HEAL_SECONDS, "more workers than needed without load")
 
     async def left(self) -> list[str]:
         """What is wrong when nothing is asked for any more: Paceline has ended, or workers still hold sessions."""

@@ -151,6 +151,10 @@ class FaultResult:
         return not self.problems
 
 
+BEGIN_SECONDS = 60.0
+"""In which all streams must be under way."""
+FINISH_SECONDS = 180.0
+"""In which all streams must complete once no more are begun."""
 SILENT_SECONDS = 60.0
 """A stream that says nothing for so long has failed."""
 CHUNKS_BEGUN = 3
@@ -220,18 +224,15 @@ class Workload:
             if slot not in self._slots or self._slots[slot].done():
                 self._slots[slot] = asyncio.create_task(self._repeat(slot))
 
-    @property
-    def streaming(self) -> int:
-        """Streams that are under way."""
-        return sum(len(reply.times) >= CHUNKS_BEGUN and not reply.ended for reply in self._running.values())
-
-    async def begun(self, seconds: float) -> None:
+    async def begun(self) -> None:
         """Wait until all streams are under way at once. Raises TimeoutError."""
-        async with asyncio.timeout(seconds):
-            while self.streaming < self._wanted:
+        async with asyncio.timeout(BEGIN_SECONDS):
+            while (
+                sum(len(one.times) >= CHUNKS_BEGUN and not one.ended for one in self._running.values()) < self._wanted
+            ):
                 await asyncio.sleep(0.05)
 
-    async def finish(self, seconds: float) -> None:
+    async def finish(self, seconds: float = FINISH_SECONDS) -> None:
         """Ask for nothing more; wait until all has ended. What has not by then is cut, and so has failed."""
         self.resize(0)
         _, late = await asyncio.wait(self._slots.values(), timeout=seconds) if self._slots else (set(), set())

@@ -199,9 +199,9 @@ def test_drafters_may_be_wanted_on_the_way_up_and_down_and_not_at_the_peak():
 
 
 def test_memory_and_sockets_that_grow_are_noticed():
-    before = Footprint({"router": 300 << 20, "target": 500 << 20}, 40)
-    assert not against_growth(before, Footprint({"router": 340 << 20, "target": 490 << 20}, 45))
-    (memory,) = against_growth(before, Footprint({"router": 500 << 20, "target": 500 << 20}, 40))
+    before = Footprint({"router": 300, "target": 500}, 40)
+    assert not against_growth(before, Footprint({"router": 340, "target": 490}, 45))
+    (memory,) = against_growth(before, Footprint({"router": 500, "target": 500}, 40))
     assert memory == "the router takes 500 MB, when warm 300"
     (sockets,) = against_growth(before, Footprint(before.memory, 90))
     assert sockets == "routers have 90 files and sockets open, at the start 40"
@@ -319,7 +319,7 @@ class Deployments(Stage):
         self._settings = self._settings | {name: self._settings.get(name, {}) | part for name, part in changes.items()}
         self.deployed.append(self._settings)
 
-    async def whole(self, seconds):
+    async def whole(self, seconds=0.0):
         self.deployed.append("whole")
         return 0.0
 
