@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -107,6 +107,7 @@ def against_growth(before: Footprint, after: Footprint) -> list[str]:
 
 async def soak(stage: Stage, options: SoakOptions) -> FaultResult:
     """Random faults for ``options.minutes``."""
+    say(f"of seed {options.seed}:")
     requests = options.requests(options.tokens, REQUESTS)
     quiet = await footprint(stage)
     complaints: list[str] = []
@@ -119,15 +120,14 @@ async def soak(stage: Stage, options: SoakOptions) -> FaultResult:
         except StageError as error:
             complaints.append(str(error))
         await load.finish()
-    complaints += await stage.left()
+    await stage.left()  # what is still held is told of every row
     end = await footprint(stage)
     complaints += against_growth(Footprint(warm.memory, quiet.descriptors), end)
     notes = [f"{count} x {kind}" for kind, count in sorted(done.items())]
     notes += [f"{name}: {was:.0f} MB warm, {end.memory[name]:.0f} at the end" for name, was in warm.memory.items()]
     notes.append(f"files and sockets of routers: {quiet.descriptors} at the start, {end.descriptors} at the end")
     counted = await stage.tally(requests, load.replies)
-    title = f"random faults for {options.minutes:g} minutes"
-    return FaultResult(options.streams, counted, 0.0, complaints, notes, "soak", title, WANTED)
+    return FaultResult(options.streams, counted, complaints=complaints, notes=notes)
 
 
 async def _inject_all(stage: Stage, options: SoakOptions, complaints: list[str]) -> Counter[str]:
@@ -177,48 +177,34 @@ def chaos(options: ChaosOptions) -> int:
             say(f"{row.name:16} {row.fault}")
         return 0
 
-    outcomes: list[FaultResult] = []
-
-    async def play(stage: Stage, rows: Sequence[Scenario]) -> None:
-        for scenario in rows:
-            say(f"{scenario.name}: {scenario.fault}")
-            outcomes.append(await scenarios.run(scenario, stage, options))
-            say(f"  {verdict(outcomes[-1])}")
-            result(options, outcomes).save()  # a run of many minutes may be cut short
-            if stage.ended:
-                await stage.up()
-
-    for haproxy in (False, True):
-        chosen = [row for row in rows if row.haproxy is haproxy and (not options.only or row.name in options.only)]
-        if chosen:
-            _on_stage(options, partial(play, rows=chosen), haproxy=haproxy)
-    return _published(options, outcomes)
+    return _played(options, [row for row in rows if not options.only or row.name in options.only])
 
 
 def random_faults(options: SoakOptions) -> int:
     """The same for random faults."""
+    fault = f"random faults for {options.minutes:g} minutes"
+    return _played(options, [Scenario("soak", fault, WANTED, soak)])
+
+
+def _played(options: FaultOptions, rows: Sequence[Scenario]) -> int:
     outcomes: list[FaultResult] = []
 
-    async def play(stage: Stage) -> None:
-        say(f"random faults of seed {options.seed}:")
-        outcomes.append(await soak(stage, options))
-
-    _on_stage(options, play)
-    return _published(options, outcomes)
-
-
-def _on_stage(options: FaultOptions, play: Callable[[Stage], Awaitable[None]], *, haproxy: bool = False) -> None:
-    async def run() -> None:
+    async def play(rows: Sequence[Scenario], *, haproxy: bool) -> None:
         say("starting the cluster, behind HAProxy" if haproxy else "starting the cluster")
         with closing(HeldPort()) as port:
             async with running(configuration(port.number, options.dtype), haproxy=haproxy) as stage:
                 say(f"Paceline serves at {stage.url}")
-                await play(stage)
+                for scenario in rows:
+                    say(f"{scenario.name}: {scenario.fault}")
+                    outcomes.append(await scenarios.run(scenario, stage, options))
+                    say(f"  {verdict(outcomes[-1])}")
+                    result(options, outcomes).save()  # a run of many minutes may be cut short
+                    if stage.ended:
+                        await stage.up()
 
-    asyncio.run(run())
-
-
-def _published(options: FaultOptions, outcomes: Sequence[FaultResult]) -> int:
+    for haproxy in (False, True):
+        if chosen := [row for row in rows if row.haproxy is haproxy]:
+            asyncio.run(play(chosen, haproxy=haproxy))
     result(options, outcomes).publish()
     return 0 if all(outcome.holds for outcome in outcomes) else FAILED
 

@@ -19,7 +19,7 @@ from benchmarks.chaos import faults, settings
 from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.processes import ROUTER
 from benchmarks.chaos.routers import LONG_SECONDS, kill_router, long_streams, one_way_stall
-from benchmarks.chaos.settings import ChaosOptions
+from benchmarks.chaos.settings import ChaosOptions, FaultOptions
 from benchmarks.chaos.stage import Stage, StageError
 from benchmarks.chaos.workload import FaultResult, Requirement, Workload, meanwhile
 from benchmarks.harness.options import BenchError
@@ -34,7 +34,8 @@ SLOW = Requirement(f"slow, not gone: lost at most {faults.MAX_LOST} times; silen
 MAX_RUNNING = (24, 16)
 """Of the target pool, in turn: a setting whose change replaces it."""
 
-Drive = Callable[[Stage, ChaosOptions], Awaitable[FaultResult]]
+Drive = Callable[[Stage, Any], Awaitable[FaultResult]]
+"""Told the options of its command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def scenarios(options: ChaosOptions) -> list[Scenario]:
     ]
 
 
-async def run(scenario: Scenario, stage: Stage, options: ChaosOptions) -> FaultResult:
+async def run(scenario: Scenario, stage: Stage, options: FaultOptions) -> FaultResult:
     """Drive it, and look at what is left afterwards."""
     try:
         async with nullcontext() if scenario.changes is None else stage.changed(scenario.changes):
