@@ -134,7 +134,6 @@ def _contenders(dispatcher: Dispatcher, way: Way, depths: Sequence[int], *, reme
 
 
 def _checked(predictor: Predictor, way: Way, depth: int, runs: Sequence[Run], plain: float) -> Checked:
-    commits = [commit.tokens for run in runs for commit in run.counted]
+    step = fmean(commit.tokens for run in runs for commit in run.counted)
     predicted = predictor.report(way, depth=depth).tokens_per_verification
-    speedup = predictor.speedup(way, depth=depth)
-    return Checked(depth, speedup, pace(runs) / plain, predicted, sum(commits) / len(commits))
+    return Checked(depth, predictor.speedup(way, depth=depth), pace(runs) / plain, predicted, step)
