@@ -53,7 +53,9 @@ async def kill_router(stage: Stage, options: ChaosOptions) -> FaultResult:
     rng = Random(f"{options.seed} kill-router")
     replies, killed, outcome = await faults.under_load(stage, options, requests, faults.kill_router, rng)
     broken = [reply for reply in replies if reply.failed]
-    again = await workload.ask_again(stage.url, requests, broken)
+    again = [Reply(reply.number, due=time.perf_counter()) for reply in broken]
+    async with workload.client() as http:
+        await asyncio.gather(*(workload.stream(http, stage.url, requests[one.number], one) for one in again))
     right = await stage.right_texts(requests, replies)
     outcome.tally = workload.tally([*(reply for reply in replies if not reply.failed), *again], right)
     outcome.complaints += objections(replies, killed, right)

@@ -24,7 +24,7 @@ from benchmarks.chaos.settings import ChaosOptions, FaultOptions, SoakOptions, c
 from benchmarks.chaos.stage import Stage, StageError, running
 from benchmarks.chaos.workload import FaultResult, Requirement, Workload
 from benchmarks.harness.options import known
-from benchmarks.harness.report import Result, Table, describe_machine, table_of
+from benchmarks.harness.report import Result, describe_machine, table_of
 from cluster.console import FAILED, say
 from cluster.processes.child import HeldPort
 from speculation.events import Role
@@ -219,27 +219,7 @@ def result(options: FaultOptions, outcomes: Sequence[FaultResult]) -> Result:
         f"tokens at temperature {settings.TEMPERATURE}, one after another; every text is compared with that of plain "
         "decoding, undisturbed."
     )
-    return Result(
-        options.BENCH,
-        "Faults",
-        options,
-        [table(outcomes)],
-        [about, *remarks(outcomes), *NOTES],
-        {
-            "seed": options.seed,
-            "streams": options.streams,
-            "tokens": options.tokens,
-            "cluster": configuration(0, options.dtype),
-            "holds": all(outcome.holds for outcome in outcomes),
-            "rows": [{**asdict(one), "problems": one.problems, "holds": one.holds} for one in outcomes],
-        },
-        machine=machine,
-    )
-
-
-def table(outcomes: Sequence[FaultResult]) -> Table:
-    """A row for each fault."""
-    return table_of(
+    table = table_of(
         "Faults under streaming requests",
         outcomes,
         {
@@ -256,6 +236,24 @@ def table(outcomes: Sequence[FaultResult]) -> Table:
             "holds": lambda one: "yes" if one.holds else "NO",
         },
     )
+    figures = [f"{one.name}: {'; '.join(one.notes)}" for one in outcomes if one.notes]
+    problems = [f"{one.name}, NOT AS WANTED: {why}" for one in outcomes for why in one.problems]
+    return Result(
+        options.BENCH,
+        "Faults",
+        options,
+        [table],
+        [about, *figures, *problems, *NOTES],
+        {
+            "seed": options.seed,
+            "streams": options.streams,
+            "tokens": options.tokens,
+            "cluster": configuration(0, options.dtype),
+            "holds": all(outcome.holds for outcome in outcomes),
+            "rows": [{**asdict(one), "problems": one.problems, "holds": one.holds} for one in outcomes],
+        },
+        machine=machine,
+    )
 
 
 def verdict(outcome: FaultResult) -> str:
@@ -263,9 +261,3 @@ def verdict(outcome: FaultResult) -> str:
     counted = outcome.tally
     figures = f"{counted.failed} failed, {counted.different} different, silence {counted.silence.seconds:.2f} s"
     return f"as wanted: {figures}" if outcome.holds else f"NOT AS WANTED: {'; '.join(outcome.problems)} ({figures})"
-
-
-def remarks(outcomes: Sequence[FaultResult]) -> list[str]:
-    """Further figures, and what was not as it must be."""
-    found = [f"{outcome.name}: {'; '.join(outcome.notes)}" for outcome in outcomes if outcome.notes]
-    return found + [f"{outcome.name}, NOT AS WANTED: {why}" for outcome in outcomes for why in outcome.problems]

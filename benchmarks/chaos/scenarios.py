@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from random import Random
@@ -162,43 +162,28 @@ FIRST_TOKEN_SECONDS = 30.0
 """Longest wait of an accepted request for its first token under overload."""
 
 
-@dataclass(slots=True)
-class PoolSizes:
-    """How many workers of each role there were, over time."""
-
-    seen: dict[Role, list[int]] = field(default_factory=lambda: {Role.TARGET: [], Role.DRAFT: []})
-
-    def objections(self) -> list[str]:
-        """What is wrong with how the pools followed: each should have grown, then shrunk, and held every size."""
-        found = []
-        for role, seen in self.seen.items():
-            if not seen[0] < max(seen) > seen[-1]:
-                found.append(f"the {role} pool did not follow")
-            turns = self.turns(role)
-            if len(turns) > MOST_TURNS[role] or min(turns, default=SHORTEST) < SHORTEST:
-                found.append(f"the {role} pool flapped: {seen}")
-        return found
-
-    def turns(self, role: Role) -> list[int]:
-        """For how many samples each size was held between growing and shrinking, or the other way round."""
-        runs = [(size, len([*same])) for size, same in groupby(self.seen[role])]
-        around = zip(runs, runs[1:], runs[2:], strict=False)
-        return [count for (before, _), (size, count), (after, _) in around if (before < size) == (after < size)]
-
-    def about(self, role: Role) -> str:
-        """For the notes."""
-        seen = self.seen[role]
-        return f"{role} workers {seen[0]}, most {max(seen)}, at the end {seen[-1]}" if seen else ""
+def objections(role: Role, sizes: Sequence[int]) -> list[str]:
+    """What is wrong with how a pool followed: it should have grown, then shrunk, and held every size."""
+    found = []
+    if not sizes[0] < max(sizes) > sizes[-1]:
+        found.append(f"the {role} pool did not follow")
+    # For how many samples each size was held between growing and shrinking, or the other way round.
+    runs = [(size, len([*same])) for size, same in groupby(sizes)]
+    around = zip(runs, runs[1:], runs[2:], strict=False)
+    turns = [count for (before, _), (size, count), (after, _) in around if (before < size) == (after < size)]
+    if len(turns) > MOST_TURNS[role] or min(turns, default=SHORTEST) < SHORTEST:
+        found.append(f"the {role} pool flapped: {sizes}")
+    return found
 
 
 async def ramp(stage: Stage, options: ChaosOptions) -> FaultResult:
     """One stream more every second, then one less; the pools may follow from one worker to all that fit."""
     await stage.shrunk()
     await stage.whole()
-    requests, sizes = options.requests(RAMP_TOKENS), PoolSizes()
+    requests, sizes = options.requests(RAMP_TOKENS), {role: list[int]() for role in Role}
 
     async def sample() -> None:
-        for role, seen in sizes.seen.items():
+        for role, seen in sizes.items():
             workers = await stage.workers(role)
             seen.append(sum(worker.running and bool(worker.address) for worker in workers))
 
@@ -213,10 +198,11 @@ async def ramp(stage: Stage, options: ChaosOptions) -> FaultResult:
         await load.finish()
         await asyncio.sleep(QUIET_SECONDS)
     outcome = FaultResult(settings.RAMP_STREAMS, await stage.tally(requests, load.replies))
-    outcome.complaints += sizes.objections()
+    for role, seen in sizes.items():
+        outcome.complaints += objections(role, seen)
+        outcome.notes.append(f"{role} workers {seen[0]}, most {max(seen)}, at the end {seen[-1]}")
     if outcome.tally.refused:
         outcome.complaints.append(f"{outcome.tally.refused} requests were refused")
-    outcome.notes = [sizes.about(role) for role in sizes.seen]
     return outcome
 
 

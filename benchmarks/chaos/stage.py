@@ -213,7 +213,7 @@ class Stage:
             return self._texts[key]
 
         numbers = sorted({reply.number for reply in replies})
-        async with client(AT_ONCE) as http:
+        async with client() as http:
             http.timeout = httpx.Timeout(READY_SECONDS)  # nothing is said before a text is whole, however long it is
             return dict(zip(numbers, await asyncio.gather(*(text(http, number) for number in numbers)), strict=True))
 

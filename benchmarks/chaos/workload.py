@@ -162,10 +162,10 @@ CHUNKS_BEGUN = 3
 AFTER_FAILURE_SECONDS = 0.5
 
 
-def client(connections: int) -> httpx.AsyncClient:
+def client() -> httpx.AsyncClient:
     """One with as many connections as there are streams."""
-    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-    return httpx.AsyncClient(timeout=httpx.Timeout(SILENT_SECONDS), limits=limits, trust_env=False)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(timeout=SILENT_SECONDS, limits=limits, trust_env=False)
 
 
 async def plain_text(http: httpx.AsyncClient, url: str, request: Body) -> str:
@@ -181,17 +181,9 @@ async def stream(http: httpx.AsyncClient, url: str, request: Body, reply: Reply)
     await ask(http, f"{url}/v1/completions", asked, None, reply)
 
 
-async def ask_again(url: str, requests: Sequence[Body], broken: Sequence[Reply]) -> list[Reply]:
-    """The same requests, as a client would send them whose stream broke."""
-    again = [Reply(reply.number, due=time.perf_counter()) for reply in broken]
-    async with client(max(len(again), 1)) as http:
-        await asyncio.gather(*(stream(http, url, requests[reply.number], reply) for reply in again))
-    return again
-
-
 async def cluster_view(url: str) -> dict[str, Any]:
     """What a router tells of the cluster. Raises httpx.HTTPError."""
-    async with client(1) as http:
+    async with client() as http:
         return dict((await http.get(f"{url}/cluster")).raise_for_status().json())
 
 
@@ -207,7 +199,7 @@ class Workload:
         self._running: dict[int, Reply] = {}
 
     async def __aenter__(self) -> Workload:
-        self._http = client(1000)
+        self._http = client()
         self.resize(self._wanted)
         return self
 

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from benchmarks.chaos import scenarios
 from benchmarks.chaos.faults import times_lost
 from benchmarks.chaos.routers import BREAK_SECONDS, NOTICED_SECONDS, noticed, objections, too_short
 from benchmarks.chaos.run import Footprint, against_growth, schedule
-from benchmarks.chaos.scenarios import PoolSizes
 from benchmarks.chaos.settings import body
 from benchmarks.chaos.stage import Stage
 from benchmarks.chaos.workload import FaultResult, Reply, Requirement, Workload, tally
@@ -187,15 +187,15 @@ def test_a_schedule_of_faults_follows_from_its_seed():
     ],
 )
 def test_a_pool_that_flaps_or_stays_is_noticed(seen, objections):
-    found = PoolSizes({Role.TARGET: seen}).objections()
+    found = scenarios.objections(Role.TARGET, seen)
     assert [what.removeprefix("the target pool ").partition(":")[0] for what in found] == objections
 
 
 def test_drafters_may_be_wanted_on_the_way_up_and_down_and_not_at_the_peak():
     two = [1, *[2] * 20, *[1] * 20, *[2] * 20]
-    assert PoolSizes({Role.DRAFT: [*two, 1]}).objections() == []
-    assert len(PoolSizes({Role.DRAFT: [*two, *[1] * 20, *[2] * 20, 1]}).objections()) == 1
-    assert len(PoolSizes({Role.DRAFT: [1, *[2] * 20, *[1] * 5, *[2] * 20, 1]}).objections()) == 1
+    assert scenarios.objections(Role.DRAFT, [*two, 1]) == []
+    assert len(scenarios.objections(Role.DRAFT, [*two, *[1] * 20, *[2] * 20, 1])) == 1
+    assert len(scenarios.objections(Role.DRAFT, [1, *[2] * 20, *[1] * 5, *[2] * 20, 1])) == 1
 
 
 def test_memory_and_sockets_that_grow_are_noticed():
