@@ -103,6 +103,8 @@ SHOWN = (1, 2, 4, 8, 12)
 """Depths, and draft tokens a request, in tables."""
 TRIED = 10
 """A depth tried less often is in no plot."""
+VALIDATION = ("best", "lost", "worst", "same_text", "plain", "predicted_plain")
+"""What the JSON has of a check beside its depths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +140,8 @@ def shown(result: FitResult) -> Result:
 
 def tables(result: FitResult) -> list[Table]:
     """In the order in which they explain each other; those that have lines."""
-    found = [_acceptance(result), _costs(result), _speeds(result), _depths(result), _loads(result)]
-    if result.validation is not None:
-        found.append(_validation(result.validation))
-    return [table for table in found if table.lines]
+    made = (_acceptance, _costs, _speeds, _depths, _loads, _validation)
+    return [table for make in made if (table := make(result)).lines]
 
 
 def _acceptance(result: FitResult) -> Table:
@@ -249,10 +249,10 @@ def _loads(result: FitResult) -> Table:
     )
 
 
-def _validation(found: Validation) -> Table:
+def _validation(result: FitResult) -> Table:
     return table_of(
-        f"{found.way}, predicted and measured",
-        found.depths,
+        f"{result.shown.way}, predicted and measured",
+        result.validation.depths if result.validation is not None else (),
         {
             "depth": lambda one: one.depth,
             "speed-up": lambda one: one.predicted,
@@ -293,7 +293,7 @@ def _sentences(result: FitResult) -> Iterator[str]:
 
 def as_json(result: FitResult) -> dict[str, Any]:
     """Everything, in seconds and shares."""
-    options, chosen = result.options, result.chosen
+    options, chosen, checked = result.options, result.chosen, result.validation
     drafts: Sequence[str | None] = (None, *options.drafters)
     models = ("target", "drafts", "eagle", "eagle_at")
     named = (*models, "tokens", "temperature", "seed", "dtype", "device", "threads")
@@ -318,7 +318,13 @@ def as_json(result: FitResult) -> dict[str, Any]:
         },
         "loads": [asdict(one) for one in result.loaded],
         "speedup_without_earlier_answers": result.forgetful,
-        "validation": _validation_json(result.validation) if result.validation else None,
+        "validation": {
+            "way": str(checked.way),
+            "depths": [asdict(one) | {"error": one.error} for one in checked.depths],
+            **{name: getattr(checked, name) for name in VALIDATION},
+        }
+        if checked is not None
+        else None,
     }
 
 
@@ -343,20 +349,8 @@ def _forecast_json(one: Forecast) -> dict[str, Any]:
     }
 
 
-def _validation_json(found: Validation) -> dict[str, Any]:
-    told = ("best", "lost", "worst", "same_text", "plain", "predicted_plain")
-    depths = [asdict(one) | {"error": one.error} for one in found.depths]
-    return {"way": str(found.way), "depths": depths, **{name: getattr(found, name) for name in told}}
-
-
 def plots(result: FitResult, folder: Path) -> dict[str, str]:
-    """Draw into ``folder``; what the file shows."""
-    draw(folder / "fit.png", _panels(result), 4.3, 4, legends=True)
-    return {"fit.png": "Speed-up by depth, drafts that are right by depth, and speed-up under load."}
-
-
-def _panels(result: FitResult) -> list[PlotPanel]:
-    """Speed-up by depth beside the textbook's, acceptance by depth and kind, speed-up under load."""
+    """Speed-up by depth beside the textbook's, acceptance by depth and kind, speed-up under load; what it shows."""
     shown, checked, cost = result.shown, result.validation, _cost(result)
     grey, dots = {"linestyle": "--", "color": "tab:grey"}, {"marker": "."}
     by_depth: list[PlotLine] = [
@@ -376,8 +370,10 @@ def _panels(result: FitResult) -> list[PlotPanel]:
         ("speed-up", [(one.sessions, one.speedup) for one in result.loaded], dots),
         ("plain", [(count, 1.0) for count in sessions], grey),
     ]
-    return [
+    panels = [
         PlotPanel("depth", "speed-up over plain", by_depth),
         PlotPanel("depth of the draft token", "share right, where all above was", right, str(shown.way), top=1),
         PlotPanel("requests at a time", "speed-up over plain", loads, ticks=sessions),
     ]
+    draw(folder / "fit.png", panels, 4.3, 4, legends=True)
+    return {"fit.png": "Speed-up by depth, drafts that are right by depth, and speed-up under load."}

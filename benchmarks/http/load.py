@@ -133,8 +133,7 @@ class Contest:
                 await asyncio.sleep(SETTLE_SECONDS)
                 first = await self._usage(server)
                 await self._listen()
-                usage = before, opened, first, await self._usage(server)
-                points.append(await self._point(tokens, usage, server))
+                points.append(await self._point(server, tokens, before, opened, first))
                 if not points[-1].kept_up:
                     break
             await self._set(server, self.pace.interval, ending=True)
@@ -229,10 +228,10 @@ class Contest:
         return median(delays) if delays else None
 
     async def _point(
-        self, tokens: float, usage: tuple[ProcessUsage, ProcessUsage, ProcessUsage, ProcessUsage], server: ReadyProcess
+        self, server: ReadyProcess, tokens: float, before: ProcessUsage, opened: ProcessUsage, first: ProcessUsage
     ) -> LoadPoint:
-        """``usage``: with one stream, with all, before the measurement and after it."""
-        before, opened, first, last = usage
+        """What has come since ``first``; ``before`` there was one stream, and ``opened`` are all."""
+        last = await self._usage(server)
         seconds, cpu = last.at - first.at, last.cpu - first.cpu
         delays: list[float] = []
         for name, made in (await self._commits(server)).items():
