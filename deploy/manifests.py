@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,14 @@ class Pod:
     labels: Mapping[str, str]
     spec: Object
     at_least: int
-    ray: Object = field(default_factory=dict)
-    """The group of a RayService that it is of, as the manifest has it."""
+    ray: Object
+    """The group of a RayService that it is of, as the manifest has it; empty for others."""
+
+    @classmethod
+    def of(cls, where: str, owner: Object, at_least: int, ray: Object) -> Pod:
+        """That of what has a pod template."""
+        template = owner["template"]
+        return cls(where, template.get("metadata", {}).get("labels", {}), template["spec"], at_least, ray)
 
     @property
     def group_name(self) -> str:
@@ -64,11 +70,36 @@ class Pod:
         }
 
 
+class RayService:
+    """A RayService, and what the rules ask of it."""
+
+    def __init__(self, entry: Object) -> None:
+        self.entry = entry
+        self.cluster: Object = entry["spec"]["rayClusterConfig"]
+        self.autoscales = bool(self.cluster.get("enableInTreeAutoscaling"))
+        self.autoscaler: Object = self.cluster.get("autoscalerOptions", {})
+        self.state: Object = self.cluster.get("gcsFaultToleranceOptions", {})
+        """Where the head keeps what is to outlive it; empty: nowhere."""
+        self.head = self._pod(self.cluster["headGroupSpec"])
+        self.workers = [self._pod(group) for group in self.cluster.get("workerGroupSpecs", [])]
+        self.pods = [self.head, *self.workers]
+
+    def _pod(self, group: Object) -> Pod:
+        scaled = self.autoscales and "groupName" in group
+        fewest = group.get("minReplicas", 0) if scaled else group.get("replicas", 1)
+        return Pod.of(where(self.entry, group.get("groupName", "head")), group, fewest, group)
+
+
 class Manifests:
     """The objects of one overlay."""
 
     def __init__(self, objects: Iterable[Object]) -> None:
         self.objects = list(objects)
+
+    @property
+    def ray(self) -> RayService:
+        """The one RayService; that there is one :mod:`deploy.schema_rules` has found."""
+        return RayService(*self.of("RayService"))
 
     def of(self, *kinds: str) -> list[Object]:
         """All objects of these kinds."""
@@ -80,12 +111,10 @@ class Manifests:
 
     def pods(self) -> list[Pod]:
         """Every pod template: of Ray's head and worker groups, and of what Kubernetes runs itself."""
-        found = [pod for entry in self.of("RayService") for pod in groups(entry)]
-        for entry in self.of("Deployment", "StatefulSet", "Job"):
-            template, count = entry["spec"]["template"], entry["spec"].get("replicas", 1)
-            labels = template.get("metadata", {}).get("labels", {})
-            found.append(Pod(where(entry), labels, template["spec"], count))
-        return found
+        others = self.of("Deployment", "StatefulSet", "Job")
+        return self.ray.pods + [
+            Pod.of(where(entry), entry["spec"], entry["spec"].get("replicas", 1), {}) for entry in others
+        ]
 
     def selected(self, selector: Object) -> list[Pod]:
         """Those that a label selector takes."""
@@ -95,23 +124,16 @@ class Manifests:
         """Those that a Service leads to."""
         return self.selected({"matchLabels": service["spec"].get("selector", {})})
 
-    def redis_of(self, rayservice: Object) -> list[Pod]:
-        """Those of ours that keep the state of its head in Redis."""
-        options = rayservice["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions", {})
-        name = host_in(options.get("redisAddress", ""))
+    def redis(self) -> list[Pod]:
+        """Those of ours that keep the state of Ray's head."""
+        name = host_in(self.ray.state.get("redisAddress", ""))
         services = [entry for entry in self.of("Service") if entry["metadata"]["name"] == name]
         return [pod for service in services for pod in self.pods_of(service)]
 
-    def ways_out(self, pod: Pod) -> list[Object]:
-        """Egress rules of all NetworkPolicies that select a pod."""
-        return [way for policy in self._policies_of(pod) for way in policy["spec"].get("egress", [])]
-
-    def ways_in(self, pod: Pod) -> list[tuple[Object, Object]]:
-        """Ingress rules of all NetworkPolicies that select a pod, each behind its policy."""
-        return [(policy, way) for policy in self._policies_of(pod) for way in policy["spec"].get("ingress", [])]
-
-    def _policies_of(self, pod: Pod) -> list[Object]:
-        return [one for one in self.of("NetworkPolicy") if selects(one["spec"]["podSelector"], pod.labels)]
+    def ways(self, pod: Pod, side: str) -> list[tuple[Object, Object]]:
+        """Rules (``ingress`` or ``egress``) of all NetworkPolicies that select a pod, each behind its policy."""
+        policies = [one for one in self.of("NetworkPolicy") if selects(one["spec"]["podSelector"], pod.labels)]
+        return [(policy, way) for policy in policies for way in policy["spec"].get(side, [])]
 
 
 def render(overlay: Path) -> Manifests:
@@ -132,20 +154,6 @@ def render(overlay: Path) -> Manifests:
 def where(entry: Object, part: str = "") -> str:
     """How a finding names an object."""
     return " ".join(filter(None, (f"{entry['kind']} {entry['metadata']['name']}", part)))
-
-
-def groups(rayservice: Object) -> list[Pod]:
-    """Of the head group, then of the worker groups."""
-    cluster = rayservice["spec"]["rayClusterConfig"]
-    found = []
-    for group in (cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", [])):
-        scaled = cluster.get("enableInTreeAutoscaling") and "groupName" in group
-        fewest = group.get("minReplicas", 0) if scaled else group.get("replicas", 1)
-        template = group["template"]
-        labels = template.get("metadata", {}).get("labels", {})
-        place = where(rayservice, group.get("groupName", "head"))
-        found.append(Pod(place, labels, template["spec"], fewest, group))
-    return found
 
 
 def requested(container: Object, resource: str) -> float:

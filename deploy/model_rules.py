@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from cluster.fetch import COMPLETE, READABLE, FetchError, models_in, quantity
-from deploy.manifests import Manifests, Object, Violation, environment_of, groups, where
+from deploy.manifests import Manifests, Object, RayService, Violation, environment_of, where
 
 LIST, STORAGE = "MODELS", "STORAGE"
 """Variables of the Job: FOLDER=HUB-ID, separated by spaces; and how large the volume was asked to be."""
@@ -21,8 +21,7 @@ def model_findings(manifests: Manifests) -> Iterator[Violation]:
     for job in manifests.of("Job"):
         if LIST in fetched_by(job):
             yield from ((where(job), what) for what in _of_job(job, manifests))
-            for service in manifests.of("RayService"):
-                yield from _of_waiting(service)
+            yield from _of_waiting(manifests.ray)
 
 
 def fetched_by(job: Object) -> Mapping[str, str]:
@@ -60,9 +59,9 @@ def least_bytes(model: str) -> int:
     return int(max((float(count) for _, count in counts), default=0.0) * size * 1e9)
 
 
-def _of_waiting(service: Object) -> Iterator[Violation]:
+def _of_waiting(ray: RayService) -> Iterator[Violation]:
     """Routers read tokenizers, workers weights; each waits for no more and no less."""
-    for group in groups(service)[1:]:
+    for group in ray.workers:
         claims = {one.get("persistentVolumeClaim", {}).get("claimName") for one in group.spec.get("volumes", [])}
         if CLAIM not in claims:
             continue

@@ -19,12 +19,9 @@ def pod_findings(manifests: Manifests) -> Iterator[Violation]:
         for container in pod.containers():
             place = f"{pod.where} {container['name']}"
             yield from ((place, what) for what in _of_container(container))
-    for service in manifests.of("RayService"):
-        cluster = service["spec"]["rayClusterConfig"]
-        if cluster.get("enableInTreeAutoscaling"):
-            options = cluster.get("autoscalerOptions", {})
-            for what in [*_of_security(options.get("securityContext", {})), *_of_resources(options)]:
-                yield where(service, "autoscaler"), what
+    if (ray := manifests.ray).autoscales:
+        for what in [*_of_security(ray.autoscaler.get("securityContext", {})), *_of_resources(ray.autoscaler)]:
+            yield where(ray.entry, "autoscaler"), what
 
 
 def image_findings(manifests: Manifests) -> Iterator[Violation]:

@@ -6,10 +6,10 @@ keep a pod from somebody it cannot do without.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from urllib.parse import urlsplit
 
-from deploy.manifests import Manifests, Object, Pod, Violation, groups, selects, where
+from deploy.manifests import Manifests, Object, Pod, Violation, selects, where
 
 HTTP, METRICS, DASHBOARD, HTTPS, REDIS = 8000, 8080, 8265, 443, 6379
 KUBERNETES = (HTTPS, 6443, 8443, 16443)
@@ -25,15 +25,16 @@ NODE_LOCAL = "169.254.20.10/32"
 asked for names any more."""
 OF_A_NAMESPACE = "kubernetes.io/metadata.name"
 EVERYBODY = frozenset({"0.0.0.0/0", "::/0"})
+PEERS = {"ingress": "from", "egress": "to"}
+"""Where a rule of each side of a NetworkPolicy names whom it is about."""
 TO_THE_WORLD = frozenset({"LoadBalancer", "NodePort"})
 
 
 def policy_findings(manifests: Manifests) -> Iterator[Violation]:
     """Of all policies together, and of Services that lead past them."""
-    denied = [entry["spec"] for entry in manifests.of("NetworkPolicy") if not entry["spec"]["podSelector"]]
-    if not any(
-        {"Ingress", "Egress"} == set(spec.get("policyTypes", [])) and not spec.get("ingress") for spec in denied
-    ):
+    to_all = [entry["spec"] for entry in manifests.of("NetworkPolicy") if not entry["spec"]["podSelector"]]
+    denying = [spec for spec in to_all if {"Ingress", "Egress"} == set(spec.get("policyTypes", []))]
+    if all(spec.get("ingress") for spec in denying):
         yield "manifests", "there must be a NetworkPolicy that denies everything, in and out, to all pods"
     yield from _ports(manifests)
     yield from _strangers(manifests)
@@ -49,13 +50,12 @@ def lets_out_to(manifests: Manifests, pod: Pod, endpoint: str) -> bool:
     labels = (url.hostname or "").split(".")
     namespace = labels[1] if len(labels) == 2 or labels[2:3] == ["svc"] else ""
 
-    def leads(place: Object) -> bool:
+    def leads(peer: Object) -> bool:
         if not namespace:
-            return "ipBlock" in place
-        return "namespaceSelector" in place and selects(place["namespaceSelector"], {OF_A_NAMESPACE: namespace})
+            return "ipBlock" in peer
+        return "namespaceSelector" in peer and selects(peer["namespaceSelector"], {OF_A_NAMESPACE: namespace})
 
-    ways = [way for way in manifests.ways_out(pod) if _covers_any(way, port)]
-    return any(not place or leads(place) for way in ways for place in _places(way, "to"))
+    return any(not peer or leads(peer) for peer in _peers(manifests, pod, "egress", port))
 
 
 def _ports(manifests: Manifests) -> Iterator[Violation]:
@@ -68,7 +68,7 @@ def _ports(manifests: Manifests) -> Iterator[Violation]:
                 if "endPort" not in port and port["port"] not in opened:
                     yield where(policy), f"no pod that it selects has port {port['port']}"
             for number, what in CLOSED.items() if HTTP in opened else ():
-                if _covers_any(rule, number):
+                if _covers(rule, number):
                     yield where(policy), f"lets others see {what}, on port {number}"
 
 
@@ -78,9 +78,9 @@ def _strangers(manifests: Manifests) -> Iterator[Violation]:
     for pod in manifests.pods():
         if (guarded := _guarded(pod)) is None:
             continue
-        for policy, way in manifests.ways_in(pod):
-            theirs = [place for place in _places(way, "from") if not _is_ours(place)]
-            anybody = any(not place or place.get("ipBlock", {}).get("cidr") in EVERYBODY for place in theirs)
+        for policy, way in manifests.ways(pod, "ingress"):
+            theirs = [peer for peer in way.get("from") or [{}] if not _is_ours(peer)]
+            anybody = any(not peer or peer.get("ipBlock", {}).get("cidr") in EVERYBODY for peer in theirs)
             who = "everybody" if anybody else "others than our pods"
             for shown in _unguarded(pod, way, {HTTP} if anybody else guarded) if theirs else ():
                 found.add((where(policy), f"lets {who} in to port {shown} of {pod.where}"))
@@ -104,13 +104,14 @@ def _guarded(pod: Pod) -> set[int] | None:
     return set() if pod.where.startswith("StatefulSet") else None
 
 
-def _places(way: Object, side: str) -> list[Object]:
-    """Whom a rule lets come in (``from``), or go out to (``to``); an empty one is everybody."""
-    return way.get(side) or [{}]
+def _peers(manifests: Manifests, pod: Pod, side: str, *ports: int, protocol: str = "TCP") -> list[Object]:
+    """Whom policies let in to one of these ports of a pod (``ingress``), or it out to; an empty one is everybody."""
+    ways = [way for _, way in manifests.ways(pod, side) if any(_covers(way, port, protocol) for port in ports)]
+    return [peer for way in ways for peer in way.get(PEERS[side]) or [{}]]
 
 
-def _is_ours(place: Object) -> bool:
-    return "podSelector" in place and "namespaceSelector" not in place
+def _is_ours(peer: Object) -> bool:
+    return "podSelector" in peer and "namespaceSelector" not in peer
 
 
 def _services(manifests: Manifests) -> Iterator[Violation]:
@@ -123,64 +124,58 @@ def _services(manifests: Manifests) -> Iterator[Violation]:
 def _names(manifests: Manifests) -> Iterator[Violation]:
     """No pod does without names."""
     for pod in manifests.pods():
-        ways = manifests.ways_out(pod)
         for protocol in ("UDP", "TCP"):
-            there = [way for way in ways if _covers_any(way, NAMES, protocol)]
-            places = [place for way in there for place in way.get("to", [{"ipBlock": {"cidr": NODE_LOCAL}}])]
-            if not any(place.get("ipBlock", {}).get("cidr") == NODE_LOCAL for place in places):
-                what = f"no NetworkPolicy lets it ask NodeLocal DNSCache ({NODE_LOCAL}, {protocol} port {NAMES})"
-                yield pod.where, what
-            if not any("podSelector" in place and selects(place["podSelector"], OF_NAMES) for place in places):
-                yield pod.where, f"no NetworkPolicy lets it ask Kubernetes' DNS ({protocol} port {NAMES})"
+            peers, said = _peers(manifests, pod, "egress", NAMES, protocol=protocol), f"{protocol} port {NAMES}"
+            if not any(not peer or peer.get("ipBlock", {}).get("cidr") == NODE_LOCAL for peer in peers):
+                yield pod.where, f"no NetworkPolicy lets it ask NodeLocal DNSCache ({NODE_LOCAL}, {said})"
+            if not any("podSelector" in peer and selects(peer["podSelector"], OF_NAMES) for peer in peers):
+                yield pod.where, f"no NetworkPolicy lets it ask Kubernetes' DNS ({said})"
 
 
 def _ways(manifests: Manifests) -> Iterator[Violation]:
     """Who has to reach whom."""
-    for service in manifests.of("RayService"):
-        head, *workers = groups(service)
-        yield from _needed_from_outside(manifests, head, DASHBOARD, "KubeRay's operator")
-        if service["spec"]["rayClusterConfig"].get("enableInTreeAutoscaling"):
-            yield from _needed_outside(manifests, head, KUBERNETES, "Kubernetes' API, which Ray's autoscaler asks")
-        for pod in (head, *workers):
-            if manifests.of("PodMonitor"):
-                yield from _needed_from_outside(manifests, pod, METRICS, "Prometheus")
-            led_to = any(pod in manifests.pods_of(service) for service in manifests.of("Service"))
-            if led_to and not pod.gpus and manifests.of("HTTPRoute", "Ingress"):
-                yield from _needed_from_outside(manifests, pod, HTTP, "clients")
-            yield from _needed_among(manifests, pod, (head, *workers), ANY_WORKER)
-        yield from _needed_among(manifests, head, manifests.redis_of(service), REDIS)
+    ray = manifests.ray
+    yield from _needed_from_outside(manifests, ray.head, DASHBOARD, "KubeRay's operator")
+    if ray.autoscales:
+        yield from _needed_outside(manifests, ray.head, KUBERNETES, "Kubernetes' API, which Ray's autoscaler asks")
+    for pod in ray.pods:
+        if manifests.of("PodMonitor"):
+            yield from _needed_from_outside(manifests, pod, METRICS, "Prometheus")
+        led_to = any(pod in manifests.pods_of(service) for service in manifests.of("Service"))
+        if led_to and not pod.gpus and manifests.of("HTTPRoute", "Ingress"):
+            yield from _needed_from_outside(manifests, pod, HTTP, "clients")
+        yield from _needed_among(manifests, pod, ray.pods, ANY_WORKER)
+    yield from _needed_among(manifests, ray.head, manifests.redis(), REDIS)
     for pod in manifests.pods():
         if pod.where.startswith("Job"):
             yield from _needed_outside(manifests, pod, (HTTPS,), "where models are")
 
 
 def _needed_from_outside(manifests: Manifests, pod: Pod, port: int, who: str) -> Iterator[Violation]:
-    ways = [way for _, way in manifests.ways_in(pod) if _covers_any(way, port)]
-    if not any(not _is_ours(place) for way in ways for place in _places(way, "from")):
+    if all(map(_is_ours, _peers(manifests, pod, "ingress", port))):
         yield pod.where, f"no NetworkPolicy lets {who} in to port {port}"
 
 
-def _needed_outside(manifests: Manifests, pod: Pod, ports: Iterable[int], what: str) -> Iterator[Violation]:
-    ways = [way for way in manifests.ways_out(pod) if any(_covers_any(way, port) for port in ports)]
-    if not any(not _is_ours(place) for way in ways for place in _places(way, "to")):
-        yield pod.where, f"no NetworkPolicy lets it out to {what} (TCP port {next(iter(ports))})"
+def _needed_outside(manifests: Manifests, pod: Pod, ports: Sequence[int], what: str) -> Iterator[Violation]:
+    if all(map(_is_ours, _peers(manifests, pod, "egress", *ports))):
+        yield pod.where, f"no NetworkPolicy lets it out to {what} (TCP port {ports[0]})"
 
 
 def _needed_among(manifests: Manifests, pod: Pod, others: Iterable[Pod], port: int) -> Iterator[Violation]:
     """Whether a pod may go out to others of ours, and these let it in."""
 
-    def lead(ways: Iterable[Object], side: str, to: Pod) -> bool:
-        places = (place for way in ways if _covers_any(way, port) for place in _places(way, side))
-        return any(not place or (_is_ours(place) and selects(place["podSelector"], to.labels)) for place in places)
+    def lead(one: Pod, side: str, other: Pod) -> bool:
+        peers = _peers(manifests, one, side, port)
+        return any(not peer or (_is_ours(peer) and selects(peer["podSelector"], other.labels)) for peer in peers)
 
     for other in others:
-        if not lead(manifests.ways_out(pod), "to", other):
+        if not lead(pod, "egress", other):
             yield pod.where, f"no NetworkPolicy lets it out to {other.where}"
-        if not lead((way for _, way in manifests.ways_in(other)), "from", pod):
+        if not lead(other, "ingress", pod):
             yield other.where, f"no NetworkPolicy lets {pod.where} in"
 
 
-def _covers_any(way: Object, number: int, protocol: str = "TCP") -> bool:
+def _covers(way: Object, number: int, protocol: str = "TCP") -> bool:
     """Whether a rule is for a port."""
     ports = way.get("ports") or [{"port": number, "protocol": protocol}]
     return any(

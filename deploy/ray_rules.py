@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from cluster.ray.parts import PROXY_SETTINGS
-from deploy.manifests import Manifests, Object, Pod, Violation, environment_of, groups, mount_of, where
+from deploy.manifests import Manifests, Object, Pod, RayService, Violation, environment_of, mount_of, where
 from router.http.asgi import HEAD_SECONDS, STALL_SECONDS
 
 MAX_NAME_CHARACTERS = 47
@@ -17,12 +17,13 @@ HARD_STOP = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
 CLIENT_TIMEOUT = "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"
 MAX_CLIENT_SECONDS = min(HEAD_SECONDS, STALL_SECONDS)
 """What a router that serves HTTP itself gives a client to send a head, or to read on. HAProxy takes 0 for no limit."""
-WORDS = {
-    "RAY_SERVE_HAPROXY_BINARY_PATH": "/app/cluster/ray/haproxy.sh",
-    **PROXY_SETTINGS,
+_BARE = "a request whose router dies ends in a bare 500"
+PROXIES: Mapping[str, tuple[str, str]] = {
+    "RAY_SERVE_HAPROXY_BINARY_PATH": ("/app/cluster/ray/haproxy.sh", _BARE),
+    **{name: (value, _BARE) for name, value in PROXY_SETTINGS.items()},
+    "RAY_SERVE_ENABLE_HA_PROXY": ("1", "clients may hold connections for ever, by a head that never ends"),
 }
-"""What has Serve's HAProxy and its own proxy answer in our words what no router answers."""
-HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+"""What has Serve's HAProxy and its own proxy answer in our words what no router answers, and what is so without it."""
 RETRIES = "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT"
 USUAL: Mapping[str, float] = {DRAIN: 30.0, HARD_STOP: 120.0, CLIENT_TIMEOUT: 3600.0, RETRIES: 3.0}
 """What Ray takes where these variables are not set."""
@@ -39,17 +40,17 @@ _NAME = r"[a-z]([-a-z0-9]*[a-z0-9])?"
 
 
 def ray_findings(manifests: Manifests) -> Iterator[Violation]:
-    """Of every RayService; there should be one."""
-    services = manifests.of("RayService")
-    if len(services) != 1:
-        yield "manifests", f"there must be one RayService, not {len(services)}"
-    for service in services:
-        for what in [*_of_service(service), *_of_autoscaler(service), *_of_state(service)]:
-            yield where(service), what
-        yield from _of_redis(service, manifests)
-        for group in groups(service):
-            for what in [*_of_group(group, service), *_of_shutdown(group), *_of_proxies(group.main)]:
-                yield group.where, what
+    """Of the RayService, and the Redis that keeps its head's state where that is one of ours."""
+    ray = manifests.ray
+    for what in [*_of_service(ray), *_of_head(ray.head.main), *_of_autoscaler(ray), *_of_state(ray)]:
+        yield where(ray.entry), what
+    for pod in manifests.redis():
+        said = " ".join(str(part) for part in pod.main.get("args", []))
+        if "--tls-port" not in said or "--port 0" not in said:
+            yield pod.where, "must listen with --tls-port alone, and --port 0"
+    for pod in ray.pods:
+        for what in [*_of_group(pod, ray), *_of_shutdown(pod), *_of_proxies(pod.main)]:
+            yield pod.where, what
 
 
 def number(container: Object, variable: str) -> float:
@@ -64,36 +65,33 @@ def number(container: Object, variable: str) -> float:
         return math.nan
 
 
-def _of_service(service: Object) -> Iterator[str]:
-    name, spec = service["metadata"]["name"], service["spec"]
-    cluster = spec["rayClusterConfig"]
+def _of_service(ray: RayService) -> Iterator[str]:
+    name, spec = ray.entry["metadata"]["name"], ray.entry["spec"]
     if len(name) > MAX_NAME_CHARACTERS:
         yield f"the name has {len(name)} characters; KubeRay takes at most {MAX_NAME_CHARACTERS}"
     if not re.fullmatch(_NAME, name):
         yield f"the name {name!r} must be lower-case letters, digits and -, and begin with a letter"
-    if INITIALIZING in service["metadata"].get("annotations", {}):
+    if INITIALIZING in ray.entry["metadata"].get("annotations", {}):
         yield f"{INITIALIZING} is final: KubeRay gives the service up when nodes and models come later; leave it out"
     if spec.get("excludeHeadPodFromServeSvc") is not True:
         yield "excludeHeadPodFromServeSvc must be true: who enters by the head is cut off with it"
-    authentication = cluster.get("authOptions", {})
+    authentication = ray.cluster.get("authOptions", {})
     if authentication.get("mode") != "token":
         yield "authOptions.mode must be token: whoever reaches the head could run anything"
     if authentication.get("enableK8sTokenAuth"):
         yield "authOptions.enableK8sTokenAuth does not work with a RayService"
-    if not cluster.get("rayVersion"):
+    if not ray.cluster.get("rayVersion"):
         yield "rayVersion must be set for authOptions"
     upgrade = spec.get("upgradeStrategy", {})
     if upgrade.get("type") == "NewClusterWithIncrementalUpgrade":
         options = upgrade.get("clusterUpgradeOptions")
-        if not cluster.get("enableInTreeAutoscaling"):
+        if not ray.autoscales:
             yield "an incremental upgrade needs enableInTreeAutoscaling"
         if not options:
             yield "an incremental upgrade needs clusterUpgradeOptions"
         elif options.get("stepSizePercent", 0) > options.get("maxSurgePercent", 100):
             yield "clusterUpgradeOptions.stepSizePercent is above maxSurgePercent"
-    head, *_ = found = groups(service)
-    yield from _of_head(head.main)
-    names = [group.group_name for group in found]
+    names = [pod.group_name for pod in ray.pods]
     if len(names) != len(set(names)):
         yield f"worker groups share a name: {', '.join(sorted(names))}"
 
@@ -106,46 +104,34 @@ def _of_head(head: Object) -> Iterator[str]:
         yield f"{RETRIES} of the head is {retries:g}; below {MIN_RETRIES} Serve soon gives workers up for good"
 
 
-def _of_state(service: Object) -> Iterator[str]:
+def _of_state(ray: RayService) -> Iterator[str]:
     """What Redis keeps for the head is what the cluster runs, code included; so is who may write there."""
-    cluster = service["spec"]["rayClusterConfig"]
-    options = cluster.get("gcsFaultToleranceOptions")
-    if not options:
+    if not ray.state:
         return
-    address, head = options.get("redisAddress", ""), groups(service)[0].main
+    address, head = ray.state.get("redisAddress", ""), ray.head.main
     if not address.startswith(TLS):
         yield f"gcsFaultToleranceOptions.redisAddress is {address}; with {TLS} nobody reads or changes it on the way"
     authority = environment_of(head).get(AUTHORITY, "")
     if not authority or mount_of(head, authority) is None:
         yield f"{AUTHORITY} of the head must name a mounted file, or Ray sends its password to whoever answers"
-    if "secretKeyRef" not in options.get("redisPassword", {}).get("valueFrom", {}):
+    if "secretKeyRef" not in ray.state.get("redisPassword", {}).get("valueFrom", {}):
         yield "gcsFaultToleranceOptions.redisPassword must come from a Secret"
 
 
-def _of_redis(service: Object, manifests: Manifests) -> Iterator[Violation]:
-    """Of the Redis that keeps the head's state, where it is one of ours."""
-    for pod in manifests.redis_of(service):
-        said = " ".join(str(part) for part in pod.main.get("args", []))
-        if "--tls-port" not in said or "--port 0" not in said:
-            yield pod.where, "must listen with --tls-port alone, and --port 0"
-
-
-def _of_autoscaler(service: Object) -> Iterator[str]:
-    cluster = service["spec"]["rayClusterConfig"]
-    options = cluster.get("autoscalerOptions", {})
-    if not cluster.get("enableInTreeAutoscaling"):
-        if options:
+def _of_autoscaler(ray: RayService) -> Iterator[str]:
+    if not ray.autoscales:
+        if ray.autoscaler:
             yield "autoscalerOptions has no effect without enableInTreeAutoscaling"
         return
-    if options.get("version") != "v2":
+    if ray.autoscaler.get("version") != "v2":
         yield "autoscalerOptions.version must be v2; v1 does not know Ray's labels"
-    for group in groups(service):
+    for group in ray.pods:
         policy = group.spec.get("restartPolicy", "Never")
         if policy != "Never":
             yield f"{group.group_name}: restartPolicy is {policy}; with autoscaler v2 it must be Never or unset"
 
 
-def _of_group(pod: Pod, service: Object) -> Iterator[str]:
+def _of_group(pod: Pod, ray: RayService) -> Iterator[str]:
     group = pod.ray
     start: Mapping[str, str] = group.get("rayStartParams", {})
     if "labels" in start:
@@ -160,20 +146,15 @@ def _of_group(pod: Pod, service: Object) -> Iterator[str]:
     low, usual, high = (group.get(key, 0) for key in ("minReplicas", "replicas", "maxReplicas"))
     if not low <= usual <= high:
         yield f"replicas must be between minReplicas and maxReplicas, got {low} <= {usual} <= {high}"
-    version = service["spec"]["rayClusterConfig"].get("autoscalerOptions", {}).get("version")
-    if group.get("idleTimeoutSeconds") is not None and version != "v2":
+    if group.get("idleTimeoutSeconds") is not None and ray.autoscaler.get("version") != "v2":
         yield "idleTimeoutSeconds needs autoscaler v2"
 
 
 def _of_proxies(container: Object) -> Iterator[str]:
     environment = environment_of(container)
-    for name, value in WORDS.items():
+    for name, (value, otherwise) in PROXIES.items():
         if environment.get(name) != value:
-            said = environment.get(name) or "not set"
-            yield f"{name} is {said}; without {value} a request whose router dies ends in a bare 500"
-    if environment.get(HAPROXY) != "1":
-        said = environment.get(HAPROXY) or "not set"
-        yield f"{HAPROXY} is {said}; without 1 clients may hold connections for ever, by a head that never ends"
+            yield f"{name} is {environment.get(name) or 'not set'}; without {value} {otherwise}"
     seconds = number(container, CLIENT_TIMEOUT)
     if not 0 < seconds <= MAX_CLIENT_SECONDS:
         why = "HAProxy cuts clients that send no whole head or read nothing"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from deploy.manifests import Manifests, Object, Pod, Violation, groups, host_in, selects, where
+from deploy.manifests import Manifests, Object, Pod, Violation, host_in, selects, where
 from deploy.policy_rules import HTTP
 
 
@@ -50,8 +50,8 @@ CLAIM, MODELS = "PersistentVolumeClaim", "paceline-models"
 """Where models lie; made by hand where no Job fills it."""
 GIVEN = {("ConfigMap", "kube-root-ca.crt"), ("ServiceAccount", "default")}
 """In every namespace."""
-SERVE_SERVICE = "-serve-svc"
-"""KubeRay makes a service for HTTP, named after the RayService."""
+SERVE_SERVICE = "{}-serve-svc"
+"""The service for HTTP that KubeRay makes, by the name of the RayService."""
 READY = "/ready"
 """What a router says of itself."""
 HOST = "kubernetes.io/hostname"
@@ -138,7 +138,7 @@ def _known(manifests: Manifests) -> set[tuple[str, str]]:
     """What there is, will be made by an operator, or is made by hand."""
     found = {(entry["kind"], entry["metadata"]["name"]) for entry in manifests.objects} | GIVEN
     found |= {("Secret", certificate["spec"]["secretName"]) for certificate in manifests.of("Certificate")}
-    found |= {("Service", f"{name}{SERVE_SERVICE}") for name in manifests.names("RayService")}
+    found |= {("Service", SERVE_SERVICE.format(manifests.ray.entry["metadata"]["name"]))}
     found |= {(CLAIM, MODELS)} if models_by_hand(manifests) else set()
     return found | {("Secret", name) for name in _secrets(manifests)}
 
@@ -239,17 +239,18 @@ def _apart(manifests: Manifests) -> Iterator[Violation]:
         for budget in manifests.of("PodDisruptionBudget")
         for pod in manifests.selected(budget["spec"].get("selector", {}))
     }
-    for service in manifests.of("RayService"):
-        head, *workers = groups(service)
-        for pod in workers:
-            survives = service["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions")
-            if survives and pod.labels.get(COMPONENT) in SURVIVING:
-                minding.setdefault(pod.where, "which Ray's head would survive")
-            if pod.where in minding and not _on_two_machines(pod):
-                yield pod.where, f"all of its pods may come to one machine, {minding[pod.where]}"
-        for pod in manifests.redis_of(service):
-            if not _shuns(pod, head):
-                yield pod.where, "may come to the machine of Ray's head, whose state it keeps"
+    ray = manifests.ray
+    for pod in ray.workers:
+        if ray.state and pod.labels.get(COMPONENT) in SURVIVING:
+            minding.setdefault(pod.where, "which Ray's head would survive")
+        if pod.where in minding and not _on_two_machines(pod):
+            yield pod.where, f"all of its pods may come to one machine, {minding[pod.where]}"
+    for pod in manifests.redis():
+        affinity = pod.spec.get("affinity", {}).get("podAntiAffinity", {})
+        terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", [])
+        shunned = [one.get("labelSelector", {}) for one in terms if one["topologyKey"] == HOST]
+        if not any(selects(selector, ray.head.labels) for selector in shunned):
+            yield pod.where, "may come to the machine of Ray's head, whose state it keeps"
 
 
 def _on_two_machines(pod: Pod) -> bool:
@@ -257,18 +258,12 @@ def _on_two_machines(pod: Pod) -> bool:
     return any(one["whenUnsatisfiable"] == "DoNotSchedule" and one.get("minDomains", 1) > 1 for one in spreads)
 
 
-def _shuns(pod: Pod, other: Pod) -> bool:
-    affinity = pod.spec.get("affinity", {}).get("podAntiAffinity", {})
-    terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", [])
-    return any(one["topologyKey"] == HOST and selects(one.get("labelSelector", {}), other.labels) for one in terms)
-
-
 def _entrance(manifests: Manifests) -> Iterator[Violation]:
     """HTTP enters by pods that compute nothing, once they can serve: what enters by a pod ends with it."""
-    theirs = {f"{name}{SERVE_SERVICE}" for name in manifests.names("RayService")}
+    every = SERVE_SERVICE.format(manifests.ray.entry["metadata"]["name"])
     for route in manifests.of("HTTPRoute", "Ingress"):
-        for name in sorted({name for kind, name in _mentioned(route) if kind == "Service"} & theirs):
-            yield where(route), f"{name} leads clients into every pod; lead them to a Service of routers"
+        if ("Service", every) in _mentioned(route):
+            yield where(route), f"{every} leads clients into every pod; lead them to a Service of routers"
     for service in manifests.of("Service"):
         leads = any(port.get("targetPort") in ("serve", HTTP) for port in service["spec"]["ports"])
         for pod in manifests.pods_of(service) if leads else []:

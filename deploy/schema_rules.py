@@ -1,4 +1,7 @@
-"""Whether every object has the shape its kind allows. A field that is unknown is refused: a cluster would drop it."""
+"""Whether every object has the shape its kind allows. A field that is unknown is refused: a cluster would drop it.
+
+And whether there is the one RayService that all other rules look at.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,8 @@ def schema_findings(manifests: Manifests) -> Iterator[Violation]:
     for entry in manifests.objects:
         for what in _faults(entry):
             yield where(entry), what if len(what) <= LONGEST else f"{what[:LONGEST]}..."
+    if (count := len(manifests.of("RayService"))) != 1:
+        yield "manifests", f"there must be one RayService, not {count}"
 
 
 def _faults(entry: Object) -> Iterator[str]:

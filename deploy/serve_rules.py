@@ -24,7 +24,7 @@ from cluster.config.settings import ConfigError, described, yaml_in
 from cluster.placement import ROUTER as ROUTER_DEPLOYMENT
 from cluster.placement import ClusterNode, Need, lacking, needs, with_routers
 from cluster.ray.parts import IMPORT_PATH
-from deploy.manifests import Manifests, Object, Pod, Violation, groups, mount_of, requested, where
+from deploy.manifests import Manifests, Object, Pod, RayService, Violation, mount_of, requested, where
 from deploy.model_rules import LIST, fetched_by
 from deploy.policy_rules import lets_out_to
 from deploy.ray_rules import DRAIN, HARD_STOP, number
@@ -42,27 +42,27 @@ KWARGS = f"{POLICY}.policy_kwargs"
 MIN_DOWN_SECONDS = 60.0
 """That routers must be too many before there are fewer. With each change Serve replaces the HAProxy of every node, and
 what was replaced keeps its streams, and its memory, for up to the hard stop."""
+Bounds = tuple[int, int | None]
+"""The fewest replicas that Serve may leave of a deployment, and the most that it may start, if it says."""
 WIDTH = 1 << 16
 """Wide enough for a line of YAML that is not to be broken."""
 
 
 def serve_findings(manifests: Manifests) -> Iterator[Violation]:
-    """Of the Serve configuration of every RayService, down to Paceline's own below ``args``."""
-    for service in manifests.of("RayService"):
-        place = where(service, "serveConfigV2")
-        try:
-            document = yaml_in("it", service["spec"].get("serveConfigV2", ""))
-        except ConfigError as error:
-            yield place, str(error)
-            continue
-        if not isinstance(document, dict):
-            yield place, "must be a mapping"
-            continue
-        faults = [*_schema_faults(document)]
-        yield from ((place, what) for what in faults or _of_serve(document, service))
-        for application in [] if faults else document["applications"]:
-            for what in _of_application(application, service, manifests):
-                yield f"{place} {application['name']}", what
+    """Of the RayService's configuration of Serve, down to Paceline's own below ``args``."""
+    place = where(manifests.ray.entry, "serveConfigV2")
+    try:
+        document = yaml_in("it", manifests.ray.entry["spec"].get("serveConfigV2", ""))
+    except ConfigError as error:
+        yield place, str(error)
+        return
+    if not isinstance(document, dict):
+        yield place, "must be a mapping"
+        return
+    faults = [*_schema_faults(document)]
+    yield from ((place, what) for what in faults or _of_serve(document, manifests.ray))
+    for application in [] if faults else document["applications"]:
+        yield from ((f"{place} {application['name']}", what) for what in _of_application(application, manifests))
 
 
 def _schema_faults(document: Object) -> Iterator[str]:
@@ -75,7 +75,7 @@ def _schema_faults(document: Object) -> Iterator[str]:
             yield f"{place}: {'Ray Serve has no such setting' if unknown else entry['msg']}"
 
 
-def _of_serve(document: Object, service: Object) -> Iterator[str]:
+def _of_serve(document: Object, ray: RayService) -> Iterator[str]:
     if document.get("proxy_location", "EveryNode") != "EveryNode":
         yield f"proxy_location is {document['proxy_location']}; without EveryNode workers never get ready"
     http = document.get("http_options", {})
@@ -84,7 +84,7 @@ def _of_serve(document: Object, service: Object) -> Iterator[str]:
     if http.get("request_timeout_s") is not None:
         yield "http_options.request_timeout_s cuts streams that run; leave it out"
     port = http.get("port", 8000)
-    for group in groups(service):
+    for group in ray.pods:
         ports = {entry.get("name"): entry["containerPort"] for entry in group.main.get("ports", [])}
         if ports.get("serve") != port:
             yield f"http_options.port is {port}, but {group.group_name} calls {ports.get('serve')} its port serve"
@@ -93,20 +93,22 @@ def _of_serve(document: Object, service: Object) -> Iterator[str]:
         yield f"applications must be one with import_path {IMPORT_PATH}, got {', '.join(paths) or 'none'}"
 
 
-def _of_application(application: Object, service: Object, manifests: Manifests) -> Iterator[str]:
+def _of_application(application: Object, manifests: Manifests) -> Iterator[str]:
     """Of one entry of ``applications`` that Serve takes: its ``args``, and how many replicas ``deployments`` says."""
     try:
         config = from_mapping(application.get("args", {}), "args")
     except ConfigError as error:
         yield str(error)
         return
+    ray = manifests.ray
     yield from _of_config(config)
-    yield from _of_proxies(config, service)
-    yield from _of_tracing(config, service, manifests)
+    yield from _of_proxies(config, ray)
+    yield from _of_tracing(config, manifests)
     if config.security.api_keys:
         yield from _of_picker(manifests)
     yield from _of_scaling(config, application)
-    config = with_routers(config, _nodes(service))
+    nodes = _nodes(ray)
+    config = with_routers(config, nodes)
     counts, names = _replicas(application), [need.deployment for need in needs(config)]
     wanted = [replace(need, replicas=counts.get(need.deployment, (0, 0))[1] or need.replicas) for need in needs(config)]
     faults = [
@@ -114,24 +116,23 @@ def _of_application(application: Object, service: Object, manifests: Manifests) 
         for name in counts
         if name not in names
     ]
-    faults += filter(None, [lacking(wanted, _nodes(service))])
+    faults += filter(None, [lacking(wanted, nodes)])
     if faults:
         yield from faults
         return
-    head, *_ = groups(service)
-    for what in [*_of_files(config, ROUTER, head, manifests)][:1]:
-        yield f"{head.group_name}: {what}; from there the doctor meets workers as a router does"
+    for what in [*_of_files(config, ROUTER, ray.head, manifests)][:1]:
+        yield f"{ray.head.group_name}: {what}; from there the doctor meets workers as a router does"
     for need in wanted:
-        for group in _fitting(need, service):
+        for group in _fitting(need, ray):
             for what in _of_equipment(config, role_of(need.deployment) or ROUTER, group, manifests):
                 yield f"{group.group_name}: {what}"
-    if service["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions"):
-        yield from _of_survival(counts, service, wanted)
-    yield from _of_models(config, wanted, service, manifests)
+    if ray.state:
+        yield from _of_survival(counts, wanted, ray)
+    yield from _of_models(config, wanted, manifests)
 
 
-def _replicas(application: Object) -> dict[str, tuple[int, int | None]]:
-    """By deployment, the fewest replicas that Serve may leave of it, and the most that it may start, if it says."""
+def _replicas(application: Object) -> dict[str, Bounds]:
+    """By deployment."""
     found = {}
     for entry in application.get("deployments", []):
         count, bounds = entry.get("num_replicas"), entry.get("autoscaling_config") or {}
@@ -151,9 +152,9 @@ def _of_config(config: Config) -> Iterator[str]:
         yield "security.api_keys is empty, so whoever reaches the address may use it; or say router.allow_remote"
 
 
-def _of_proxies(config: Config, service: Object) -> Iterator[str]:
+def _of_proxies(config: Config, ray: RayService) -> Iterator[str]:
     """Every node has an HAProxy; one that was replaced must keep its streams for as long as a router does."""
-    for group in groups(service):
+    for group in ray.pods:
         stop = number(group.main, HARD_STOP)
         if not stop >= config.router.drain_timeout:
             below = f"below router.drain_timeout ({config.router.drain_timeout:g})"
@@ -161,10 +162,10 @@ def _of_proxies(config: Config, service: Object) -> Iterator[str]:
             yield f"{group.group_name}: {what}"
 
 
-def _of_tracing(config: Config, service: Object, manifests: Manifests) -> Iterator[str]:
+def _of_tracing(config: Config, manifests: Manifests) -> Iterator[str]:
     """Everything is denied but what policies let out."""
     endpoint = config.tracing.otlp_endpoint
-    for pod in groups(service)[1:] if endpoint else ():
+    for pod in manifests.ray.workers if endpoint else ():
         if not lets_out_to(manifests, pod, endpoint):
             yield f"tracing.otlp_endpoint is {endpoint}, but no NetworkPolicy lets {pod.where} out there"
 
@@ -208,7 +209,7 @@ def _of_files(config: Config, role: str, group: Pod, manifests: Manifests) -> It
             yield f"may run a {role}, but mounts the certificate of {', '.join(names)}"
 
 
-def _of_models(config: Config, wanted: Iterable[Need], service: Object, manifests: Manifests) -> Iterator[str]:
+def _of_models(config: Config, wanted: Iterable[Need], manifests: Manifests) -> Iterator[str]:
     """Models lie in the image or on a mounted volume; if a Job fills that, it has to fetch them.
 
     A router reads the tokenizer of every target.
@@ -224,7 +225,7 @@ def _of_models(config: Config, wanted: Iterable[Need], service: Object, manifest
             yield f"{said}; workers have no network: give a folder, such as /models/NAME"
             continue
         readers = {pool.deployment, ROUTER_DEPLOYMENT} if pool.role is Role.TARGET else {pool.deployment}
-        placed = [group for need in wanted if need.deployment in readers for group in _fitting(need, service)]
+        placed = [group for need in wanted if need.deployment in readers for group in _fitting(need, manifests.ray)]
         blind = [group.group_name for group in placed if mount_of(group.main, model) is None]
         if blind:
             yield f"{said}, but {' and '.join(blind)} mount nothing there"
@@ -232,38 +233,35 @@ def _of_models(config: Config, wanted: Iterable[Need], service: Object, manifest
             yield f"{said}, but `models` fetches only {', '.join(sorted(fetched))}"
 
 
-def _of_survival(
-    counts: Mapping[str, tuple[int, int | None]], service: Object, wanted: Iterable[Need]
-) -> Iterator[str]:
+def _of_survival(counts: Mapping[str, Bounds], wanted: Iterable[Need], ray: RayService) -> Iterator[str]:
     """Where Ray's head outlives its machine, so do clients' streams: routers and targets are on two."""
     for need in wanted:
         if role_of(need.deployment) is Role.DRAFT:
             continue
         if (count := counts.get(need.deployment, (need.replicas, 0))[0]) < 2:
             yield f"{need.deployment}: there may be {count} alone; with 2 the loss of one machine is survived"
-        for group in _fitting(need, service) if need.gpus else ():
+        for group in _fitting(need, ray) if need.gpus else ():
             if 2 * need.gpus * need.ranks <= group.gpus:
                 held = f"its {group.gpus:g} GPUs hold two of {need.deployment}"
                 yield f"{group.group_name}: {held}; one machine may take both"
 
 
-def _nodes(service: Object) -> list[ClusterNode]:
+def _nodes(ray: RayService) -> list[ClusterNode]:
     """The Ray nodes that may come to be: with an autoscaler, as many of each group as it may start."""
-    scaled = service["spec"]["rayClusterConfig"].get("enableInTreeAutoscaling")
     found = []
-    for group in groups(service)[1:]:
+    for group in ray.workers:
         # KubeRay tells Ray whole CPUs, rounded up.
         cpus = math.ceil(requested(group.main, "cpu"))
-        count = group.ray.get("maxReplicas" if scaled else "replicas", 1)
+        count = group.ray.get("maxReplicas" if ray.autoscales else "replicas", 1)
         found += [ClusterNode(cpus, group.gpus, group.ray.get("labels", {}))] * count
     return found
 
 
-def _fitting(need: Need, service: Object) -> list[Pod]:
+def _fitting(need: Need, ray: RayService) -> list[Pod]:
     """The worker groups where Ray may put it: those with its labels, and GPUs if it needs some."""
     return [
         group
-        for group in groups(service)[1:]
+        for group in ray.workers
         if need.labels.items() <= group.ray.get("labels", {}).items() and group.gpus >= need.gpus * need.ranks
     ]
 

@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _summary(overlay: Path, manifests: Manifests) -> list[str]:
-    namespace = manifests.of("RayService")[0]["metadata"].get("namespace", "default")
+    namespace = manifests.ray.entry["metadata"].get("namespace", "default")
     volume = f"  make first (a volume that all nodes can mount, with the models): {CLAIM} {MODELS}"
     return [
         f"{overlay}: {len(manifests.objects)} objects, nothing wrong",

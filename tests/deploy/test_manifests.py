@@ -67,7 +67,7 @@ def test_ray_reads_the_variables_that_the_rules_are_about() -> None:
     assert getattr(serve_constants, ray_rules.HARD_STOP) == ray_rules.USUAL[ray_rules.HARD_STOP]
     assert ray_rules.USUAL[ray_rules.RETRIES] == serve_constants.MAX_PER_REPLICA_RETRY_COUNT
     assert f'get_env_int("{ray_rules.RETRIES}", 3)' in inspect.getsource(serve_constants)
-    assert all(hasattr(serve_constants, name) for name in ray_rules.WORDS)
+    assert all(hasattr(serve_constants, name) for name in ray_rules.PROXIES)
 
 
 def test_traces_reach_a_collector_beside_prometheus() -> None:
