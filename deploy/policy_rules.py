@@ -128,7 +128,9 @@ def _names(manifests: Manifests) -> Iterator[Violation]:
             peers, said = _peers(manifests, pod, "egress", NAMES, protocol=protocol), f"{protocol} port {NAMES}"
             if not any(not peer or peer.get("ipBlock", {}).get("cidr") == NODE_LOCAL for peer in peers):
                 yield pod.where, f"no NetworkPolicy lets it ask NodeLocal DNSCache ({NODE_LOCAL}, {said})"
-            if not any("podSelector" in peer and selects(peer["podSelector"], OF_NAMES) for peer in peers):
+            if not any(
+                not peer or ("podSelector" in peer and selects(peer["podSelector"], OF_NAMES)) for peer in peers
+            ):
                 yield pod.where, f"no NetworkPolicy lets it ask Kubernetes' DNS ({said})"
 
 

@@ -79,6 +79,13 @@ def test_traces_reach_a_collector_beside_prometheus() -> None:
     assert findings(manifests) == []
 
 
+def test_who_may_ask_everybody_for_names_may_ask_those_who_know_them() -> None:
+    manifests = rendered("gpu")
+    for way in one(manifests, "NetworkPolicy", "names")["spec"]["egress"]:
+        way.pop("to", None)
+    assert findings(manifests) == []
+
+
 def test_ports_that_stay_closed_are_those_of_haproxy() -> None:
     ports = {serve_constants.RAY_SERVE_HAPROXY_STATS_PORT, serve_constants.RAY_SERVE_HAPROXY_METRICS_PORT}
     assert CLOSED.keys() == ports
