@@ -2,6 +2,7 @@
 
     python -m deploy.chart
 
+Before, it wraps monitoring/alerts.yaml, which plain Prometheus reads, for the Prometheus operator; kustomize cannot.
 Every overlay is rendered with a mark in the place of each value, once as it is and once more with each component that a
 release may leave out or add. Of every object the renderings are merged line by line: a line that only some of them have
 gets a condition, a mark becomes the value's name. So the chart takes the same values.yaml as the overlay; whether Helm
@@ -34,6 +35,7 @@ COMPONENTS = {
 } | {"monitoring": "../../../monitoring"}
 """Parts that a release has or not: where an overlay names them."""
 WITH_COMPONENTS = ("gpu", "ha")
+ALERTS, RULE = (DEPLOY / "monitoring" / name for name in ("alerts.yaml", "prometheusrule.yaml"))
 DASHBOARD = "dashboard.json"
 """Linked into the chart: Helm reads it from there."""
 NAMESPACE = "mark-of-the-namespace"
@@ -78,6 +80,14 @@ def files(deploy: Path = DEPLOY) -> dict[str, str]:
         made[path] = made.get(path, HEADER) + template(renderings)
     made["values.schema.json"] = json.dumps(_schema(values), indent=2) + "\n"
     return made
+
+
+def prometheus_rule() -> str:
+    """What stands in :data:`RULE`."""
+    spec = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))
+    head = {"apiVersion": "monitoring.coreos.com/v1", "kind": "PrometheusRule", "metadata": {"name": "paceline"}}
+    text = yaml.safe_dump(head | {"spec": spec}, sort_keys=False, width=120)
+    return f"# Made by `python -m deploy.chart` from alerts.yaml.\n{text}"
 
 
 def template(renderings: Mapping[Variant, list[str]]) -> str:
@@ -233,6 +243,7 @@ def _schema(values: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
 
 def main() -> None:
     """The command: writes the files, and takes away those that are not made any more."""
+    RULE.write_text(prometheus_rule(), encoding="utf-8")
     made = files()
     for path in (CHART / "templates").glob("*.yaml"):
         path.unlink()

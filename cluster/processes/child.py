@@ -38,7 +38,7 @@ class Child:
         self._variables = variables or {}
         self._process: subprocess.Popen[str] | None = None
         self._said: deque[str] = deque(maxlen=REMEMBERED_LINES)
-        self._ready, self._listens = threading.Event(), threading.Event()
+        self._told: set[str] = set()
         self._readers: list[threading.Thread] = []
         self._ends = 0
         self._started = self._again = 0.0
@@ -46,12 +46,12 @@ class Child:
     @property
     def ready(self) -> bool:
         """Whether the running process said so."""
-        return self._ready.is_set()
+        return "ready" in self._told
 
     @property
     def listens(self) -> bool:
         """Whether the running process said that it does, ready or not."""
-        return self._listens.is_set()
+        return "loading" in self._told
 
     @property
     def pid(self) -> int:
@@ -78,13 +78,12 @@ class Child:
     def start(self, now: float, *, held: bool = False) -> None:
         """Start it; the previous process must have ended. ``held``: its input ends only with :meth:`release`."""
         assert self.ended
-        self._ready, self._listens, self._started = threading.Event(), threading.Event(), now
+        self._told, self._started = set(), now
         self._said.clear()
         self._process = process = spawn(self._command, self._variables, held=held)
         assert process.stdout and process.stderr
-        output = process.stdout, self._ready, self._listens
         self._readers = [
-            threading.Thread(target=self._read_output, args=output, daemon=True, name=self.name),
+            threading.Thread(target=_read_output, args=(process.stdout, self._told), daemon=True, name=self.name),
             threading.Thread(target=self._read_errors, args=(process.stderr,), daemon=True, name=self.name),
         ]
         for reader in self._readers:
@@ -129,20 +128,18 @@ class Child:
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
-    def _read_output(self, stream: IO[str], ready: threading.Event, listens: threading.Event) -> None:
-        with stream:
-            for line in stream:
-                if " loading on " in line:
-                    listens.set()
-                elif " ready on " in line:
-                    ready.set()
-
     def _read_errors(self, stream: IO[str]) -> None:
         with stream:
             for line in stream:
                 if text := line.rstrip():
                     self._said.append(text)
                     self._heard(self.name, text)
+
+
+def _read_output(stream: IO[str], told: set[str]) -> None:
+    with stream:
+        for line in stream:
+            told.update(state for state in ("loading", "ready") if f" {state} on " in line)
 
 
 def spawn(

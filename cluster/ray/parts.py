@@ -113,15 +113,13 @@ def options(config: Config, pool: Pool | None, *, settings: bool = False) -> dic
     """
     local = config.ray.address == "local"
     threads = chosen_threads(pool.settings) if pool else 1
-    environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **NICENESS}
-    if pool is not None:
-        environment |= openmp_environment()
-    environment |= importable(config)
-    if pool is not None and not local and not pool.settings.gpus and not pool.settings.device.startswith("cuda"):
-        environment[VISIBLE_GPUS] = ""  # Ray shows all GPUs of a node to those that reserve none
+    environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **NICENESS, **importable(config)}
     if settings:
         environment[SETTINGS] = json.dumps(asdict(part(config, pool)))
     if pool is not None:
+        environment |= openmp_environment()
+        if not (local or pool.settings.gpus or pool.settings.device.startswith("cuda")):
+            environment[VISIBLE_GPUS] = ""  # Ray shows all GPUs of a node to those that reserve none
         drain = {"graceful_shutdown_timeout_s": config.drain_timeout + STOP_SECONDS}
         return need(pool, config).deployment_options(environment) | drain
     # Its requests are streams of minutes, which a replacement must not cut.

@@ -15,9 +15,9 @@ from ray._private import ray_constants
 from ray.serve._private import constants as serve_constants
 
 from deploy import ray_rules, validate
+from deploy.chart import RULE, prometheus_rule
 from deploy.crd import strict_schema
 from deploy.manifests import Manifests, RenderError, render, selects
-from deploy.monitoring import prometheus_rule
 from deploy.policy_rules import CLOSED
 from deploy.reference_rules import models_by_hand, secrets_by_hand
 from deploy.validate import findings, main
@@ -322,9 +322,7 @@ def test_missing_kubectl_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_prometheus_rule_is_current() -> None:
-    assert prometheus_rule.OUTPUT.read_text() == prometheus_rule.text(), (
-        "run python -m deploy.monitoring.prometheus_rule"
-    )
+    assert RULE.read_text() == prometheus_rule(), "run python -m deploy.chart"
 
 
 def test_schema_of_a_crd_is_strict() -> None:

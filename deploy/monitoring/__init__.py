@@ -1,1 +1,0 @@
-"""What Prometheus and Grafana are given."""
