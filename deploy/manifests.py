@@ -75,6 +75,8 @@ class RayService:
 
     def __init__(self, entry: Object) -> None:
         self.entry = entry
+        self.serve_service = f"{entry['metadata']['name']}-serve-svc"
+        """The Service for HTTP that KubeRay makes."""
         self.cluster: Object = entry["spec"]["rayClusterConfig"]
         self.autoscales = bool(self.cluster.get("enableInTreeAutoscaling"))
         self.autoscaler: Object = self.cluster.get("autoscalerOptions", {})

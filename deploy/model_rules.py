@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from cluster.fetch import COMPLETE, READABLE, FetchError, models_in, quantity
-from deploy.manifests import Manifests, Object, RayService, Violation, environment_of, where
+from deploy.manifests import Manifests, Object, Pod, RayService, Violation, environment_of
 
 LIST, STORAGE = "MODELS", "STORAGE"
 """Variables of the Job: FOLDER=HUB-ID, separated by spaces; and how large the volume was asked to be."""
@@ -18,20 +18,19 @@ SMALL = {"fp8": 1.0, "int8": 1.0, "w8a8": 1.0, "8bit": 1.0, "awq": 0.55, "gptq":
 
 def model_findings(manifests: Manifests) -> Iterator[Violation]:
     """Of every Job that fetches models, and of the pods that read these."""
-    for job in manifests.of("Job"):
-        if LIST in fetched_by(job):
-            yield from ((where(job), what) for what in _of_job(job, manifests))
-            yield from _of_waiting(manifests.ray)
+    for pod in fetching(manifests):
+        yield from ((pod.where, what) for what in _of_job(pod.main, manifests))
+        yield from _of_waiting(manifests.ray)
 
 
-def fetched_by(job: Object) -> Mapping[str, str]:
-    """The environment of a Job's container."""
-    return environment_of(job["spec"]["template"]["spec"]["containers"][0])
+def fetching(manifests: Manifests) -> list[Pod]:
+    """The pods that fetch models."""
+    return [pod for pod in manifests.pods() if pod.where.startswith("Job") and LIST in environment_of(pod.main)]
 
 
-def _of_job(job: Object, manifests: Manifests) -> Iterator[str]:
-    told = fetched_by(job)
-    if FETCHING not in job["spec"]["template"]["spec"]["containers"][0].get("command", []):
+def _of_job(container: Object, manifests: Manifests) -> Iterator[str]:
+    told = environment_of(container)
+    if FETCHING not in container.get("command", []):
         yield f"must run {FETCHING}, which checks that models fit, leaves copies out, and brings tokenizers first"
     sizes = {
         str(claim["metadata"]["name"]): str(claim["spec"]["resources"]["requests"]["storage"])

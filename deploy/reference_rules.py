@@ -50,8 +50,6 @@ CLAIM, MODELS = "PersistentVolumeClaim", "paceline-models"
 """Where models lie; made by hand where no Job fills it."""
 GIVEN = {("ConfigMap", "kube-root-ca.crt"), ("ServiceAccount", "default")}
 """In every namespace."""
-SERVE_SERVICE = "{}-serve-svc"
-"""The service for HTTP that KubeRay makes, by the name of the RayService."""
 READY = "/ready"
 """What a router says of itself."""
 HOST = "kubernetes.io/hostname"
@@ -98,12 +96,10 @@ def _secrets(manifests: Manifests) -> dict[str, ByHand]:
 
 def references(manifests: Manifests) -> set[tuple[str, str, str]]:
     """Every mention of another object: where it is made, the kind, the name."""
-    found: set[tuple[str, str, str]] = set()
-    for pod in manifests.pods():
-        found.add((pod.where, "ServiceAccount", pod.spec.get("serviceAccountName", "default")))
-    for entry in manifests.objects:
-        found |= {(where(entry), kind, name) for kind, name in _mentioned(entry)}
-    return found
+    accounts = {
+        (pod.where, "ServiceAccount", pod.spec.get("serviceAccountName", "default")) for pod in manifests.pods()
+    }
+    return accounts | {(where(entry), *named) for entry in manifests.objects for named in _mentioned(entry)}
 
 
 def _mentioned(part: object) -> Iterator[tuple[str, str]]:
@@ -138,7 +134,7 @@ def _known(manifests: Manifests) -> set[tuple[str, str]]:
     """What there is, will be made by an operator, or is made by hand."""
     found = {(entry["kind"], entry["metadata"]["name"]) for entry in manifests.objects} | GIVEN
     found |= {("Secret", certificate["spec"]["secretName"]) for certificate in manifests.of("Certificate")}
-    found |= {("Service", SERVE_SERVICE.format(manifests.ray.entry["metadata"]["name"]))}
+    found |= {("Service", manifests.ray.serve_service)}
     found |= {(CLAIM, MODELS)} if models_by_hand(manifests) else set()
     return found | {("Secret", name) for name in _secrets(manifests)}
 
@@ -260,7 +256,7 @@ def _on_two_machines(pod: Pod) -> bool:
 
 def _entrance(manifests: Manifests) -> Iterator[Violation]:
     """HTTP enters by pods that compute nothing, once they can serve: what enters by a pod ends with it."""
-    every = SERVE_SERVICE.format(manifests.ray.entry["metadata"]["name"])
+    every = manifests.ray.serve_service
     for route in manifests.of("HTTPRoute", "Ingress"):
         if ("Service", every) in _mentioned(route):
             yield where(route), f"{every} leads clients into every pod; lead them to a Service of routers"

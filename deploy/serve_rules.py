@@ -24,8 +24,8 @@ from cluster.config.settings import ConfigError, described, yaml_in
 from cluster.placement import ROUTER as ROUTER_DEPLOYMENT
 from cluster.placement import ClusterNode, Need, lacking, needs, with_routers
 from cluster.ray.parts import IMPORT_PATH
-from deploy.manifests import Manifests, Object, Pod, RayService, Violation, mount_of, requested, where
-from deploy.model_rules import LIST, fetched_by
+from deploy.manifests import Manifests, Object, Pod, RayService, Violation, environment_of, mount_of, requested, where
+from deploy.model_rules import LIST, fetching
 from deploy.policy_rules import lets_out_to
 from deploy.ray_rules import DRAIN, HARD_STOP, number
 from router.http.auth import PICKER_PATH
@@ -214,7 +214,7 @@ def _of_models(config: Config, wanted: Iterable[Need], manifests: Manifests) -> 
 
     A router reads the tokenizer of every target.
     """
-    listed = " ".join(fetched_by(job).get(LIST, "") for job in manifests.of("Job"))
+    listed = " ".join(environment_of(pod.main)[LIST] for pod in fetching(manifests))
     fetched = {f"/models/{entry.partition('=')[0]}" for entry in listed.split()}
     for pool in config.pools():
         model = pool.settings.model
