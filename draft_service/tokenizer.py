@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
-from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from engine.loading.checkpoint import digest_of, read_tokenizer, tokens_of
 from engine.model import ModelError
@@ -25,17 +25,8 @@ ROLES = ("eos_token", "bos_token")
 _SPACE = "\u2581"
 """How SentencePiece writes a space."""
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-
-
-def _byte_level() -> dict[str, int]:
-    """Byte of each character of byte-level BPE: printable ones stand for themselves, the others follow in order."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    plain = {character: ord(character) for character in alphabet if ord(character) < 256}
-    others = (byte for byte in range(256) if byte not in plain.values())
-    return plain | dict(zip((character for character in alphabet if character not in plain), others, strict=True))
-
-
-BYTE_OF = _byte_level()
+BYTE_OF: dict[str, int] = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+"""Byte of each character of byte-level BPE."""
 
 
 class DraftTokenizer:
