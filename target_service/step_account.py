@@ -19,7 +19,7 @@ from engine.recorder import Recorder
 from speculation.demand import TargetDemand
 from speculation.messages import Source, SourceName
 from speculation.sources.registry import registered
-from speculation.sources.suffix import SuffixStore
+from speculation.sources.suffix import SuffixCounters
 from speculation.trie import InsertResult, VerificationTree
 from speculation.verifying.planner import Planner
 from speculation.verifying.target_session import Commit
@@ -76,14 +76,7 @@ class TargetCounters:
     """Times a session found no room in its cache, or has text that it cannot read, ..."""
     draft_faults: int = 0
     """... and sessions that go on without it since it failed."""
-    suffix_asked: int = 0
-    """How often a session asked how its text went on in earlier outputs, ..."""
-    suffix_found: int = 0
-    """... and how often that was known."""
-    suffix_indexed: int = 0
-    """Tokens of outputs taken into the index, ..."""
-    suffix_forgotten: int = 0
-    """... and taken out again."""
+    suffix: SuffixCounters = field(default_factory=SuffixCounters)
     features: int = 0
     """Tokens of which features were sent to drafters, ..."""
     features_refused: int = 0
@@ -102,11 +95,6 @@ class TargetCounters:
             self.offered_from[node.source] += 1
         for i in commit.kept:
             self.accepted_from[tree.nodes[i].source] += 1
-
-    def take(self, store: SuffixStore) -> None:
-        """Take over what is counted there."""
-        self.suffix_asked, self.suffix_found = store.asked, store.found
-        self.suffix_indexed, self.suffix_forgotten = store.taken, store.forgotten
 
     def flat(self) -> dict[str, int]:
         """By name."""

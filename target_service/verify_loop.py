@@ -91,12 +91,12 @@ class VerifyLoop:
         self._compiling: Compiling[TargetSequence] = Compiling(lambda: Grammars(engine.model))
         self._mask_budget = MaskBudget()
         self._numbers = itertools.count()
-        self.counters = TargetCounters()
         self._planner = Planner(
             adaptive=limits.adaptive, beside=drafter is None, lookup=limits.lookup, row_classes=engine.row_classes,
             believed=step_seconds,
         )  # fmt: skip
         self._suffix_store = SuffixStore(limits.suffix.tokens, limits.suffix.scope)
+        self.counters = TargetCounters(suffix=self._suffix_store.counters)
         self._drafters = own_drafters(engine, welcome, drafter, self._planner, self.counters, limits.adaptive)
         self._account = StepAccount(self.counters, self._planner, recorder, step_seconds)
         self._recorder, self._tracing = recorder, tracing
@@ -113,7 +113,6 @@ class VerifyLoop:
 
     def load(self) -> Load:
         """How busy it is."""
-        self.counters.take(self._suffix_store)
         return Load(
             sessions=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting) + len(self._compiling),

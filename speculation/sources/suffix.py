@@ -67,6 +67,20 @@ class SuffixSettings:
     scope: SuffixScope = SuffixScope.KEY
 
 
+@dataclass(slots=True)
+class SuffixCounters:
+    """Monotone totals since the start."""
+
+    asked: int = 0
+    """How often a session asked how its text goes on ..."""
+    found: int = 0
+    """... and how often there was an answer."""
+    indexed: int = 0
+    """Tokens of outputs taken into the index ..."""
+    forgotten: int = 0
+    """... and taken out again."""
+
+
 @dataclass(eq=False, slots=True)
 class _Text:
     """An output, and the end of what it answered."""
@@ -133,10 +147,7 @@ class SuffixStore:
         """Numbers of texts by their keys."""
         self._count = 0
         self._held = self._queued = 0
-        self.taken = self.forgotten = 0
-        """Tokens that were indexed so far, and tokens of texts that were forgotten again."""
-        self.asked = self.found = 0
-        """How often a session asked how its text goes on, and how often there was an answer."""
+        self.counters = SuffixCounters()
 
     @property
     def held(self) -> int:
@@ -187,12 +198,12 @@ class SuffixStore:
 
     def follow(self, scope: str, recent: Sequence[Token], depth: int) -> Followed:
         """At most ``depth`` tokens that followed in earlier texts of the scope where they last read like ``recent``."""
-        self.asked += 1
+        self.counters.asked += 1
         places, matched = self._alike(scope, recent)
         texts = ((number, self._texts[number], end) for number, end in places)
         voices = [(text.tokens[end : end + depth], text.times, number) for number, text, end in texts]
         followed = _majority([voice for voice in voices if voice[0]], matched)
-        self.found += bool(followed.tokens)
+        self.counters.found += bool(followed.tokens)
         return followed
 
     def used(self, texts: Sequence[int]) -> None:
@@ -206,7 +217,7 @@ class SuffixStore:
         texts = [*self._texts.values(), *([self._leaving] if self._leaving else [])]
         assert self._held == sum(len(text.tokens) for text in texts) <= self._room
         assert self._queued == sum(len(text.tokens) for text in self._waiting) <= self._longest
-        assert self.taken - self.forgotten == sum(text.indexed for text in texts)
+        assert self.counters.indexed - self.counters.forgotten == sum(text.indexed for text in texts)
         own = {text.number for text in texts}
         assert {place >> _END_BITS for places in self._places.values() for place in places} <= own
         assert set(self._known.values()) <= own
@@ -244,7 +255,7 @@ class SuffixStore:
                 del known[0]
         if until == size:
             self._indexing = None
-        self.taken += until - first
+        self.counters.indexed += until - first
         return until - first
 
     def _forget(self, text: _Text, max_tokens: int) -> int:
@@ -257,7 +268,7 @@ class SuffixStore:
                 known.remove(place)
                 if not known:
                     del self._places[key]
-        self.forgotten += until - first
+        self.counters.forgotten += until - first
         if first == 0:
             self._held -= len(text.tokens)
             if self._known.get(text.key) == text.number:

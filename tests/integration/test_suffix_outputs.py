@@ -143,7 +143,7 @@ def test_under_the_rejection_rule_it_is_left_out_and_its_text_is_kept(engines: d
     for number in (1, 2):
         assert Source.SUFFIX not in sources(bench.run(opened(rejection, 0.9, number)))
     assert bench.store.held
-    assert bench.store.asked == 0
+    assert bench.store.counters.asked == 0
 
 
 @pytest.mark.parametrize(

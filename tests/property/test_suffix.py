@@ -95,7 +95,7 @@ def test_what_is_held_is_bounded_and_known_at_every_moment(seed: int) -> None:
         store.used([rng.randint(1, 40)])
         store.follow(rng.choice("abc"), words(rng, 8), 4)
     assert max_held > capacity / 2, "else the bound was never near"
-    assert store.forgotten > 0
+    assert store.counters.forgotten > 0
 
 
 def test_work_is_what_it_is_told_to_be() -> None:
@@ -103,10 +103,10 @@ def test_work_is_what_it_is_told_to_be() -> None:
     store.record("", list(range(2000)), 0)
     store.work(1)
     for done in range(0, 2000, 50):
-        assert store.taken == done
+        assert store.counters.indexed == done
         store.work(50)
     assert store.idle
-    assert store.taken == 2000
+    assert store.counters.indexed == 2000
 
 
 def test_what_was_of_use_stays_the_longest() -> None:
