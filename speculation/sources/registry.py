@@ -37,7 +37,8 @@ Names are few and never come from a request, so they can label metrics.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from speculation.events import Own
@@ -128,12 +129,10 @@ class Guarded:
         self.fault = ""
         """Why it is not asked any more, in one line; empty while it is."""
         self._inner: LocalSource | None = None
-        try:
+        with self._watched():
             self._inner = maker(opened)
             if self._inner is not None:
                 self.depth = int(self._inner.depth)
-        except Exception as error:  # whatever a source may raise
-            self._silence(error)
 
     @property
     def absent(self) -> bool:
@@ -143,24 +142,23 @@ class Guarded:
     def extend(self, tokens: Sequence[Token]) -> None:
         """Pass committed tokens on."""
         if self._inner is not None:
-            try:
+            with self._watched():
                 self._inner.extend(tokens)
-            except Exception as error:  # whatever a source may raise
-                self._silence(error)
 
     def propose(self, depth: int) -> Suggestion:
         """What it says, if that is a suggestion."""
-        if self._inner is None:
-            return Continuation()
-        try:
-            return _checked(self._inner.propose(depth), depth)
-        except Exception as error:  # whatever a source may raise
-            self._silence(error)
-            return Continuation()
+        if self._inner is not None:
+            with self._watched():
+                return _checked(self._inner.propose(depth), depth)
+        return Continuation()
 
-    def _silence(self, error: Exception) -> None:
-        why = " ".join(str(error).split())
-        self._inner, self.fault = None, f"{type(error).__name__}: {why}"
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Whatever the source raises silences it."""
+        try:
+            yield
+        except Exception as error:
+            self._inner, self.fault = None, f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _checked(suggestion: Suggestion, depth: int) -> Suggestion:
