@@ -18,17 +18,7 @@ from typing import NamedTuple
 from speculation import digest as digests
 from speculation import events
 from speculation.events import Emit, Event, PeerId, StepMetadata
-from speculation.messages import (
-    FromWorker,
-    Load,
-    Open,
-    Proposal,
-    Refused,
-    SessionId,
-    Token,
-    Verification,
-    Welcome,
-)
+from speculation.messages import FromWorker, Load, Open, Proposal, Refused, SessionId, Token, Verification, Welcome
 from speculation.request.placement import Drafting, Opening, RetryState, SessionLimits
 
 HISTORY = 16
