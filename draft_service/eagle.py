@@ -1,10 +1,18 @@
-"""A draft worker that holds an EAGLE-3 head and no model: it drafts from what the target sends of its hidden states.
+"""An EAGLE-3 head as what drafts: on a draft worker that holds no model, or in turn with its target.
 
 All is :class:`draft_service.lookahead.Lookahead`'s but this: a session's rows begin with the first token whose features
 have come, the head runs ahead from there on its own word, and when features come of tokens that it has read so, it
-reads them again and drafts again from the end of the text. Without features nothing is drafted; late ones, and those
-that never come, cost acceptance. What is none (of another session, epoch, head or size, not a number) is dropped and
-counted.
+reads them again and drafts again from the end of the text.
+
+On a draft worker (:class:`HeadLookahead`) they are sent by the target. Without any nothing is drafted; late ones, and
+those that never come, cost acceptance. What is none (of another session, epoch, head or size, not a number) is dropped
+and counted.
+
+In the target's process (:class:`HeadInTurn`) it is given the states of all that is committed before it drafts again. So
+what was computed of drafts is of no use then, and rows depend on the tokens up to them alone: sessions share what their
+texts begin with, as those of the target do.
+
+Tensor legend: N tokens, D hidden size of the head.
 """
 
 from __future__ import annotations
@@ -15,18 +23,23 @@ from dataclasses import replace
 from torch import Tensor
 
 from draft_service.head_engine import HeadEngine
+from draft_service.in_turn import InTurn, limits_in_turn
 from draft_service.levels import DraftLevels
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.sequence import DraftSequence, Reader, Text
 from engine.cache.kv_cache import CachedSequence
 from engine.eagle.cached import unpacked
 from engine.recorder import Recorder
+from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import Features, Open, Rule, Token, ToWorker, Verification, Welcome
 from transport.tracing import Tracing
-from transport.worker import Outgoing
+from transport.worker import Key, Outgoing
 
 MAX_EARLY = 512
 """Features that are kept of tokens which are not known to be committed yet: a verification may be overtaken."""
+
+PREFILL = 1024
+"""Rows that the head computes at once of texts that it has not read: it has few layers."""
 
 
 class HeadText(Text):
@@ -131,16 +144,8 @@ class HeadLookahead(Lookahead):
         if rows and (first := min(rows)) < sequence.cached.length:
             sequence.rewind(first)
 
-    def _open(self, link: Hashable, opened: Open, sequence: DraftSequence | None, at: float) -> Outgoing:
-        refused = super()._open(link, opened, sequence, at)
-        taken = self._sequences.get((link, opened.session))
-        if taken is not None and taken is not sequence:
-            taken.cached.free()
-            taken.cached = self._rows(taken)
-        return refused
-
-    def _rows(self, sequence: DraftSequence) -> CachedSequence:  # noqa: ARG002
-        """Of a session that was opened. They depend on more than tokens: nothing is shared."""
+    def _rows(self, opened: Open, tokens: Sequence[Token]) -> CachedSequence:  # noqa: ARG002
+        """They depend on more than tokens: nothing is shared."""
         return self._head.cache.sequence()
 
     def _verified(self, link: Hashable, verification: Verification, sequence: DraftSequence | None) -> Outgoing:
@@ -152,6 +157,68 @@ class HeadLookahead(Lookahead):
     def _drop(self, sequence: DraftSequence, why: str) -> None:
         super()._drop(sequence, why)
         self._head.forget(sequence.cached)
+
+
+class HeadInTurn(InTurn, HeadLookahead):
+    """The sessions of a target that a head in its process drafts for."""
+
+    def __init__(self, engine: HeadEngine, welcome: Welcome) -> None:
+        super().__init__(engine, welcome, replace(limits_in_turn(DraftLimits()), prefill=PREFILL))
+
+    def reuse(self, key: Key) -> int:
+        """Take over what is known of how a text goes on; returns the position whose state is wanted next, if any was.
+
+        Worth a try whenever all states that have come are read: other sessions may have come further meanwhile.
+        """
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            return 0
+        text = text_of(sequence)
+        if not text.begun:
+            text.begin(1)
+        elif text.first != 1 or text.come or sequence.cached.pending or sequence.num_uncomputed_tokens:
+            return 0
+        text.read_to()
+        self.counters.reused += sequence.cached.reuse()
+        del text.tokens[sequence.cached.length :]
+        return text.end - 1
+
+    def feed(self, key: Key, position: int, states_ND: Tensor, *, gap: bool) -> None:
+        """Take the target's fused states from ``position`` on. ``gap``: it lacks some before, and reads on from here.
+
+        The states of a text that goes on are those of all its tokens but the last.
+        """
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            return
+        text, first = text_of(sequence), position + 1  # the token that was drawn from the first of them
+        if gap:
+            self._head.forget(sequence.cached)
+            sequence.rewind(0)
+            sequence.cached.free()
+            sequence.cached = self._head.cache.sequence()
+            self._head.begin(sequence.cached, first)
+            text.begin(first)
+        elif not text.begun:
+            text.begin(1)
+        text.read_to(max(text.end, first + len(states_ND)))
+        text.come.update(enumerate(states_ND, first))
+        self._absorb(sequence)
+
+    def _rows(self, opened: Open, tokens: Sequence[Token]) -> CachedSequence:
+        if opened.speculation.rule is Rule.COUPLED:
+            # Also of the first token, whose own row there is not.
+            scope = f"{opened.tokens[0]}\0{opened.request_options.cache_scope}"
+            rows = self._head.cache.sequence(tokens, scope)
+        else:
+            rows = super()._rows(opened, tokens)  # drafts that were drawn stand, with what was made of them
+        self._head.begin(rows, 1)
+        return rows
+
+    def _verified(self, link: Hashable, verification: Verification, sequence: DraftSequence | None) -> Outgoing:
+        if sequence is not None and sequence.session.opened.speculation.rule is Rule.COUPLED:
+            sequence.rewind(sequence.cached.length)
+        return super()._verified(link, verification, sequence)
 
 
 def text_of(sequence: DraftSequence) -> HeadText:

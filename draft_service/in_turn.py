@@ -74,10 +74,7 @@ class _Place:
 
 
 class InTurn(Lookahead):
-    """The sessions of a target that a draft model in its process drafts for.
-
-    Implements :class:`target_service.drafting.draft_model.Drafter`; never steps by itself.
-    """
+    """The sessions of a target that a draft model in its process drafts for; never steps by itself."""
 
     _idle_turns = 0
     _rests_until = 0.0

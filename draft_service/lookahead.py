@@ -27,7 +27,7 @@ from draft_service.sequence import (
     withdrawn,
 )
 from draft_service.staged_drafting import StagedDrafting
-from engine.cache.kv_cache import CacheFull
+from engine.cache.kv_cache import CachedSequence, CacheFull
 from engine.interface import FATAL
 from engine.recorder import Recorder
 from engine.shaping.compiling import Compiling
@@ -157,12 +157,9 @@ class Lookahead:
         no_room = _refused(link, opened, RefusalCode.OVERLOADED, "no room for another session")
         if len(self._sequences) >= self._limits.sessions:
             return no_room
+        limits, vocabulary = self._limits.draft, self._welcome.vocabulary
         session = DraftSession(
-            opened,
-            vocabulary=self._welcome.vocabulary,
-            limits=self._limits.draft,
-            calibration=self._calibration,
-            resting=self._resting,
+            opened, vocabulary=vocabulary, limits=limits, calibration=self._calibration, resting=self._resting
         )
         text = self._reader.text(session.tokens)
         if len(text.tokens) > self._engine.cache.free_tokens:
@@ -170,13 +167,17 @@ class Lookahead:
         session.outcomes = [] if self._recorder else None
         session_log = SessionLog(log, opened.session, opened.request_options.request)
         session_log.info("opened with %d tokens, epoch %d", len(opened.tokens), opened.epoch)
-        cached = self._engine.cache.sequence(text.tokens, opened.request_options.cache_scope)
-        shaping = Shaping.of(opened, session.tokens, self._welcome.vocabulary)
-        sequence = DraftSequence(link, session, text, cached, session_log, SequenceTimings(at), shaping)
+        shaping = Shaping.of(opened, session.tokens, vocabulary)
+        rows = self._rows(opened, text.tokens)
+        sequence = DraftSequence(link, session, text, rows, session_log, SequenceTimings(at), shaping)
         self._sequences[link, opened.session] = sequence
         if opened.request_options.grammar:
             self._compiling.add(sequence, opened, time.perf_counter())
         return []
+
+    def _rows(self, opened: Open, tokens: Sequence[Token]) -> CachedSequence:
+        """What the cache holds of a session that is opened."""
+        return self._engine.cache.sequence(tokens, opened.request_options.cache_scope)
 
     def _constrain(self, now: float) -> None:
         """Go on with the sessions whose grammar is compiled; without it where that fails: drafts are only hints."""

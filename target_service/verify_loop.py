@@ -38,7 +38,8 @@ from speculation.messages import (
 from speculation.sources.registry import LOOKUP, registered
 from speculation.sources.suffix import IN_PAUSE, IN_STEP, SuffixSettings, SuffixStore
 from speculation.verifying.planner import Asked, Planner
-from target_service.drafting.own_drafters import draft_all, own_drafters
+from target_service.drafting.eagle import own_drafters
+from target_service.drafting.state_reader import draft_all
 from target_service.scheduler import Budget, Scheduler
 from target_service.sequence import BatchEntry, TargetSequence, reason_to_refuse
 from target_service.step_account import StepAccount, TargetCounters

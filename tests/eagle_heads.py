@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_service.head_in_turn import HeadInTurn
+from draft_service.eagle import HeadInTurn
 from engine.attention.attention import Step
 from engine.build import welcome
 from engine.cache.kv_cache import KVCache

@@ -13,27 +13,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from draft_service.in_turn import InTurn
 from engine.interface import FATAL, StepEngine
 from engine.model import ModelError
-from speculation.messages import (
-    Close,
-    Proposal,
-    RefusalCode,
-    Refused,
-    Source,
-    Verification,
-    Welcome,
-)
+from speculation.messages import Close, Proposal, RefusalCode, Refused, Source, Verification, Welcome
 from speculation.trie import VerificationTree
 from speculation.verifying.payoff import DraftTurn, Payoff
 from speculation.verifying.planner import Planner
 from target_service.drafting.state_reader import StateReader
 from target_service.sequence import TargetSequence
 from target_service.step_account import TargetCounters
+from transport.tracing import SessionLog
 from transport.worker import Key, Outgoing
 
 log = logging.getLogger(__name__)
@@ -101,15 +95,10 @@ class DraftModel(StateReader):
         self._judged = payoff if len(part) == len(wanting) else None
         is_plain = payoff.probing and self._judged is not None and self._adaptive
         rests = self._adaptive and (is_plain or not (payoff.drafting or payoff.probing))
-        try:
+        with self._spared(log):
             self._follow(running, part)
             if self._open and not rests and not self._ask(part, wanting):
                 self._judged = None  # a step without drafts, which is no probe
-        except FATAL:
-            raise
-        except Exception:  # whatever a model may raise: the text does not need it
-            log.exception("the %s failed; its sessions go on without drafts", self.name)
-            self._give_up()
         self.seconds = time.perf_counter() - started
         self._counters.draft_microseconds += round(self.seconds * 1e6)
         return not (is_plain and self._open)  # where nothing is open, nothing would end the probe
@@ -148,13 +137,8 @@ class DraftModel(StateReader):
     def drop(self, sequence: TargetSequence) -> None:
         """A session is over."""
         self._again.pop(key_of(sequence), None)
-        try:
+        with self._spared(sequence.log):
             self._hear(sequence)
-        except FATAL:
-            raise
-        except Exception:
-            sequence.log.exception("the %s failed", self.name)
-            self._give_up()
         self._close(sequence)
 
     def _hear(self, sequence: TargetSequence) -> None:
@@ -239,6 +223,17 @@ class DraftModel(StateReader):
                 self._counters.draft_faults += 1
         self._again[key] = _NEVER
         sequence.log.warning("goes on without the %s: %s", self.name, refused.message)
+
+    @contextmanager
+    def _spared(self, told: logging.Logger | SessionLog) -> Iterator[None]:
+        """Whatever a model may raise in the block: the text does not need it."""
+        try:
+            yield
+        except FATAL:
+            raise
+        except Exception:
+            told.exception("the %s failed; its sessions go on without drafts", self.name)
+            self._give_up()
 
     def _give_up(self) -> None:
         """Something is wrong beyond one session: drop all that it has."""

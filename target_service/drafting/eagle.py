@@ -1,7 +1,7 @@
 """An EAGLE-3 head at work in a target's process: it drafts as a draft model there does, from the target's own states.
 
 Kept here is what the head has not read yet of the states of the tokens that were computed for good; it is given them
-before it drafts (:mod:`draft_service.head_in_turn`). Where a target takes over a prefix from its cache, the head mostly
+before it drafts (:mod:`draft_service.eagle`). Where a target takes over a prefix from its cache, the head mostly
 knows the same prefix. Of what it does not know, up to :data:`RECOMPUTED` tokens are computed again by the target; else
 the session's rows begin behind the prefix.
 
@@ -18,13 +18,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from draft_service.head_in_turn import HeadInTurn
+from draft_service.eagle import HeadInTurn
+from draft_service.head_engine import HeadEngine
+from draft_service.in_turn import InTurn
+from engine.eagle.cached import CachedHead
 from engine.eagle.head import EagleHead
-from engine.interface import FATAL, Chunk, StepEngine
-from speculation.messages import Source
+from engine.interface import Chunk, StepEngine
+from speculation.messages import Source, Welcome
 from speculation.verifying.planner import Planner
 from target_service.drafting.draft_model import DraftModel, key_of
-from target_service.drafting.state_reader import fused_states, kept_rows
+from target_service.drafting.features import FeatureSender
+from target_service.drafting.state_reader import StateReader, fused_states, kept_rows
 from target_service.sequence import BatchEntry, TargetSequence
 from target_service.step_account import TargetCounters
 from target_service.verdicts import Verdict
@@ -93,20 +97,15 @@ class EagleDrafter(DraftModel):
 
     def _reusable(self, sequence: TargetSequence, length: int) -> int:
         """How much of a prefix of ``length`` tokens a target may take over, as far as the head is concerned."""
-        try:
+        with self._spared(sequence.log):
             self._begin(sequence)
-            if (key := key_of(sequence)) not in self._open:
-                return length
-            unread = self._unread.setdefault(key, _UnreadStates())
-            if unread.end < length and not unread.count:
-                unread.end = max(unread.end, self._drafter.reuse(key))
-        except FATAL:
-            raise
-        except Exception:
-            sequence.log.exception("the %s failed", self.name)
-            self._give_up()
-            return length
-        return unread.end if unread.end < length <= unread.end + RECOMPUTED else length
+            if (key := key_of(sequence)) in self._open:
+                unread = self._unread.setdefault(key, _UnreadStates())
+                if unread.end < length and not unread.count:
+                    unread.end = max(unread.end, self._drafter.reuse(key))
+                if unread.end < length <= unread.end + RECOMPUTED:
+                    return unread.end
+        return length
 
     @torch.inference_mode()
     def note(
@@ -135,3 +134,22 @@ class EagleDrafter(DraftModel):
     def _forget(self, key: Key) -> bool:
         self._unread.pop(key, None)
         return super()._forget(key)
+
+
+def own_drafters(
+    engine: StepEngine,
+    welcome: Welcome,
+    drafter: InTurn | None,
+    planner: Planner,
+    counters: TargetCounters,
+    adaptive: bool,
+) -> list[StateReader]:
+    """What the engine brings, and a draft model, whose word comes last. ``adaptive``: draft only where that pays."""
+    readers: list[StateReader] = []
+    head = engine.eagle
+    if head is not None and head.fingerprint:
+        readers.append(FeatureSender(head, counters))
+    elif head is not None:
+        drafting = HeadEngine(CachedHead(head, engine.cache.capacity, engine.model.context), engine.model)
+        readers.append(EagleDrafter(head, HeadInTurn(drafting, welcome), planner, counters, adaptive=adaptive))
+    return readers if drafter is None else [*readers, DraftModel(drafter, planner, counters, adaptive=adaptive)]

@@ -68,6 +68,22 @@ class StateReader:
         """See :meth:`transport.worker.Machine.validate`."""
 
 
+def draft_all(
+    drafters: Sequence[StateReader],
+    running: Sequence[TargetSequence],
+    part: Sequence[TargetSequence],
+    wanting: Sequence[TargetSequence],
+) -> bool:
+    """Have each draft (:meth:`.StateReader.draft`); False: one needs a step without drafts, of which only it learns."""
+    is_plain = False
+    for number, drafter in enumerate(drafters):
+        if not drafter.draft(running, part, () if is_plain else wanting):
+            is_plain = True
+            for before in drafters[:number]:
+                before.unjudged()
+    return not is_plain
+
+
 def kept_rows(
     chunks: Sequence[Chunk], entries: Sequence[BatchEntry], decided: Sequence[Verdict]
 ) -> Iterator[tuple[TargetSequence, list[int]]]:

@@ -40,7 +40,7 @@ from speculation.verifying.payoff import DraftTurn, Payoff
 from target_service import scheduler
 from target_service.drafting import draft_model
 from target_service.drafting.draft_model import check_drafter
-from target_service.drafting.own_drafters import draft_all
+from target_service.drafting.state_reader import draft_all
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.by_rows import by_rows
 from tests.grammars import CORPUS, STOP, regex, tiny_engine

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_service.head_in_turn import HeadInTurn
+from draft_service.eagle import HeadInTurn
 from draft_service.in_turn import MAX_LEVELS
 from draft_service.levels import LaunchTime
 from engine.build import build, build_target
@@ -119,7 +119,7 @@ def test_other_shapes_of_heads(model: Model, kind: str) -> None:
 @pytest.mark.parametrize("kept", ["anything", "its own drafts"])
 def test_the_head_reads_the_states_of_committed_tokens(folder: str, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was verified beside them and whatever of it was kept; prompts in parts, too, and told of."""
-    monkeypatch.setattr("target_service.drafting.own_drafters.CachedHead", Watched)
+    monkeypatch.setattr("target_service.drafting.eagle.CachedHead", Watched)
     head = load_head(folder, tiny_head(draft_vocab_size=VOCABULARY))
     stock = copy.deepcopy(head)  # computed by its modules
     engine = build_target(EngineSettings(folder, dtype="fp32", device="cpu", cache_tokens=1024))
@@ -249,7 +249,7 @@ def test_a_head_that_fails_costs_speed_only(
                 raise RuntimeError("out of memory")
             return super().said(own_RX, vocabulary)
 
-    monkeypatch.setattr("target_service.drafting.own_drafters.CachedHead", Failing)
+    monkeypatch.setattr("target_service.drafting.eagle.CachedHead", Failing)
     openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(4)]
     loop = loop_of(engine_of(model, tiny_head()))
     assert texts(loop, openings) == plain_texts(model, openings)
@@ -260,7 +260,7 @@ def test_a_head_that_fails_costs_speed_only(
 @pytest.mark.parametrize("rows", [16, 48])
 def test_a_head_without_room_costs_speed_only(model: Model, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "target_service.drafting.own_drafters.CachedHead",
+        "target_service.drafting.eagle.CachedHead",
         lambda head, _capacity, context: CachedHead(head, rows, context),
     )
     openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(4)]

@@ -65,7 +65,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 def test_a_head_is_recorded_beside_a_target_that_is(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA: its states are fused in the target's recorded steps, its levels launched; the text is the same."""
-    monkeypatch.setattr("target_service.drafting.own_drafters.CachedHead", recorded_head)
+    monkeypatch.setattr("target_service.drafting.eagle.CachedHead", recorded_head)
     openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(4)]
     engine = by_rows(model, record=Recorder(), eagle=tiny_head())
     assert engine.fuses and engine.record_steps()
@@ -84,7 +84,7 @@ def says(monkeypatch: pytest.MonkeyPatch, logits_V: Tensor) -> None:
         def said(self, own_RX: Tensor, vocabulary: int) -> Tensor:
             return logits_V.expand(len(own_RX), vocabulary)
 
-    monkeypatch.setattr("target_service.drafting.own_drafters.CachedHead", Says)
+    monkeypatch.setattr("target_service.drafting.eagle.CachedHead", Says)
 
 
 def test_requests_shape_what_a_head_proposes(model: Model) -> None:

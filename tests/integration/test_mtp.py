@@ -77,7 +77,7 @@ def reference(whole: Path, folder: Path, tokens: list[int]) -> Tensor:
 
 def test_the_layer_is_what_transformers_computes(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     whole, folder = folders
-    monkeypatch.setattr("target_service.drafting.own_drafters.CachedHead", Watched)
+    monkeypatch.setattr("target_service.drafting.eagle.CachedHead", Watched)
     loop = loop_of(engine_of(folder))
     one = opening(4, GREEDY)
     truth = [*one.tokens, *texts(loop, [one])[4]]
