@@ -38,8 +38,7 @@ struct Step {
 constexpr int PHASES = 9;  // of a layer, at most
 constexpr int INSIDE = -1;
 
-void compute(void* data, int) {
-  Step& step = *static_cast<Step*>(data);
+void compute(Step& step) {
   const Stack& s = *step.stack;
   const int count = step.rows->count, threads = team->threads(), size = s.head_size;
   const int heads = s.query_heads + 2 * s.key_heads, width = heads * size, found_width = s.query_heads * size;
@@ -145,39 +144,6 @@ void compute(void* data, int) {
   });
 }
 
-struct AttentionAlone {
-  Attention attention;
-  AttentionPieces pieces;
-  Counters counters;
-};
-
-void attend_alone(void* data, int) {
-  AttentionAlone& job = *static_cast<AttentionAlone*>(data);
-  job.counters.each(0, job.pieces.count(), team->threads(), [&](int i) { job.pieces.compute(job.attention, i); });
-}
-
-struct Alone {
-  Product product;
-  bool half;
-  const float* x;
-  Pair* pairs;
-  float* out;
-  int rows;
-  Counters counters;
-};
-
-void compute_alone(void* data, int) {
-  Alone& job = *static_cast<Alone*>(data);
-  if (PAIRS && job.half) {
-    const int pieces = rounding_pieces(job.rows, job.product.inputs);
-    job.counters.each(0, pieces, team->threads(),
-                      [&](int i) { round_piece(job.x, job.rows, job.product.inputs, i, job.pairs); });
-    team->barrier();
-  }
-  multiply(job.product, job.half, Then::STORE, job.x, job.pairs, {job.out, job.product.outputs, job.rows}, job.counters,
-           1, team->threads());
-}
-
 void run_step(const Stack* stack, const Rows* rows, float* hidden, const float* embeddings, const float* cos,
               const float* sin, float* out) {
   static auto& step =
@@ -195,14 +161,22 @@ void run_step(const Stack* stack, const Rows* rows, float* hidden, const float* 
     room(step.gated, count * stack->intermediate);
   }
   step.counters = Counters(stack->count * PHASES + 1);
-  team->run(compute, &step);
+  team->run([] { compute(step); });
 }
 
 void run_product(const Product& product, bool half, const float* x, int rows, float* out) {
   static auto& pairs = *new std::vector<Pair>;
-  if (PAIRS && half) room(pairs, (size_t)rows * product.inputs / 2);
-  Alone job{product, half, x, pairs.data(), out, rows, Counters(2)};
-  team->run(compute_alone, &job);
+  const bool paired = PAIRS && half;
+  if (paired) room(pairs, (size_t)rows * product.inputs / 2);
+  const int pieces = rounding_pieces(rows, product.inputs), threads = team->threads();
+  Counters counters(2);
+  team->run([&] {
+    if (paired) {
+      counters.each(0, pieces, threads, [&](int i) { round_piece(x, rows, product.inputs, i, pairs.data()); });
+      team->barrier();
+    }
+    multiply(product, half, Then::STORE, x, pairs.data(), {out, product.outputs, rows}, counters, 1, threads);
+  });
 }
 
 // A level of drafts: its rows without those that no place is behind, and what they say.
@@ -215,20 +189,11 @@ class DraftLevel {
   }
 
   void say(const Launch& l) {
-    struct Job {
-      DraftLevel& level;
-      const Launch& launch;
-      Counters counters;
-    } job{*this, l, Counters(1)};
-    team->run(
-        [](void* data, int) {
-          Job& job = *static_cast<Job*>(data);
-          static thread_local std::vector<float> scores;
-          job.counters.each(0, (int)job.level.rows_.size(), team->threads(), [&](int i) {
-            find_draws(job.launch, job.level.rows_[i], job.level.logits_[i], scores);
-          });
-        },
-        &job);
+    Counters counters(1);
+    team->run([&] {
+      static thread_local std::vector<float> scores;
+      counters.each(0, (int)rows_.size(), team->threads(), [&](int i) { find_draws(l, rows_[i], logits_[i], scores); });
+    });
     next_level(l);
   }
 
@@ -345,9 +310,10 @@ void paceline_attend(const Stack* stack, const Layer* layer, const Rows* rows, c
                      int threads) {
   std::lock_guard<std::mutex> lock(one_at_a_time);
   team = team_of(threads);
-  AttentionAlone job{{*stack, *layer, *rows, query, stack->query_heads * stack->head_size, out},
-                     {*stack, *rows, threads}, Counters(1)};
-  team->run(attend_alone, &job);
+  const Attention attention{*stack, *layer, *rows, query, stack->query_heads * stack->head_size, out};
+  const AttentionPieces pieces(*stack, *rows, threads);
+  Counters counters(1);
+  team->run([&] { counters.each(0, pieces.count(), threads, [&](int i) { pieces.compute(attention, i); }); });
 }
 
 // x [T, K] times packed weights, to out [T, O].
@@ -363,7 +329,7 @@ void paceline_begin(const Launch* launch) {
   for (int n = 0; n < launch->sessions; ++n) begin_session(*launch, n);
 }
 
-// What the rows of a level say: logits [M, stride], at least as many as there are tokens.
+// For tests. What the rows of a level say: logits [M, stride], at least as many as there are tokens.
 void paceline_expand(const Launch* launch, const float* logits, int stride) {
   std::vector<float> scores;
   for (int m = 0; m < launch->rows(); ++m) find_draws(*launch, m, logits + (size_t)m * stride, scores);

@@ -9,6 +9,7 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -27,20 +28,22 @@ inline void await_change(const std::atomic<T>& value, T old, int looks) {
 class Team {
  public:
   explicit Team(int threads) : threads_(threads) {
-    for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { serve(i); });
+    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { serve(); });
   }
 
   int threads() const { return threads_; }
 
-  // Have every thread call run(job, its number); returns when all have.
-  void run(void (*job)(void*, int), void* data) {
+  // Have every thread do the job; returns when all have.
+  template <typename Job>
+  void run(Job&& job) {
     if (threads_ > 1) {
-      job_ = job;
-      data_ = data;
+      job_ = [](void* data) { (*static_cast<std::remove_reference_t<Job>*>(data))(); };
+      data_ = &job;
       working_.store(threads_ - 1);
-      begin();
+      generation_.fetch_add(1, std::memory_order_release);
+      generation_.notify_all();
     }
-    job(data, 0);
+    job();
     for (int left; (left = working_.load(std::memory_order_acquire));) await_change(working_, left, WITHIN_A_STEP);
   }
 
@@ -58,16 +61,11 @@ class Team {
   }
 
  private:
-  void begin() {
-    generation_.fetch_add(1, std::memory_order_release);
-    generation_.notify_all();
-  }
-
-  [[noreturn]] void serve(int number) {
+  [[noreturn]] void serve() {
     for (int seen = 0;;) {
       await_change(generation_, seen, BETWEEN_STEPS);
       seen = generation_.load(std::memory_order_acquire);
-      job_(data_, number);
+      job_(data_);
       if (working_.fetch_sub(1, std::memory_order_release) == 1) working_.notify_all();
     }
   }
@@ -75,7 +73,7 @@ class Team {
   static constexpr int WITHIN_A_STEP = 4000, BETWEEN_STEPS = 500;  // looks
   const int threads_;
   std::vector<std::thread> workers_;
-  void (*job_)(void*, int) = nullptr;
+  void (*job_)(void*) = nullptr;
   void* data_ = nullptr;
   std::atomic<int> generation_{0}, working_{0}, arrived_{0}, phase_{0};
 };
