@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
@@ -27,6 +27,7 @@ AUX = "eagle_aux_hidden_state_layer_ids"
 MAX_SIZE, MAX_LAYERS, MAX_AUX = 1 << 24, 16, 16
 
 Plain = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +175,12 @@ class _Reader:
         hidden, vocabulary = self._count("hidden_size"), self._count("vocab_size")
         heads = self._count("num_attention_heads")
         kv_heads = self._count("num_key_value_heads", heads)
-        if heads % kv_heads:
-            raise self._wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})", kv_heads)
+        divides = f"a divisor of num_attention_heads ({heads})"
+        self._checked("num_key_value_heads", kv_heads, heads % kv_heads == 0, divides)
         head_size = self._count("head_dim", max(1, hidden // heads))
-        if head_size % 2:
-            raise self._wrong("head_dim", "even", head_size)
+        self._checked("head_dim", head_size, head_size % 2 == 0, "even")
         draft = self._count("draft_vocab_size", vocabulary)
-        if draft > vocabulary:
-            raise self._wrong("draft_vocab_size", f"at most vocab_size ({vocabulary})", draft)
+        self._checked("draft_vocab_size", draft, draft <= vocabulary, f"at most vocab_size ({vocabulary})")
         positions = self._count("max_position_embeddings", 2048)
         return EagleConfig(
             hidden_size=hidden,
@@ -208,35 +207,33 @@ class _Reader:
     def _wrong(self, key: str, wanted: str, value: object) -> ModelError:
         return ModelError(f"{self._file}: {key} must be {wanted}, got {value!r}")
 
+    def _checked(self, key: str, value: T, right: bool, wanted: str) -> T:
+        if not right:
+            raise self._wrong(key, wanted, value)
+        return value
+
     def _count(self, key: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
-        value = self._said.get(key)
+        value: int | None = self._said.get(key)
         if value is None:
             if default is None:
                 raise ModelError(f"{self._file}: has no {key}; it must describe an EAGLE-3 head, as training writes it")
             return default
-        if type(value) is not int or not 1 <= value <= maximum:
-            raise self._wrong(key, f"a whole number from 1 to {maximum}", value)
-        return value
+        right = type(value) is int and 1 <= value <= maximum
+        return self._checked(key, value, right, f"a whole number from 1 to {maximum}")
 
     def _flag(self, key: str, *, default: bool = False) -> bool:
         value = self._said.get(key)
-        if value is None:
-            return default
-        if type(value) is not bool:
-            raise self._wrong(key, "true or false", value)
-        return value
+        return default if value is None else self._checked(key, value, type(value) is bool, "true or false")
 
     def _epsilon(self) -> float:
         value = self._said.get("rms_norm_eps", 1e-6)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1:
-            raise self._wrong("rms_norm_eps", "a number between 0 and 1", value)
-        return float(value)
+        right = type(value) in (int, float) and 0 < value < 1
+        return float(self._checked("rms_norm_eps", value, right, "a number between 0 and 1"))
 
     def _activation(self) -> str:
-        value = self._said.get("hidden_act", "silu")
-        if not isinstance(value, str) or value not in ACT2FN:
-            raise self._wrong("hidden_act", "an activation that transformers knows, such as 'silu'", value)
-        return value
+        value: str = self._said.get("hidden_act", "silu")
+        known = isinstance(value, str) and value in ACT2FN
+        return self._checked("hidden_act", value, known, "an activation that transformers knows, such as 'silu'")
 
     def _rope(self, heads: int, head_size: int, positions: int) -> Plain:
         """Older files say ``rope_theta`` and ``rope_scaling``, newer ones ``rope_parameters``."""
@@ -262,10 +259,7 @@ class _Reader:
             value, written = inner.get(AUX), 1
         if value is None or value == []:
             return ()
-        if not (
-            isinstance(value, list)
-            and len(value) <= MAX_AUX
-            and all(type(layer) is int and 0 <= layer <= MAX_SIZE for layer in value)
-        ):
-            raise self._wrong(AUX, f"a list of up to {MAX_AUX} layers of the target", value)
+        right = isinstance(value, list) and len(value) <= MAX_AUX
+        right = right and all(type(layer) is int and 0 <= layer <= MAX_SIZE for layer in value)
+        self._checked(AUX, value, right, f"a list of up to {MAX_AUX} layers of the target")
         return tuple(layer + written for layer in value)
