@@ -117,13 +117,27 @@ def _computes_bfloat16(device: torch.device) -> bool:
     return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
 
 
+def _source(path: str) -> dict[str, Any]:
+    """What transformers is told of a folder, or of a hub id."""
+    folder = Path(path).expanduser()
+    local = folder.is_dir()
+    return {"pretrained_model_name_or_path": folder if local else path, "local_files_only": local}
+
+
+@contextmanager
+def _reading(path: str, failed: str) -> Iterator[None]:
+    """Whatever a library raises ends as one line that names the place."""
+    try:
+        yield
+    except Exception as error:
+        raise ModelError(f"{path}: {failed}: {first_line(error)}") from error
+
+
 def read_config(path: str) -> Any:
     """The configuration of the causal language model in a folder, or of a hub id. Raises ModelError."""
-    local = is_folder(path)
-    try:
-        config = AutoConfig.from_pretrained(Path(path).expanduser() if local else path, local_files_only=local)
-    except Exception as error:
-        raise ModelError(f"{path}: cannot read the configuration: {first_line(error)}") from error
+    is_folder(path)
+    with _reading(path, "cannot read the configuration"):
+        config = AutoConfig.from_pretrained(**_source(path))
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(f"{path}: model type {config.model_type!r} is not a causal language model")
     return config
@@ -138,25 +152,19 @@ def read_module(
     memory; ranks get their slices so. On a CPU they are left where they are read. ``progress`` hears
     how many are read, now and then.
     """
-    local = is_folder(path)
-    folder = Path(path).expanduser() if local else path
     config = read_config(path)
-    try:
-        module: Any
-        loaded: dict[str, Any]
-        with _told(progress):
-            module, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-                folder,
-                config=config,
-                dtype=dtype,
-                attn_implementation=STOCK,
-                local_files_only=local,
-                output_loading_info=True,
-                distributed_config=None if group is None else DistributedConfig(tp_size=group.world),
-                device_map={"": device} if group is None and device.type != "cpu" else None,
-            )
-    except Exception as error:
-        raise ModelError(f"{path}: cannot load the weights: {first_line(error)}") from error
+    module: Any
+    loaded: dict[str, Any]
+    with _reading(path, "cannot load the weights"), _told(progress):
+        module, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            **_source(path),
+            config=config,
+            dtype=dtype,
+            attn_implementation=STOCK,
+            output_loading_info=True,
+            distributed_config=None if group is None else DistributedConfig(tp_size=group.world),
+            device_map={"": device} if group is None and device.type != "cpu" else None,
+        )
     if missing := sorted(loaded["missing_keys"]):
         # transformers fills these with random numbers and only warns.
         raise ModelError(f"{path}: the weights lack {len(missing)} tensors of the model, first {missing[0]!r}")
@@ -222,14 +230,10 @@ def _counted(tensors: Sequence[Any], progress: Progress) -> Iterator[Any]:
 def read_tokenizer(path: str) -> Any:
     """Transformers' tokenizer of a folder or hub id; None if a folder has none. Raises ModelError."""
     folder = Path(path).expanduser()
-    local = folder.is_dir()
-    if local and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
-    try:
-        with quiet():
-            return AutoTokenizer.from_pretrained(folder if local else path, local_files_only=local)
-    except Exception as error:
-        raise ModelError(f"{path}: cannot read the tokenizer: {first_line(error)}") from error
+    with _reading(path, "cannot read the tokenizer"), quiet():
+        return AutoTokenizer.from_pretrained(**_source(path))
 
 
 def tokens_of(tokenizer: Any) -> dict[str, int]:
