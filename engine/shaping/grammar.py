@@ -239,9 +239,8 @@ def _counted(ask: Callable[Concatenate[GrammarConstraint, P], T], /) -> Callable
 class GrammarConstraint:
     """The grammar of one session, and how far its text has come.
 
-    Implements :class:`engine.shaping.shaping.Mask` and :class:`speculation.settings.Constraint`. The matcher stands
-    at the end of the path that was asked about last, so that asking along a tree, branch by branch, costs one token a
-    node.
+    Implements :class:`speculation.settings.Constraint`. The matcher stands at the end of the path that was asked about
+    last, so that asking along a tree, branch by branch, costs one token a node.
     """
 
     def __init__(self, compiled: Compiled, stop_tokens: frozenset[Token]) -> None:
@@ -271,7 +270,11 @@ class GrammarConstraint:
 
     @_counted
     def bits(self, path: Sequence[Token]) -> Tensor | None:
-        """What may follow once ``path`` was committed too, see :class:`engine.shaping.shaping.Mask`."""
+        """What may follow once the draft tokens of ``path`` were committed too: int32 ``[W]`` on the CPU.
+
+        Token t may follow if bit ``t % 32`` of word ``t // 32`` is set. None: anything may, or the answer does not
+        matter, as drafts broke the grammar or ended the text. All zero: nothing may, so the text cannot go on.
+        """
         if self.error or not self._descend(path):
             return None
         open_W = self._vocabulary.open(self._matcher)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,29 +25,11 @@ from torch import Tensor
 from engine.host.upload import to_device, upload
 from speculation.messages import Limits, Open, Sampling, Token
 
+if TYPE_CHECKING:
+    from engine.shaping.grammar import GrammarConstraint
+
 NEVER = float("-inf")
 """The logit of a token that is not drawn."""
-
-
-class Mask(Protocol):
-    """A constraint on the text that follows the prompt, such as a grammar, and how far that text has come.
-
-    A :class:`Shaping` owns it, and tells it every token once.
-    """
-
-    def advance(self, tokens: Sequence[Token]) -> None:
-        """``tokens`` were committed, the first of them right behind the prompt or behind those told before."""
-
-    def bits(self, path: Sequence[Token]) -> Tensor | None:
-        """What may follow once the draft tokens of ``path`` were committed too: int32 ``[ceil(V / 32)]`` on the CPU.
-
-        Token t may follow if bit ``t % 32`` of word ``t // 32`` is set; bits from V on do not matter. None: anything
-        may. All zero: nothing may, so a session that gets there is refused as one that cannot go on. Nothing is changed
-        by asking.
-
-        Drafts may break the constraint. Behind a token that does, or that ends the text, the answer does not matter
-        (None is best): the row is computed, but never drawn from.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +48,14 @@ class RowShaping:
 class Shaping:
     """What one session does to its logits. It follows the session's text by itself."""
 
-    def __init__(self, opened: Open, tokens: Sequence[Token], vocabulary: int, mask: Mask | None = None) -> None:
+    def __init__(
+        self, opened: Open, tokens: Sequence[Token], vocabulary: int, mask: GrammarConstraint | None = None
+    ) -> None:
         """``tokens``: the session's committed ones, a list that grows as they are.
 
         Of those opened with, the prompt counts for the repetition penalty and as the beginning of banned sequences; the
         others as generated. What lies outside the ``vocabulary`` is never drawn and shapes nothing. ``mask`` has been
-        told nothing yet.
+        told nothing yet, and is told every token once.
         """
         self.sampling: Sampling = opened.sampling
         self.mask = mask
@@ -89,7 +73,9 @@ class Shaping:
         self._offset_V: Tensor | None = None
 
     @classmethod
-    def of(cls, opened: Open, tokens: Sequence[Token], vocabulary: int, mask: Mask | None = None) -> Shaping | None:
+    def of(
+        cls, opened: Open, tokens: Sequence[Token], vocabulary: int, mask: GrammarConstraint | None = None
+    ) -> Shaping | None:
         """The shaping of a session; None if it leaves all its logits as they are."""
         shaping = cls(opened, tokens, vocabulary, mask)
         return shaping if shaping.after(()) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from engine.sampling.rejection import draw_sparse, verify_chains
 from engine.sampling.sampling import Draw, filtered_log_probs, sample
-from engine.shaping.shaping import Mask, Shaping, shaped
+from engine.shaping.shaping import Shaping, shaped
 from speculation.messages import Limits, Open, Sampling, SessionId, Token
 from tests.property.test_rejection_torch import LARGEST_DEVIATION, OTHER, POSITION, TARGET, TOKENS, deviation
 
@@ -57,7 +58,7 @@ class Alternating:
         return torch.tensor([sum(1 << token for token in allowed)], dtype=torch.int32)
 
 
-def shaping(sampling: Sampling, mask: Mask | None = None) -> Shaping:
+def shaping(sampling: Sampling, mask: Any | None = None) -> Shaping:
     return Shaping(Open(SessionId(1), 1, PROMPT, sampling, EARLY), list(PROMPT), TOKENS, mask)
 
 
@@ -88,7 +89,7 @@ def _rows(logits: Tensor, how: Shaping, paths: list[tuple[int, ...]]) -> Tensor:
     return shaped(logits[last], [how.after(path) for path in paths])
 
 
-def promised(sampling: Sampling, mask: Mask | None = None) -> Tensor:
+def promised(sampling: Sampling, mask: Any | None = None) -> Tensor:
     """The joint distribution of the first two tokens under plain decoding, ``[TOKENS, TOKENS]``."""
     told, draw = shaping(sampling, mask), Draw(sampling, 0)
     paths = [(token,) for token in range(TOKENS)]
