@@ -83,7 +83,7 @@ class ApiKeys:
         self._path, self._clock = path, clock
         self._seen = self._told = stamp(path)
         """Of the file that was last read, and of the one that was last told of as of no use."""
-        self._keys = _digests(path)
+        self._keys = self._read()
         self._looked = clock()
 
     def may_operate(self, holder: Holder) -> bool:
@@ -99,6 +99,9 @@ class ApiKeys:
                 found = holder
         return found
 
+    def _read(self) -> dict[bytes, Holder]:
+        return {_digest(key): holder for key, holder in read_keys(self._path).items()}
+
     def _look(self) -> None:
         """Read the file again if it changed; what cannot be used is told once, changes nothing, and is tried again."""
         now = self._clock()
@@ -109,7 +112,7 @@ class ApiKeys:
         if seen == self._seen:
             return
         try:
-            self._keys, self._seen = _digests(self._path), seen
+            self._keys, self._seen = self._read(), seen
             log.info("read %d API keys from %s", len(self._keys), self._path)
         except KeyFileError as error:
             if seen != self._told:
@@ -151,12 +154,8 @@ class RequireKey:
         return refusal(error, headers, closing=True)
 
 
-def read_keys(path: Path) -> dict[str, str]:
-    """The names of all keys in a file, by key. Raises :class:`KeyFileError`."""
-    return {key: holder.name for key, holder in _read(path).items()}
-
-
-def _read(path: Path) -> dict[str, Holder]:
+def read_keys(path: Path) -> dict[str, Holder]:
+    """All keys in a file, and whose they are. Raises :class:`KeyFileError`."""
     try:
         with path.open("rb") as file:
             content = file.read(FILE_BYTES + 1)
@@ -222,10 +221,6 @@ def _scope(name: str | None, key: str) -> str:
     if name:
         return hashlib.sha256(f"scope of {name}".encode()).hexdigest()[:SCOPE_CHARACTERS]
     return hmac.new(_SECRET, key.encode(), hashlib.sha256).hexdigest()[:SCOPE_CHARACTERS]
-
-
-def _digests(path: Path) -> dict[bytes, Holder]:
-    return {_digest(key): holder for key, holder in _read(path).items()}
 
 
 def _digest(key: str) -> bytes:
