@@ -247,7 +247,9 @@ def in_words(schema: Schema) -> str:
         case "array":
             low, high = schema.get("minItems", 0), schema.get("maxItems")
             count = "" if high is None else f"{low} to {high} " if low else f"at most {high} "
-            return f"an array of {count}{_several(schema['items'])}"
+            items = schema["items"]
+            several = {"integer": "token ids", "string": f"strings{_characters(items)}"}
+            return f"an array of {count}{several.get(items.get('type'), 'objects')}"
         case "object":
             return "an object" + (f" of at most {schema['maxProperties']} entries" if "maxProperties" in schema else "")
         case _:
@@ -262,16 +264,6 @@ def _range(schema: Schema) -> str:
     if high is None:
         return f"{what} of at least {low}"
     return f"{what} from {_number(low)} to {_number(high)}"
-
-
-def _several(schema: Schema) -> str:
-    match schema.get("type"):
-        case "integer":
-            return "token ids"
-        case "string":
-            return f"strings{_characters(schema)}"
-        case _:
-            return "objects"
 
 
 def _characters(schema: Schema) -> str:
@@ -298,20 +290,17 @@ def json_schema(model: type[pydantic.BaseModel]) -> Schema:
     return dict(_whole({"$ref": f"#/$defs/{model.__name__}"}, parts))
 
 
-def _referred(name: str, parts: Mapping[str, Schema]) -> Schema:
-    """A schema that others refer to, without what is its own: the description, and a title that is but its name."""
-    whole = _whole(parts[name], parts)
-    return {key: item for key, item in whole.items() if key != "description" and (key != "title" or item != name)}
-
-
 def _whole(part: Any, parts: Mapping[str, Schema]) -> Any:
+    """With what it refers to, but for what is that one's own: its description, and a title that is but its name."""
     if isinstance(part, list):
         return [_whole(item, parts) for item in part]
     if not isinstance(part, dict):
         return part
     part = {"anyOf" if name == "oneOf" else name: _whole(item, parts) for name, item in part.items()}
     if "$ref" in part:
-        part = _referred(part.pop("$ref").rpartition("/")[2], parts) | part
+        name = part.pop("$ref").rpartition("/")[2]
+        own = {"description": parts[name].get("description"), "title": name}
+        part = {key: item for key, item in _whole(parts[name], parts).items() if item != own.get(key)} | part
     if "anyOf" in part and {"type": "null"} in part["anyOf"]:
         kept = [one for one in part.pop("anyOf") if one != {"type": "null"}]
         part = (kept[0] if len(kept) == 1 else {"anyOf": kept}) | part
