@@ -15,7 +15,7 @@ import random
 import resource
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -119,25 +119,22 @@ def _fits(schema: object, ending: set[str]) -> bool:
     for name in ("anyOf", "oneOf"):
         if isinstance(some := schema.get(name), list) and some:
             parts.append(any(_fits(one, ending) for one in some))
-    if schema.get("type") == "object" and isinstance(required := schema.get("required"), list):
-        parts.append(_properties_fit(schema, required, ending))
-    if schema.get("type") == "array" and isinstance(min_items := schema.get("minItems"), int):
-        parts.append(_items_fit(schema, min_items, ending))
-    return all(parts)
+    return all(parts) and all(_fits(one, ending) for one in _demanded(schema))
 
 
-def _properties_fit(schema: Mapping[str, object], required: list[object], ending: set[str]) -> bool:
-    properties = schema.get("properties")
-    described = properties if isinstance(properties, dict) else {}
-    return all(_fits(described.get(name), ending) for name in required if isinstance(name, str))
-
-
-def _items_fit(schema: Mapping[str, object], min_items: int, ending: set[str]) -> bool:
-    first = schema.get("prefixItems")
-    before = first[:min_items] if isinstance(first, list) else []
-    return all(_fits(one, ending) for one in before) and (
-        len(before) >= min_items or _fits(schema.get("items"), ending)
-    )
+def _demanded(schema: Mapping[str, object]) -> Iterator[object]:
+    """The schemas of what an object or an array must have."""
+    match schema:
+        case {"type": "object", "required": list(required)}:
+            described = schema.get("properties")
+            if isinstance(described, dict):
+                yield from (described.get(name) for name in required if isinstance(name, str))
+        case {"type": "array", "minItems": int(min_items)}:
+            first = schema.get("prefixItems")
+            before = first[:min_items] if isinstance(first, list) else []
+            yield from before
+            if len(before) < min_items:
+                yield schema.get("items")
 
 
 def _references(schema: object) -> list[str]:
