@@ -122,19 +122,16 @@ def check_sizes(body: Body, max_characters: int) -> None:
         raise ApiError("invalid_value", message, "messages")
     if body.truncate_prompt_tokens is not None:
         return
-    if isinstance(body, CompletionBody):
-        for text in body.prompt if isinstance(body.prompt, list) else [body.prompt]:
-            if isinstance(text, str) and len(text) > max_characters:
-                raise _too_long("prompt", len(text), max_characters)
     if isinstance(body, ChatBody):
-        characters = sum(len(text_of(message.content or "")) for message in body.messages)
+        name, sizes = "messages", [sum(len(text_of(message.content or "")) for message in body.messages)]
+    else:
+        assert isinstance(body, CompletionBody)
+        texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+        name, sizes = "prompt", [len(text) for text in texts if isinstance(text, str)]
+    for characters in sizes:
         if characters > max_characters:
-            raise _too_long("messages", characters, max_characters)
-
-
-def _too_long(name: str, characters: int, max_characters: int) -> ApiError:
-    message = f"{name} has {characters} characters; more than {max_characters} cannot fit the model's context"
-    return ApiError("context_length_exceeded", message, name)
+            message = f"{name} has {characters} characters; more than {max_characters} cannot fit the model's context"
+            raise ApiError("context_length_exceeded", message, name)
 
 
 _CONTENT = "a string or an array of text parts"
@@ -246,15 +243,15 @@ def length_asked(body: Body, *, minimum: int) -> tuple[str, int]:
 
     ``minimum``: 0 where no token is an answer too. Raises :class:`ApiError`.
     """
-    given = {name: getattr(body, name) for name in ("max_tokens", "max_completion_tokens")}
-    given = {name: value for name, value in given.items() if value is not None}
-    if len(given) == 2:
+    asked, newer = body.max_tokens, body.max_completion_tokens
+    if asked is not None and newer is not None:
         raise ApiError("invalid_value", "give max_tokens or max_completion_tokens, not both", "max_completion_tokens")
-    for field, asked in given.items():
-        if asked < minimum:
-            raise wrong_value(field, f"an integer of at least {minimum}", asked)
-        return field, asked
-    return "", 1
+    field, asked = ("max_tokens", asked) if newer is None else ("max_completion_tokens", newer)
+    if asked is None:
+        return "", 1
+    if asked < minimum:
+        raise wrong_value(field, f"an integer of at least {minimum}", asked)
+    return field, asked
 
 
 def max_tokens_of(body: Body, prompt: int, context: int) -> int:

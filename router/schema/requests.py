@@ -372,15 +372,11 @@ def known_tokens(where: str, tokens: Sequence[Token], vocabulary: int) -> Sequen
 def _bias(body: Body, vocabulary: int) -> tuple[tuple[Token, float], ...]:
     """``logit_bias``: JSON has no integer keys, so token ids are written as strings."""
     for name in body.logit_bias:
-        if not _is_token(name, vocabulary):
+        digits = name.isascii() and name.isdigit() and len(name) <= len(str(vocabulary))
+        if not digits or str(int(name)) != name or int(name) >= vocabulary:
             expected = f"an object whose keys are token ids from 0 to {vocabulary - 1}; {name[:20]!r} is none"
             raise wrong_value("logit_bias", expected, body.logit_bias)
     return tuple(sorted((int(name), bias) for name, bias in body.logit_bias.items() if bias))
-
-
-def _is_token(name: str, vocabulary: int) -> bool:
-    digits = name.isascii() and name.isdigit() and len(name) <= len(str(vocabulary))
-    return digits and str(int(name)) == name and int(name) < vocabulary
 
 
 def _banned(body: Body, vocabulary: int, tokenizer: Tokenizer) -> tuple[tuple[Token, ...], ...]:
