@@ -199,8 +199,8 @@ class TextStream:
                 continue
             self._add(text, pieces)
             if self._stops.matched:
-                return self._delta(pieces, index + 1)
-        return self._delta(pieces, len(tokens))
+                return self._delta(pieces, index + 1, stopped=True)
+        return self._delta(pieces, len(tokens), stopped=False)
 
     def finish(self) -> Delta:
         """What was held back; it may complete a stop string."""
@@ -208,18 +208,15 @@ class TextStream:
         self._add(self._detokenizer.finish(), pieces)
         if not self._stops.matched:
             self._take(len(self._stops.finish()), pieces)
-        return self._delta(pieces, 0)
+        return self._delta(pieces, 0, stopped=self._stops.matched)
 
     def cut(self) -> Delta:
         """The end of the text, where whoever reads it has found one: what was held back is dropped."""
-        return Delta((), stopped=True, starts=self._starts(cut=True))
+        return self._delta([], 0, stopped=True)
 
-    def _delta(self, pieces: list[Piece], tokens: int) -> Delta:
-        stopped = self._stops.matched
-        return Delta(tuple(pieces), tokens, stopped, self._starts(cut=stopped))
-
-    def _starts(self, *, cut: bool) -> tuple[int, ...]:
-        return () if self._places is None else tuple(self._places.out(cut=cut))
+    def _delta(self, pieces: list[Piece], tokens: int, *, stopped: bool) -> Delta:
+        starts = () if self._places is None else tuple(self._places.out(cut=stopped))
+        return Delta(tuple(pieces), tokens, stopped, starts)
 
     def _add(self, text: str, pieces: list[Piece]) -> None:
         """What becomes certain with this text is one of the ``pieces``, or several."""
