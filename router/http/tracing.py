@@ -68,15 +68,15 @@ class TraceRequests:
             with use_span(span):
                 await self._app(scope, receive, send_noting_status)
         finally:
-            _note_answer(span, state, status)
+            _note_answer(span, operation, state, status)
             span.end()
 
 
-def _note_answer(span: Span, state: Mapping[str, Any], status: int) -> None:
+def _note_answer(span: Span, operation: str, state: Mapping[str, Any], status: int) -> None:
     """What the request asked for, as far as it was understood, and what came of it."""
     request = state.get("parsed")
     if isinstance(request, ApiRequest):
-        span.update_name(f"{request.kind if request.kind == 'chat' else 'text_completion'} {request.model}")
+        span.update_name(f"{operation} {request.model}")
         first, sampling = request.generations[0], request.generations[0].sampling
         asked: dict[str, Any] = {
             "gen_ai.request.model": request.model,
