@@ -230,13 +230,17 @@ def grammar_of(tools: Tools, answer: str, tokenizer: Tokenizer) -> str:
         if answer:
             message = "tool_choice makes the text a call, and another field wants it in another form; give one of them"
             raise ApiError("invalid_value", message, "tool_choice")
-        return _tried_rules(["start: calls", *_calls(tools, tokenizer)], tokenizer.tags)
-    if answer:
-        return _tried_with(answer, ["start: @answer | calls", *_calls(tools, tokenizer)], tokenizer.tags)
-    if not any(tool["function"].get("strict") for tool in tools.offered):
+        beside: Iterable[str] = ["start: calls"]
+    elif answer:
+        beside = ["start: @answer | calls"]
+    elif any(tool["function"].get("strict") for tool in tools.offered):
+        beside = (_beside_hermes if tools.form is ToolForm.HERMES else _beside_llama)(tools, tokenizer)
+    else:
         return ""
-    free = _beside_hermes if tools.form is ToolForm.HERMES else _beside_llama
-    return _tried_rules([*free(tools, tokenizer), *_calls(tools, tokenizer)], tokenizer.tags)
+    rules = "\n".join([*beside, *_calls(tools, tokenizer)])
+    grammar = _with_answer(answer, rules) if answer else rules
+    _check_size(grammar, "tools")
+    return _tried("llguidance", grammar, "tools", tags=[tag for tag in sorted(tokenizer.tags) if tag in grammar])
 
 
 def _calls(tools: Tools, tokenizer: Tokenizer) -> Iterator[str]:
@@ -310,18 +314,12 @@ def _string(text: str) -> str:
     return json.dumps(json.dumps(text))
 
 
-def _tried_with(answer: str, rules: Iterable[str], tags: Collection[str]) -> str:
+def _with_answer(answer: str, rules: str) -> str:
     """``answer``: a Lark grammar, or JSON that holds one grammar.
 
     While a text may still be either, its white space is that of the answer. Of a call in Llama's form there can then be
     none before the arguments, if the answer in JSON may be alike so far and has no object there.
     """
     (inner,) = json.loads(answer)["grammars"] if answer.startswith("{") else ({"lark_grammar": answer},)
-    outer = {"name": "answer or calls", "lark_grammar": "\n".join(rules)}
-    return _tried_rules([json.dumps({"grammars": [outer, inner | {"name": "answer"}]})], tags)
-
-
-def _tried_rules(rules: Iterable[str], tags: Collection[str]) -> str:
-    grammar = "\n".join(rules)
-    _check_size(grammar, "tools")
-    return _tried("llguidance", grammar, "tools", tags=[tag for tag in sorted(tags) if tag in grammar])
+    outer = {"name": "answer or calls", "lark_grammar": rules}
+    return json.dumps({"grammars": [outer, inner | {"name": "answer"}]})
