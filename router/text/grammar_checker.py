@@ -36,9 +36,8 @@ class GrammarRefused(Exception):
 class GrammarChecker:
     """One process, asked by any thread, one question at a time."""
 
-    def __init__(self, seconds: float = CHECK_SECONDS) -> None:
-        """Starts nothing yet. ``seconds``: what an answer may take."""
-        self._seconds = seconds
+    def __init__(self) -> None:
+        """Starts nothing yet."""
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._answers: OrderedDict[str, tuple[str, str]] = OrderedDict()
@@ -89,7 +88,7 @@ class GrammarChecker:
             )
             if self._exchange(self._process, READY, START_SECONDS) is None:
                 raise RuntimeError("the process that tries grammars does not start")
-        line = self._exchange(self._process, question, self._seconds)
+        line = self._exchange(self._process, question, CHECK_SECONDS)
         if line is None:
             raise GrammarRefused("it is too complex: compiling it takes too much time or memory")
         grammar, error = json.loads(line)

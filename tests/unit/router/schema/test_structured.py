@@ -18,8 +18,9 @@ from router.errors import ApiError
 from router.schema.request_schema import Body, ChatBody, CompletionBody
 from router.schema.requests import read_body
 from router.schema.structured import FORMAT_FIELDS, demands_structure, json_schema_grammar, text_grammar
+from router.text import grammar_checker
 from router.text.grammar_check import ends
-from router.text.grammar_checker import CHECK_SECONDS, GrammarChecker, GrammarRefused
+from router.text.grammar_checker import GrammarChecker, GrammarRefused
 from tests.grammars import random_schema
 
 LIST: dict[str, Any] = {
@@ -237,16 +238,16 @@ def test_a_hostile_grammar_costs_a_process_and_no_more(checker):
         assert checker.grammar("regex", f"[ab]+{form}") == checker.grammar("regex", f"[ab]+{form}")
 
 
-def test_a_process_that_does_not_answer_is_given_up_and_another_asked():
+def test_a_process_that_does_not_answer_is_given_up_and_another_asked(monkeypatch):
     checker = GrammarChecker()
     checker.grammar("regex", "[ab]+")
     hanging = checker._process
     assert hanging is not None
     hanging.send_signal(signal.SIGSTOP)
-    checker._seconds = 0.1
-    with pytest.raises(GrammarRefused, match="too complex"):
-        checker.grammar("regex", "[cd]+")
-    checker._seconds = CHECK_SECONDS
+    with monkeypatch.context() as hasty:
+        hasty.setattr(grammar_checker, "CHECK_SECONDS", 0.1)
+        with pytest.raises(GrammarRefused, match="too complex"):
+            checker.grammar("regex", "[cd]+")
     assert checker.grammar("regex", "[ef]+")
     assert hanging.returncode == -signal.SIGKILL
     checker.close()
