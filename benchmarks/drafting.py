@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -29,14 +30,16 @@ from benchmarks.harness.measure import (
     in_chains,
     reached,
     rows,
+    seeded,
     served,
     take_turns,
 )
-from benchmarks.harness.pair import ROOT, Shape, held_out, noiseless_target, stretched_eagle, stretched_pair
-from benchmarks.harness.processes import WorkerPlan, all_running, connected, each_drafting, serving
+from benchmarks.harness.pair import ROOT, Pair, Shape, held_out, noiseless_target, stretched_eagle, stretched_pair
+from benchmarks.harness.processes import WorkerPlan, routed
 from benchmarks.harness.report import Goal, Result, against, goals_table, table_of, tell
 from cluster.console import say
 from cluster.local.stretched import HIDDEN, LAYERS
+from router.dispatch import Dispatcher
 from router.schema.structured import json_schema_grammar
 from router.text.tokenizer import Tokenizer
 from speculation.events import Role
@@ -93,6 +96,21 @@ async def compared(
     return found
 
 
+def _told() -> Pair:
+    """The stretched pair, after saying what it is."""
+    pair = stretched_pair(Shape())
+    say(pair.about)
+    return pair
+
+
+def _drafting(target: Path, *drafts: tuple[Path, Sequence[str]]) -> AbstractAsyncContextManager[list[Dispatcher]]:
+    """A target on a core of its own, alone or with each drafter (its model and flags) on another; all in bfloat16."""
+    flags = ("--dtype", "bfloat16")
+    plans = [WorkerPlan(Role.TARGET, target, 0, flags=flags)]
+    plans += [WorkerPlan(Role.DRAFT, model, 1, flags=(*flags, *own)) for model, own in drafts]
+    return routed(plans, [(0, number) for number in range(1, len(plans))] or [(0,)])
+
+
 # -- an EAGLE-3 head, at the target and away from it -------------------------------------------------------------------
 
 REMOTE, LOCAL = "head at a draft worker", "head at the target"
@@ -117,12 +135,7 @@ async def eagle(size: Size) -> AsyncIterator[Sequence[Row]]:
         WorkerPlan(Role.DRAFT, target, draft_core, flags=headed),
         WorkerPlan(Role.TARGET, target, target_core, flags=headed),
     ]
-    async with (
-        all_running(plans, together=on_cuda) as (alone, sending, drafting, both),
-        connected(alone) as without,
-        connected(sending, drafting) as away,
-        connected(both) as beside,
-    ):
+    async with routed(plans, [(0,), (1, 2), (3,)], together=on_cuda) as (without, away, beside):
         for seed, temperature in enumerate(size.temperatures):
             scope = RequestOptions(scope=f"at {temperature}")
             runners = {
@@ -159,9 +172,9 @@ NOT_COUNTED = 2
 
 async def repetition(size: Size) -> AsyncIterator[Sequence[Row]]:
     """Several similar requests of each kind. Every contender remembers in a scope of its own, and copies from none."""
-    target = _told(Shape())
+    target = _told().target
     tokenizer = Tokenizer.load(str(target))
-    async with serving(target) as dispatcher:
+    async with _drafting(target) as (dispatcher,):
         for kind, temperature in itertools.product(KINDS, size.temperatures):
             runners = {
                 name: served(dispatcher, speculation, RequestOptions(scope=f"{kind} at {temperature}, {name}"))
@@ -174,29 +187,22 @@ async def repetition(size: Size) -> AsyncIterator[Sequence[Row]]:
             yield await compared(runners, batches, 0, skip=NOT_COUNTED, kind=kind, temperature=temperature)
 
 
-def _seeded(size: Size, temperature: float) -> list[Batch]:
-    """A prompt each, and a seed of its own."""
-    return [Batch((prompt,), size.tokens, temperature, seed) for seed, prompt in enumerate(held_out(size.rounds))]
-
-
 # -- a draft with another tokenizer ------------------------------------------------------------------------------------
 
 
 async def vocabularies(size: Size) -> AsyncIterator[Sequence[Row]]:
     """The target alone, and with two drafts of one size, never both at work."""
-    target, flags = _told(Shape()), ("--dtype", "bfloat16")
-    drafts = [
-        WorkerPlan(Role.DRAFT, SAME, 1, flags=flags),
-        WorkerPlan(Role.DRAFT, OTHER, 1, flags=(*flags, "--target-tokenizer", str(target))),
-    ]
-    async with each_drafting(WorkerPlan(Role.TARGET, target, 0, flags=flags), drafts) as (with_same, with_other):
+    target = _told().target
+    translated = OTHER, ("--target-tokenizer", str(target))
+    async with _drafting(target, (SAME, ()), translated) as (with_same, with_other):
         runners = {
             "plain": served(with_same, PLAIN),
             "draft, same tokenizer": served(with_same, DRAFTED),
             OTHER_NAME: served(with_other, DRAFTED),
         }
         for temperature in size.temperatures:
-            yield await compared(runners, _seeded(size, temperature), exact=False, temperature=temperature)
+            batches = seeded(held_out(), size.rounds, 1, size.tokens, temperature)
+            yield await compared(runners, batches, exact=False, temperature=temperature)
 
 
 # -- a dear draft model, whose own steps verify guesses ----------------------------------------------------------------
@@ -212,13 +218,12 @@ DEAR = 6
 
 async def staged(size: Size) -> AsyncIterator[Sequence[Row]]:
     """One target and a drafter for each kind of guesses, never two at work; under our schedule and the sequential."""
-    draft, flags = noiseless_target(Shape().hidden, DEAR), ("--dtype", "bfloat16")
-    drafts = [WorkerPlan(Role.DRAFT, draft, 1, flags=(*flags, *way)) for way in STAGED.values()]
-    async with each_drafting(WorkerPlan(Role.TARGET, _told(Shape()), 0, flags=flags), drafts) as paired:
+    draft = noiseless_target(Shape().hidden, DEAR)
+    async with _drafting(_told().target, *((draft, way) for way in STAGED.values())) as paired:
         for how, temperature in itertools.product((DRAFTED, in_chains(Schedule.SEQUENTIAL, 6)), size.temperatures):
             runners = {"plain": served(paired[0], PLAIN)}
             runners |= {name: served(each, how) for name, each in zip(STAGED, paired, strict=True)}
-            batches = _seeded(size, temperature)
+            batches = seeded(held_out(), size.rounds, 1, size.tokens, temperature)
             yield await compared(runners, batches, schedule=how.schedule.value, temperature=temperature)
 
 
@@ -257,8 +262,8 @@ STRUCTURED = {
 
 async def structured(size: Size) -> AsyncIterator[Sequence[Row]]:
     """One schema, in two layouts."""
-    pair = stretched_pair(Shape())
-    async with serving(_told(Shape()), draft=pair.draft) as dispatcher:
+    pair = _told()
+    async with _drafting(pair.target, (pair.draft, ())) as (dispatcher,):
         runners = {name: served(dispatcher, speculation) for name, speculation in STRUCTURED.items()}
         for layout, form in LAYOUTS.items():
             grammar = json_schema_grammar(dict(RECORD), "schema", form)
@@ -283,12 +288,7 @@ async def placement(size: Size) -> AsyncIterator[Sequence[Row]]:
         WorkerPlan(Role.TARGET, target, None, flags=(*flags, *beside)),
         WorkerPlan(Role.TARGET, target, None, flags=(*wide_flags, *beside)),
     )
-    async with (
-        all_running(plans) as (first, second, some, every),
-        connected(first, second) as own,
-        connected(some) as in_turn,
-        connected(every) as wide,
-    ):
+    async with routed(plans, [(0, 1), (2,), (3,)]) as (own, in_turn, wide):
         runners = {
             f"plain, {fewer} of {cores} cores": served(own, PLAIN),
             "own": served(own, DRAFTED),
@@ -297,22 +297,11 @@ async def placement(size: Size) -> AsyncIterator[Sequence[Row]]:
             "shared, all cores": served(wide, DRAFTED),
         }
         for streams, temperature in itertools.product((1, 4, 8), size.temperatures):
-            endless = itertools.cycle(held_out())
-            batches = [
-                Batch(tuple(itertools.islice(endless, streams)), size.tokens, temperature, seed=number)
-                for number in range(size.rounds)
-            ]
+            batches = seeded(held_out(), size.rounds, streams, size.tokens, temperature)
             yield await compared(runners, batches, 1, exact=False, streams=streams, temperature=temperature)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
-
-
-def _told(shape: Shape) -> Path:
-    """The target, after saying what it is."""
-    pair = stretched_pair(shape)
-    say(pair.about)
-    return pair.target
 
 
 Found = Mapping[str, Sequence[Row]]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from benchmarks.gpu import settings
 from benchmarks.gpu.device import TimedDevice
 from benchmarks.gpu.figures import Speedup, StageResult
 from benchmarks.gpu.settings import DraftingSetting, GpuOptions
-from benchmarks.harness.measure import DRAFTED, PLAIN, Batch, Run, Runner, beside, served, take_turns
+from benchmarks.harness.measure import DRAFTED, PLAIN, Run, Runner, beside, seeded, served, take_turns
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, wrong_draft
 from benchmarks.harness.processes import ReadyProcess, WorkerPlan, all_running, connected, losses_unsaid, until_lost
 from router.dispatch import Dispatcher
@@ -153,10 +153,7 @@ class DraftingBench:
     async def _compare(self, setting: DraftingSetting, runners: Mapping[str, Runner], warm_up: int) -> StageResult:
         started, options = time.perf_counter(), self.options
         prompts = [prompt[:MAX_PROMPT_TOKENS] for prompt in held_out()]
-        batches = [
-            Batch(some, options.tokens, setting.temperature, seed)
-            for seed, some in enumerate(distinct(prompts, setting.streams, options.rounds))
-        ]
+        batches = seeded(distinct(prompts), options.rounds, setting.streams, options.tokens, setting.temperature)
         runs = await take_turns(runners, batches, warm_up)
         plain = runs.pop("plain")
         alone = self.gpu.on_cuda and torch.cuda.device_count() == 1
@@ -171,10 +168,9 @@ def _alive(drafter: str) -> str:
     return settings.RIGHT if drafter == settings.DEAD else drafter
 
 
-def distinct(prompts: Sequence[tuple[Token, ...]], count: int, rounds: int) -> list[tuple[tuple[Token, ...], ...]]:
-    """``count`` prompts for each round; no two begin alike: those that are used again lack some of their beginning."""
-    shifted = (prompt[cut:] for cut in itertools.count() for prompt in prompts)
-    return [tuple(itertools.islice(shifted, count)) for _ in range(rounds)]
+def distinct(prompts: Sequence[tuple[Token, ...]]) -> Iterator[tuple[Token, ...]]:
+    """As many as are wanted, and no two begin alike: those that are used again lack some of their beginning."""
+    return (prompt[cut:] for cut in itertools.count() for prompt in prompts)
 
 
 def speedup_of(placement: str, setting: DraftingSetting, plain: Sequence[Run], drafted: Sequence[Run]) -> Speedup:

@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, TypeVar
@@ -178,6 +178,14 @@ async def decode(dispatcher: Dispatcher, generation: Generation) -> Decoded:
             commits.append(TimedCommit(time.perf_counter(), len(item.tokens), item.accepted, item.offered, sources))
             tokens += item.tokens
     return Decoded(tuple(tokens), tuple(commits))
+
+
+def seeded(
+    prompts: Iterable[tuple[Token, ...]], rounds: int, streams: int, tokens: int, temperature: float = 0.0
+) -> list[Batch]:
+    """A batch a round, each with a seed of its own: as many of the prompts as there are streams, which come again."""
+    endless = itertools.cycle(prompts)
+    return [Batch(tuple(itertools.islice(endless, streams)), tokens, temperature, seed) for seed in range(rounds)]
 
 
 def order(names: Sequence[Name], number: int) -> list[Name]:

@@ -163,11 +163,15 @@ async def connected(target: ReadyProcess, draft: ReadyProcess | None = None) -> 
 
 
 @asynccontextmanager
-async def each_drafting(target: WorkerPlan, drafts: Sequence[WorkerPlan]) -> AsyncIterator[list[Dispatcher]]:
-    """One target, and with each of the drafters a router's session side: never should two of these be at work."""
-    async with AsyncExitStack() as stack:
-        verifying, *drafting = await stack.enter_async_context(all_running([target, *drafts]))
-        yield [await stack.enter_async_context(connected(verifying, draft)) for draft in drafting]
+async def routed(
+    plans: Sequence[WorkerPlan], pairs: Sequence[Sequence[int]], *, together: bool = False
+) -> AsyncIterator[list[Dispatcher]]:
+    """Workers, and for each of the pairs a router's session side: a target and perhaps a drafter, by their numbers.
+
+    A worker may be in several; never should two of these be at work. ``together``: see :func:`all_running`.
+    """
+    async with all_running(plans, together=together) as workers, AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(connected(*(workers[number] for number in pair))) for pair in pairs]
 
 
 async def until_up(dispatcher: Dispatcher) -> None:
@@ -187,16 +191,6 @@ async def drafting_late(dispatcher: Dispatcher, seconds: float) -> AsyncIterator
         yield
         dispatcher.pool.set_workers(Role.DRAFT, [near.address])
         await until_up(dispatcher)
-
-
-@asynccontextmanager
-async def serving(target: Path, draft: Path | None = None) -> AsyncIterator[Dispatcher]:
-    """A target on a core of its own, perhaps a draft on another, both in bfloat16, and a router's session side."""
-    flags = ("--dtype", "bfloat16")
-    plans = [WorkerPlan(Role.TARGET, target, 0, flags=flags)]
-    plans += [WorkerPlan(Role.DRAFT, draft, 1, flags=flags)] if draft else []
-    async with all_running(plans) as workers, connected(*workers) as dispatcher:
-        yield dispatcher
 
 
 @contextmanager

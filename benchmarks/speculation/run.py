@@ -8,7 +8,6 @@ setting to the next, and its drafter dies, and is replaced by a wrong one, late 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from benchmarks.harness.measure import (
     Runner,
     best,
     in_chains,
+    seeded,
     served,
     take_turns,
 )
@@ -86,12 +86,9 @@ class PairBench:
 
     def batches(self, setting: ComparisonSetting) -> list[Batch]:
         """What every contender decodes in a setting."""
-        count = self.options.prompts if setting.batch == 1 else self.options.bursts
-        endless = itertools.cycle(self.prompts[:-SWEEP_PROMPTS])
-        return [
-            Batch(tuple(itertools.islice(endless, setting.batch)), self.options.tokens, setting.temperature, seed)
-            for seed in range(count)
-        ]
+        options, prompts = self.options, self.prompts[:-SWEEP_PROMPTS]
+        rounds = options.prompts if setting.batch == 1 else options.bursts
+        return seeded(prompts, rounds, setting.batch, options.tokens, setting.temperature)
 
     async def compare(
         self,

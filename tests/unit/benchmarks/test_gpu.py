@@ -31,7 +31,7 @@ from benchmarks.gpu.settings import (
 )
 from benchmarks.harness import pair as pairs
 from benchmarks.harness import processes
-from benchmarks.harness.measure import Decoded, Run, TimedCommit
+from benchmarks.harness.measure import Decoded, Run, TimedCommit, seeded
 from benchmarks.harness.pair import BUNDLED, Pair
 from benchmarks.harness.processes import ReadyProcess, WorkerFailed, WorkerPlan
 from benchmarks.harness.report import Result
@@ -309,8 +309,12 @@ def test_drafting_is_measured_setting_by_setting_and_a_drafter_dies_last() -> No
 
 
 def test_prompts_of_all_rounds_begin_differently() -> None:
-    found = speculation.distinct([(1, 2, 3, 4), (5, 6, 7, 8)], 2, 3)
-    assert found == [((1, 2, 3, 4), (5, 6, 7, 8)), ((2, 3, 4), (6, 7, 8)), ((3, 4), (7, 8))]
+    found = seeded(speculation.distinct([(1, 2, 3, 4), (5, 6, 7, 8)]), 3, 2, 8)
+    assert [batch.prompts for batch in found] == [
+        ((1, 2, 3, 4), (5, 6, 7, 8)),
+        ((2, 3, 4), (6, 7, 8)),
+        ((3, 4), (7, 8)),
+    ]
 
 
 def test_a_speedup_is_taken_round_by_round() -> None:
