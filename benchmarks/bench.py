@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Self
 
 from benchmarks.chaos.settings import ChaosOptions, SoakOptions
+from benchmarks.engine.settings import EngineOptions
 from benchmarks.gpu.settings import GpuOptions
 from benchmarks.harness import options
-from benchmarks.harness.options import FIGURES, Options, between, flag, known
+from benchmarks.harness.options import FIGURES, Options, flag, known
 from benchmarks.http.scale import ScaleOptions
 from benchmarks.serve.settings import ServeOptions
 from benchmarks.speculation.settings import SpeculationOptions
 from cluster.config.flags import Parser
 from cluster.console import BadInput
-from cluster.local.threads import usable_cores
 
 ABOUT = "measure decoding speed on this machine, against other ways to decode, and what faults do to streams"
 DETAILS = """\
@@ -33,52 +33,7 @@ measures servers that run already. Keep the machine quiet meanwhile.
   paceline bench chaos --only kill-target
   paceline bench soak --minutes 2
 """
-HIDDEN_MULTIPLE = 256
-"""Of the engine benchmark's model: four heads of 64 share a key head."""
 PARTS = ("eagle", "steps", "repetition", "vocabularies", "staged", "structured", "placement")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions(Options):
-    """How large the model is, and how many cores compute.
-
-    By default 260 million parameters: a quarter of the layers of the Llama 3.2 of a billion. With more and thinner
-    layers, more of a step is overhead.
-    """
-
-    BENCH = "engine"
-    ABOUT = "the target worker's engine: its steps, its batches and its memory, and transformers"
-    DETAILS = "The quick run takes about four minutes, the full one about ten."
-    MODULE = "benchmarks.engine.run"
-    FOLDER = "-engine"
-    quick: bool = flag(False, "fewer rounds; writes no folder")
-    json: Path | None = flag(None, FIGURES)
-    out: Path | None = flag(None, "folder of a full run (default: benchmarks/results/DATE-engine)", metavar="DIR")
-    hidden: int = flag(2048, "hidden size of the model")
-    layers: int = flag(4, "layers of the model", least=1)
-    threads: int = flag(1, "cores, and threads of a step")
-
-    def checked(self) -> Self:
-        """See :class:`benchmarks.harness.options.Options`."""
-        if self.hidden < HIDDEN_MULTIPLE or self.hidden % HIDDEN_MULTIPLE:
-            raise BadInput(f"--hidden must be a multiple of {HIDDEN_MULTIPLE}, got {self.hidden}")
-        between("--threads", self.threads, 1, usable_cores(), ", the cores usable here")
-        return self
-
-    @property
-    def rounds(self) -> int:
-        """Times every step and every way to read is timed."""
-        return 12 if self.quick else 40
-
-    @property
-    def turns(self) -> int:
-        """Times every contender decodes, and pairs of prompts with the same prefix."""
-        return 3 if self.quick else 7
-
-    @property
-    def mixed_turns(self) -> int:
-        """Times both decode requests of mixed lengths: as many seconds each as all others together."""
-        return 2 if self.quick else 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

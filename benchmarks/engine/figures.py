@@ -34,55 +34,31 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from benchmarks.bench import EngineOptions
+from benchmarks.engine.settings import HEAD_SIZE, VOCABULARY, EngineOptions, LlamaShape
 from benchmarks.engine.steps import PREFIX, TREE, chain, many
 from benchmarks.harness.measure import Batch, Run
 from benchmarks.harness.report import Goal, Result, Table, against, describe_machine, goals_table
 from cluster.config.config import Config
 from engine.model import placed
-from models.pair import parameter_count
 
-HEAD_SIZE, GROUP = 64, 4
-"""Of a head, and query heads that share a key head."""
-EXPANSION = 4
-"""How many times wider than the model its MLP is."""
 CONCURRENT = 16
 SEED = 0
-VOCABULARY = 8192
-LONGEST = 4096
-SPREAD = 0.03
-"""Standard deviation of the weights. With less, such a model repeats one token for ever."""
 MEAN_PROMPT, MEAN_ANSWER = 161, 338
 """Tokens, before they are shortened."""
 SHORTENED = 4
 LENGTH_SPREAD = math.sqrt(math.log(2.0))
 """Standard deviation of a length's logarithm: that of the length equals its mean."""
-LONGEST_PROMPT, LONGEST_ANSWER = 256, 256
+LONGEST = 256
+"""Of prompts, and of answers."""
 MEGABYTE = 1e6
-
-
-def config(options: EngineOptions) -> LlamaConfig:
-    """In the proportions of the Llama 3.2 of a billion: tied embeddings, grouped queries, a wide MLP."""
-    heads = options.hidden // HEAD_SIZE
-    return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=options.hidden,
-        intermediate_size=EXPANSION * options.hidden,
-        num_hidden_layers=options.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // GROUP,
-        max_position_embeddings=LONGEST,
-        tie_word_embeddings=True,
-        initializer_range=SPREAD,
-    )
 
 
 def write_model(options: EngineOptions, folder: Path) -> None:
     """A checkpoint in bfloat16, the same for the same shape."""
     torch.manual_seed(SEED)
-    placed(LlamaForCausalLM(config(options)), torch.bfloat16).save_pretrained(folder)
+    placed(LlamaForCausalLM(options.shape.config), torch.bfloat16).save_pretrained(folder)
 
 
 def random_prompts(count: int, tokens: int, generator: torch.Generator) -> list[tuple[int, ...]]:
@@ -90,38 +66,30 @@ def random_prompts(count: int, tokens: int, generator: torch.Generator) -> list[
     return [tuple(row) for row in torch.randint(VOCABULARY, (count, tokens), generator=generator).tolist()]
 
 
-def parameters(options: EngineOptions) -> int:
-    """Tied ones once. A step reads every one of them once: the embedding is the output layer."""
-    with torch.device("meta"):
-        return parameter_count(LlamaForCausalLM(config(options)))
-
-
-def activations(options: EngineOptions, tokens: int, rows: int) -> int:
+def activations(shape: LlamaShape, tokens: int, rows: int) -> int:
     """Numbers alive at the widest place of a step, about: residual, norm, the MLP's three products, and logits.
 
     ``rows``: of logits, counted three times, as the model's number format and as float32.
     """
-    return tokens * (2 * options.hidden + 3 * EXPANSION * options.hidden) + 3 * rows * VOCABULARY
+    return tokens * (2 * shape.hidden + 3 * shape.intermediate) + 3 * rows * shape.vocabulary
 
 
 def lengths(count: int) -> list[tuple[int, int]]:
     """Tokens of prompt and answer for ``count`` requests."""
     rng = Random(SEED)
-    return [
-        (_length(rng, MEAN_PROMPT, LONGEST_PROMPT), _length(rng, MEAN_ANSWER, LONGEST_ANSWER)) for _ in range(count)
-    ]
+    return [(_length(rng, MEAN_PROMPT), _length(rng, MEAN_ANSWER)) for _ in range(count)]
 
 
-def _length(rng: Random, mean: float, longest: int) -> int:
+def _length(rng: Random, mean: float) -> int:
     centre = math.log(mean / SHORTENED) - LENGTH_SPREAD**2 / 2
-    return min(max(round(rng.lognormvariate(centre, LENGTH_SPREAD)), 1), longest)
+    return min(max(round(rng.lognormvariate(centre, LENGTH_SPREAD)), 1), LONGEST)
 
 
 def mixed_batch(count: int, generator: torch.Generator) -> Batch:
     """``count`` requests at once, with prompts that share no beginning."""
-    drawn = lengths(count)
-    prompts = tuple(random_prompts(1, tokens, generator)[0] for tokens, _ in drawn)
-    return Batch(prompts, max(answer for _, answer in drawn), each=tuple(answer for _, answer in drawn))
+    asked, answers = zip(*lengths(count), strict=True)
+    prompts = tuple(random_prompts(1, tokens, generator)[0] for tokens in asked)
+    return Batch(prompts, max(answers), each=answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +109,15 @@ class Memory:
         return self.resident - self.weights - self.cache - self.activations
 
 
-def memory_of(process: int, options: EngineOptions, item: int, slots: int, rows: int) -> Memory:
+def memory_of(process: int, shape: LlamaShape, item: int, slots: int, rows: int) -> Memory:
     """Of the worker with this process id; ``item``: bytes of a number, ``rows``: of logits in its widest step."""
     fields = read_rollup(Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii"))
     return Memory(
         resident=fields["Rss"],
         private=fields["Private_Clean"] + fields["Private_Dirty"],
-        weights=item * parameters(options),
-        cache=item * slots * 2 * options.layers * options.hidden // GROUP,
-        activations=item * activations(options, Config().target.prompt_tokens, rows),
+        weights=item * shape.weights_read,
+        cache=item * slots * 2 * shape.layers * shape.kv_heads * HEAD_SIZE,
+        activations=item * activations(shape, Config().target.prompt_tokens, rows),
     )
 
 
@@ -267,7 +235,7 @@ def pace(measured: Measured) -> Table:
 def result(options: EngineOptions, dtype: str, measured: Measured, **about: Any) -> Result:
     """All that is shown. ``summary`` and ``wanted`` have exactly the keys of the goals."""
     machine = about.setdefault("machine", describe_machine())
-    sizes = {"parameters": parameters(options), "hidden": options.hidden, "layers": options.layers}
+    sizes = {"parameters": options.shape.weights_read, "hidden": options.hidden, "layers": options.layers}
     return Result(
         "engine",
         "The engine",
@@ -302,7 +270,7 @@ def notes(options: EngineOptions, dtype: str, measured: Measured, processor: str
     together, alone = (_over_theirs(name, measured, whole=False) for name in (TOGETHER, ALONE))
     held = {name: value / MEGABYTE for name, value in asdict(measured.memory).items()}
     return [
-        f"{processor}, {options.threads} cores; {dtype}. A Llama of {parameters(options) / 1e6:.0f}M parameters "
+        f"{processor}, {options.threads} cores; {dtype}. A Llama of {options.shape.weights_read / 1e6:.0f}M parameters "
         f"(hidden size {options.hidden}, {options.layers} layers, tied embeddings) with random weights: its speed is "
         "real, its text is not.",
         f"Floor: {measured.weight_bytes / MEGABYTE:.0f} MB of weights at {median(bandwidths) / 1e9:.1f} GB/s "

@@ -18,9 +18,9 @@ import torch
 from transformers import DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.bench import EngineOptions
 from benchmarks.engine import figures
 from benchmarks.engine.figures import ALONE, CONCURRENT, MIXED, TOGETHER, Measured, Memory, random_prompts
+from benchmarks.engine.settings import EngineOptions
 from benchmarks.engine.steps import PREFIX, TRIES, TimedSteps, Work, chain, in_turn, pinned, reads
 from benchmarks.harness.measure import PLAIN, Batch, Decoded, Run, Runner, TimedCommit, served, take_turns
 from benchmarks.harness.processes import WorkerPlan, connected, losses_unsaid, running
@@ -81,7 +81,7 @@ async def measure(folder: Path, options: EngineOptions, report: Callable[[str], 
         prefixes = await repeat_prefixes(loop, options.turns, generator)
     report("serving from a worker process")
     memory = await serve(folder, options, dtype, generator)
-    weight_bytes = figures.parameters(options) * dtype.itemsize
+    weight_bytes = options.shape.weights_read * dtype.itemsize
     return Measured(weight_bytes, READ_BYTES, read_seconds, step_seconds, runs, prefixes, memory), dtype
 
 
@@ -139,7 +139,7 @@ async def serve(folder: Path, options: EngineOptions, dtype: torch.dtype, genera
     plan = WorkerPlan(Role.TARGET, folder / "model", core, flags=flags)
     async with running(plan) as worker, connected(worker) as dispatcher:
         await served(dispatcher, PLAIN)(Batch(tuple(random_prompts(CONCURRENT, PROMPT, generator)), NEW))
-        return figures.memory_of(worker.process.pid, options, dtype.itemsize, WORKER_CACHE_TOKENS, CONCURRENT)
+        return figures.memory_of(worker.process.pid, options.shape, dtype.itemsize, WORKER_CACHE_TOKENS, CONCURRENT)
 
 
 def _only(prompts: slice, runner: Runner) -> Runner:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
+from benchmarks.engine.settings import LlamaShape
 from benchmarks.engine.steps import Work
-from benchmarks.gpu.settings import CONTEXT, SHAPES, LlamaShape, Sizes
+from benchmarks.gpu.settings import SHAPES, Sizes
 from engine.attention.row_attention import RowAttention
 from engine.build import build_alone
 from engine.cuda.graphs import CudaRecorder, Record
@@ -161,37 +162,14 @@ def build(name: str, gpu: TimedDevice) -> Subject:
     return Subject(shape, gpu, build_alone(settings, model, record=clock), clock)
 
 
-def config(shape: LlamaShape) -> LlamaConfig:
-    """As transformers has it."""
-    return LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=shape.tied,
-        eos_token_id=None,  # texts end by length only
-    )
-
-
 def random_module(shape: LlamaShape, gpu: TimedDevice) -> Any:
     """The same weights for the same shape, made where they stay."""
     torch.manual_seed(SEED)
     with torch.device(gpu.device):
-        module: Any = AutoModelForCausalLM.from_config(config(shape), dtype=gpu.dtype)  # type: ignore[no-untyped-call]
+        module: Any = AutoModelForCausalLM.from_config(shape.config, dtype=gpu.dtype)  # type: ignore[no-untyped-call]
     return module.eval().requires_grad_(False)
 
 
-def weights_read(shape: LlamaShape) -> int:
-    """Numbers that every step reads: all weights but the embedding, unless that is the output layer as well."""
-    with torch.device("meta"):
-        module = LlamaForCausalLM(config(shape))
-    embedding = 0 if shape.tied else module.model.embed_tokens.weight.numel()
-    return sum(parameter.numel() for parameter in module.parameters()) - embedding
-
-
 def floor_ms(shape: LlamaShape, gpu: TimedDevice) -> float:
-    """Reading those once."""
-    return 1e3 * weights_read(shape) * gpu.dtype.itemsize / gpu.bandwidth()
+    """Reading the weights that a step reads once."""
+    return 1e3 * shape.weights_read * gpu.dtype.itemsize / gpu.bandwidth()

@@ -13,25 +13,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks.engine.settings import LlamaShape
 from benchmarks.harness.options import Options, flag, known
 from cluster.config.flags import count, number
 from cluster.console import BadInput
-
-VOCABULARY, CONTEXT = 32_768, 8_192
-
-
-@dataclass(frozen=True, slots=True)
-class LlamaShape:
-    """The sizes of a Llama of random weights."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocabulary: int = VOCABULARY
-    tied: bool = False
-
 
 SHAPES = {
     "8B": LlamaShape(4096, 14336, 32, 32, 8),

@@ -10,7 +10,6 @@ from statistics import mean, stdev
 import pytest
 import torch
 
-from benchmarks.bench import EngineOptions
 from benchmarks.engine import figures
 from benchmarks.engine import run as engine
 from benchmarks.engine.figures import (
@@ -25,12 +24,12 @@ from benchmarks.engine.figures import (
     Memory,
     lengths,
     memory_of,
-    parameters,
     random_prompts,
     read_rollup,
     write_model,
 )
 from benchmarks.engine.run import READ_BYTES, Loop
+from benchmarks.engine.settings import EngineOptions
 from benchmarks.engine.steps import PREFIX, TREE, chain, in_turn, many, reads
 from benchmarks.harness.measure import Batch, Decoded, Run, TimedCommit
 from benchmarks.harness.report import Result, against
@@ -166,7 +165,7 @@ def test_the_document_holds_the_summary_what_was_wanted_and_where_it_ran(result)
     assert document["hardware"] == {"processor": "a processor"}
     assert document["command"] == "paceline bench engine --quick --hidden 256 --layers 2 --threads 1"
     assert document["model"] == {
-        "parameters": parameters(EngineOptions(hidden=256, layers=2)),
+        "parameters": EngineOptions(hidden=256, layers=2).shape.weights_read,
         "hidden": 256,
         "layers": 2,
         "weights": "random",
@@ -202,9 +201,9 @@ def test_memory_of_a_process_is_read_from_its_rollup():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process holds")
 def test_known_needs_are_taken_off_the_memory():
-    options = EngineOptions(hidden=256, layers=2)
-    found = memory_of(os.getpid(), options, item=2, slots=48, rows=3)
-    assert found.weights == 2 * parameters(options)
+    shape = EngineOptions(hidden=256, layers=2).shape
+    found = memory_of(os.getpid(), shape, item=2, slots=48, rows=3)
+    assert found.weights == 2 * shape.weights_read
     layers, keys_and_values, head_size, bytes_each = 2, 2, 64, 2
     assert found.cache == layers * keys_and_values * head_size * bytes_each * 48
     assert found.overhead == found.resident - found.weights - found.cache - found.activations

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from benchmarks.engine.settings import LlamaShape
 from benchmarks.gpu import device, speculation
 from benchmarks.gpu import run as gpu
 from benchmarks.gpu.figures import GOALS, Speedup, StageResult, StepTiming, contender
@@ -27,7 +28,6 @@ from benchmarks.gpu.settings import (
     STAGES,
     DraftingSetting,
     GpuOptions,
-    LlamaShape,
 )
 from benchmarks.harness import pair as pairs
 from benchmarks.harness import processes
@@ -228,10 +228,10 @@ def test_each_stage_measures_its_own_shapes_unless_others_are_asked_for() -> Non
 def test_the_floor_counts_what_a_step_reads() -> None:
     """The products of the layers and of the output layer; norms are next to nothing."""
     a_layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
-    assert device.weights_read(SHAPES["8B"]) == pytest.approx(32 * a_layer + 4096 * 32_768, rel=1e-3)
+    assert SHAPES["8B"].weights_read == pytest.approx(32 * a_layer + 4096 * 32_768, rel=1e-3)
     tiny = SHAPES["tiny"]
     a_layer = 128 * (128 + 2 * 64 + 128 + 3 * 352)
-    assert device.weights_read(tiny) == pytest.approx(2 * a_layer + 128 * 4096, rel=1e-2), "its output layer is tied"
+    assert tiny.weights_read == pytest.approx(2 * a_layer + 128 * 4096, rel=1e-2), "its output layer is tied"
 
 
 def test_goals_are_the_worst_of_their_steps() -> None:
