@@ -71,7 +71,7 @@ def _table(name: str, rng: Random) -> GrammarPrompt:
         pattern.append(re.escape(json.dumps(row)).replace(r"\?", "[a-z ]{4,12}"))
     table = "\n".join(lines)
     prompt = f"# Our {name}, a remark for each:\n{table}\n\n# The same as JSON:\n"
-    return GrammarPrompt(prompt, _grammar(regex=_plain_escapes("\n".join(pattern))))
+    return GrammarPrompt(prompt, _held("\n".join(pattern)))
 
 
 def edits() -> list[GrammarPrompt]:
@@ -79,10 +79,9 @@ def edits() -> list[GrammarPrompt]:
     found = []
     for subject in _SUBJECTS:
         file = _FILE.format(name=subject, Name=subject.capitalize())
-        pattern = re.escape(file).replace(f"add_{subject}", f"add_{_HOLE}").replace(f"find_{subject}", f"find_{_HOLE}")
-        pattern = pattern.replace(f"remove_{subject}", f"remove_{_HOLE}")
+        pattern = re.sub(f"(add|find|remove)_{subject}", rf"\1_{_HOLE}", re.escape(file))
         prompt = f"# Before:\n{file}\n\n# The same, with shorter names of the methods:\n"
-        found.append(GrammarPrompt(prompt, _grammar(regex=_plain_escapes(pattern))))
+        found.append(GrammarPrompt(prompt, _held(pattern)))
     return found
 
 
@@ -94,10 +93,7 @@ def functions() -> list[GrammarPrompt]:
 KINDS: dict[str, Callable[[], Sequence[GrammarPrompt]]] = {"rows": rows, "edits": edits, "free code": functions}
 
 
-def _plain_escapes(pattern: str) -> str:
-    """Of what ``re.escape`` escapes, spaces and line ends need none anywhere else."""
-    return pattern.replace("\\ ", " ").replace("\\\n", "\n")
-
-
-def _grammar(**form: object) -> str:
-    return text_grammar(Body.read({"structured_outputs": form}))
+def _held(pattern: str) -> str:
+    """The grammar of it. Of what ``re.escape`` escapes, spaces and line ends need none anywhere else."""
+    plain = pattern.replace("\\ ", " ").replace("\\\n", "\n")
+    return text_grammar(Body.read({"structured_outputs": {"regex": plain}}))
