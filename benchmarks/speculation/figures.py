@@ -208,9 +208,7 @@ class PairResult:
 
 def rows(measured: Sequence[MeasuredRuns], log: WorkerLog) -> list[Row]:
     """A row for each, with what ``log`` says about the time it ran."""
-    first: dict[tuple[str, ComparisonSetting], MeasuredRuns] = {}
-    for one in measured:
-        first.setdefault((one.pair, one.setting), one)
+    first = {(one.pair, one.setting): one for one in reversed(measured)}
     return [_row(one, first[one.pair, one.setting], log) for one in measured]
 
 

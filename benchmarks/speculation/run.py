@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from benchmarks.harness.processes import (
     connected,
     drafting_late,
     losses_unsaid,
+    routed,
     running,
     until_lost,
 )
@@ -115,8 +116,11 @@ class PairBench:
         return best(runs)
 
 
-async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: ComparisonSetting, lookup: bool) -> None:
-    """Everyone who runs on our processes, in one setting; the baselines with their best draft length."""
+async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: ComparisonSetting, *, lookup: bool) -> None:
+    """Everyone who runs on our processes, in one setting; the baselines with their best draft length.
+
+    ``lookup``: ours with prompt lookup too, at batch 1; there is no goal for it.
+    """
     everyone = dict(PLAIN_AND_OURS)
     choices: dict[str, str] = {}
     async with drafting_late(dispatcher, setting.rtt_ms / 2000) if setting.rtt_ms else nullcontext():
@@ -150,35 +154,33 @@ def _served(dispatcher: Dispatcher, known: Mapping[str, Speculation]) -> dict[st
 async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, report: Callable[[str], None]) -> PairResult:
     """Start a server for the pair and run its plan."""
     bench = PairBench(pair, options, held_out(), report)
-    flags = ["--dtype", options.dtype, "--threads", "1"]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
-        records = [Path(name) / f"{worker}.jsonl" for worker in ("target", "draft", "wrong")]
-        plans = [
-            WorkerPlan(Role.TARGET, pair.target, 0, records[0], flags),
-            WorkerPlan(Role.DRAFT, pair.draft, 1, records[1], flags),
-        ]
+        records: list[Path] = []
+
+        def worker(role: Role, model: Path, core: int | None, threads: int = 1) -> WorkerPlan:
+            records.append(Path(name) / f"{len(records)}.jsonl")
+            flags = ("--dtype", options.dtype, "--threads", str(threads))
+            return WorkerPlan(role, model, core, records[-1], flags)
+
+        plans = [worker(Role.TARGET, pair.target, 0), worker(Role.DRAFT, pair.draft, 1)]
         async with all_running(plans) as (target, draft), connected(target, draft) as dispatcher:
             for setting in plan.settings:
-                await compare_ours(bench, dispatcher, setting, plan.lookup)
+                await compare_ours(bench, dispatcher, setting, lookup=not options.quick)
             if plan.extras:
                 await compare_transformers(bench, dispatcher)
                 await draft.kill()
                 await until_lost(dispatcher, Role.DRAFT)
                 await bench.compare(settings.DEAD, _served(dispatcher, PLAIN_AND_OURS), {})
                 async with (
-                    running(WorkerPlan(Role.DRAFT, wrong_draft(pair), 1, records[2], flags)) as wrong,
+                    running(worker(Role.DRAFT, wrong_draft(pair), 1)) as wrong,
                     connected(target, wrong) as afterwards,
                 ):
                     for setting, warm_up in ((settings.WRONG_COLD, 0), (settings.WRONG, WARM_UP)):
                         await bench.compare(setting, _served(afterwards, PLAIN_AND_OURS), {}, warm_up)
-        if plan.shared:
-            flags = ["--dtype", options.dtype, "--threads", str(len(os.sched_getaffinity(0)))]
-            records += [Path(name) / f"shared-{role}.jsonl" for role in ("target", "draft")]
-            plans = [
-                replace(alone, core=None, record=record, flags=flags)
-                for alone, record in zip(plans, records[-2:], strict=True)
-            ]
-            async with all_running(plans) as workers, connected(*workers) as dispatcher:
+        if plan.extras and not options.quick:
+            cores = len(os.sched_getaffinity(0))
+            plans = [worker(alone.role, alone.model, None, cores) for alone in plans]
+            async with routed(plans, [(0, 1)]) as (dispatcher,):
                 await compare_ours(bench, dispatcher, settings.SHARED, lookup=False)
         log = figures.read_log(records)  # complete only now: workers write when they are idle
     return PairResult(pair, figures.rows(bench.measured, log), figures.rows(bench.tried, log))

@@ -42,8 +42,6 @@ WRONG_COLD = ComparisonSetting("wrong drafter, cold")
 WRONG = ComparisonSetting("wrong drafter")
 """The same later: the target has seen what its drafts are worth."""
 EXTRAS = (TRANSFORMERS, DEAD, WRONG_COLD, WRONG)
-
-
 SHARED = ComparisonSetting("cores shared")
 """Both workers compute with all cores, instead of one each."""
 
@@ -55,12 +53,8 @@ class PairPlan:
     acceptance: float | None
     """Of a stretched pair; None: the pair as trained."""
     settings: tuple[ComparisonSetting, ...]
-    lookup: bool = False
-    """Whether ours with prompt lookup takes part, at batch 1; there is no goal for it."""
     extras: bool = False
-    """Whether the settings of ``EXTRAS`` are measured as well."""
-    shared: bool = False
-    """Whether it is measured too how the workers do that share all cores."""
+    """Whether those of ``EXTRAS`` are measured as well, and in a full run how workers do that share all cores."""
 
 
 QUICK = (PairPlan(MAIN_ACCEPTANCE, (NEAR, FAR, BATCH_16), extras=True),)
@@ -73,10 +67,10 @@ _OTHERS = (
     BATCH_16,
 )
 FULL = (
-    PairPlan(MAIN_ACCEPTANCE, (*ROUND_TRIPS, *_OTHERS), lookup=True, extras=True, shared=True),
-    PairPlan(0.6, ROUND_TRIPS, lookup=True),
-    PairPlan(0.9, ROUND_TRIPS, lookup=True),
-    PairPlan(None, (NEAR,), lookup=True),
+    PairPlan(MAIN_ACCEPTANCE, (*ROUND_TRIPS, *_OTHERS), extras=True),
+    PairPlan(0.6, ROUND_TRIPS),
+    PairPlan(0.9, ROUND_TRIPS),
+    PairPlan(None, (NEAR,)),
 )
 
 
