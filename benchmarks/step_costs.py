@@ -13,10 +13,12 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.engine.steps import GREEDY
 from benchmarks.harness.measure import order
 from engine.build import build_target, welcome
 from engine.settings import EngineSettings
@@ -25,7 +27,6 @@ from speculation.messages import (
     Limits,
     Open,
     RequestOptions,
-    Sampling,
     SessionId,
     Source,
     Speculation,
@@ -82,15 +83,12 @@ class CostedLoop:
 
     def open(self, prompts: Prompts, tokens: int, expected: Sequence[Sequence[Token]] = ()) -> None:
         """Begin a text behind each prompt, and go on until all are past their prompts; none expected: plainly."""
-        for number, prompt in enumerate(prompts):
-            session = SessionId(next(self._numbers))
+        speculation = self._speculation if expected else Speculation(enabled=False)
+        for prompt, prediction in zip_longest(prompts, expected, fillvalue=()):
+            session, limits = SessionId(next(self._numbers)), Limits(len(prompt) + tokens)
             self._open[session] = []
-            opened = Open(session, 1, prompt, Sampling(temperature=0.0), Limits(len(prompt) + tokens))
-            if expected:
-                options = RequestOptions(prediction=tuple(expected[number]))
-                opened = replace(opened, speculation=self._speculation, request_options=options)
-            else:
-                opened = replace(opened, speculation=Speculation(enabled=False))
+            options = RequestOptions(prediction=tuple(prediction))
+            opened = Open(session, 1, tuple(prompt), GREEDY, limits, speculation, request_options=options)
             self._loop.receive(LINK, opened, time.perf_counter())
             if self._head and expected:
                 self._loop.receive(LINK, Subscribe(session, 1, self._head))

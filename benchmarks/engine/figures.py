@@ -222,12 +222,11 @@ def steps(measured: Measured) -> Table:
 
 def pace(measured: Measured) -> Table:
     """Tokens a second of every contender."""
-    rows = [(name if name.startswith(PREFIX) else f"ours, {name}", runs) for name, runs in measured.runs.items()]
-    figures = [(name, rates(runs), rates(runs, whole=True)) for name, runs in rows]
-    lines = [
-        (name, *(f"{rate:.1f}" for rate in (median(found), median(whole), min(found), max(found))))
-        for name, found, whole in figures
-    ]
+    lines = []
+    for name, runs in measured.runs.items():
+        found = rates(runs)
+        shown = median(found), median(rates(runs, whole=True)), min(found), max(found)
+        lines.append((name if name.startswith(PREFIX) else f"ours, {name}", *(f"{rate:.1f}" for rate in shown)))
     columns = ("contender", "decoding", "with the prompts", "slowest", "fastest")
     return Table("Plain decoding, tokens/s", columns, lines)
 

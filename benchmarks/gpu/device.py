@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -33,13 +34,8 @@ class TimedDevice:
 
     def __init__(self, device: torch.device, sizes: Sizes, quantization: str = NONE) -> None:
         self.device, self.sizes, self.quantization = device, sizes, quantization
+        self.on_cuda = device.type == "cuda"
         self.dtype = torch.bfloat16 if self.on_cuda else torch.float32
-        self._bandwidth = 0.0
-
-    @property
-    def on_cuda(self) -> bool:
-        """Whether it is one."""
-        return self.device.type == "cuda"
 
     def mark(self) -> Any:
         """A moment in what the device does."""
@@ -66,19 +62,18 @@ class TimedDevice:
                 torch.compiler.reset()
                 torch.cuda.empty_cache()
 
+    @cached_property
     def bandwidth(self) -> float:
         """Bytes a second, of adding up a buffer that no cache holds; measured once."""
-        if not self._bandwidth:
-            numbers = torch.ones(self.sizes.read_bytes // 4, device=self.device)
-            milliseconds = []
-            for _ in range(READS):
-                begin = self.mark()
-                numbers.sum()
-                end = self.mark()
-                self.wait()
-                milliseconds.append(self.milliseconds(begin, end))
-            self._bandwidth = 1e3 * numbers.nbytes / median(milliseconds)
-        return self._bandwidth
+        numbers = torch.ones(self.sizes.read_bytes // 4, device=self.device)
+        milliseconds = []
+        for _ in range(READS):
+            begin = self.mark()
+            numbers.sum()
+            end = self.mark()
+            self.wait()
+            milliseconds.append(self.milliseconds(begin, end))
+        return 1e3 * numbers.nbytes / median(milliseconds)
 
 
 class ReplayTimer:
@@ -172,4 +167,4 @@ def random_module(shape: LlamaShape, gpu: TimedDevice) -> Any:
 
 def floor_ms(shape: LlamaShape, gpu: TimedDevice) -> float:
     """Reading the weights that a step reads once."""
-    return 1e3 * shape.weights_read * gpu.dtype.itemsize / gpu.bandwidth()
+    return 1e3 * shape.weights_read * gpu.dtype.itemsize / gpu.bandwidth

@@ -109,7 +109,7 @@ def measure(options: GpuOptions, device: torch.device, report: Report, tell: Cal
 
 def _floor(gpu: TimedDevice) -> StageResult:
     floors = {f"floor of {name}, ms": floor_ms(shape, gpu) for name, shape in settings.SHAPES.items()}
-    return StageResult(facts={"GB/s": gpu.bandwidth() / 1e9} | floors)
+    return StageResult(facts={"GB/s": gpu.bandwidth / 1e9} | floors)
 
 
 def _cases(subject: Subject) -> tuple[TimedSteps, Callable[[str], Work]]:
@@ -130,7 +130,7 @@ def _steps(subject: Subject) -> StageResult:
     facts = {}
     if subject.gpu.quantization != NONE:
         embedding = 0 if subject.shape.tied else module.get_input_embeddings().weight.nbytes
-        floor = 1e3 * (weight_bytes(module) - embedding) / subject.gpu.bandwidth()
+        floor = 1e3 * (weight_bytes(module) - embedding) / subject.gpu.bandwidth
         facts = {"weights": engine.model.weights}
     steps, work = _cases(subject)
     for again in map(work, settings.CASES):
@@ -283,9 +283,7 @@ def _transformers(subject: Subject) -> StageResult:
     contenders: dict[str, Callable[[list[list[int]]], object]] = {
         settings.OURS: lambda prompts: decode(subject.engine, prompts, sizes.request),
         settings.GENERATE: generate,
-        settings.COMPILED: lambda prompts: generate(
-            prompts, cache_implementation="static"
-        ),  # which it compiles on a GPU
+        settings.COMPILED: partial(generate, cache_implementation="static"),  # which it compiles on a GPU
     }
     rates: dict[str, list[float]] = {}
     failed = []

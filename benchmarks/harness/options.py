@@ -158,17 +158,15 @@ def known(flag_name: str, given: Sequence[str], names: Iterable[str], kind: str)
 
 def _checked(one: Field[Any], args: argparse.Namespace) -> Any:
     how, value = one.metadata, getattr(args, one.name)
-    if value is None:
+    if value is None or value == []:
         return how["quick"] if "quick" in how and args.quick else one.default
+    if isinstance(value, list):
+        return tuple(value) if "whole" in how else parsed(_name(one), value, how.get("parse", str))
     if "positive" in how and not 0 < value < float("inf"):
         raise BadInput(f"{_name(one)} must be above 0, got {value:g}")
     if "least" in how or "most" in how:
         between(_name(one), value, how.get("least"), how.get("most"))
-    return (_several(one, value) if value else one.default) if isinstance(value, list) else value
-
-
-def _several(one: Field[Any], given: list[str]) -> tuple[Any, ...]:
-    return tuple(given) if "whole" in one.metadata else parsed(_name(one), given, one.metadata.get("parse", str))
+    return value
 
 
 def _name(one: Field[Any]) -> str:

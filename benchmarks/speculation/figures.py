@@ -16,6 +16,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
 
@@ -51,19 +52,14 @@ class WorkerLog:
 
 def read_log(paths: Iterable[Path]) -> WorkerLog:
     """The records of all workers. A line cut short, by ``kill -9`` say, ends its file."""
-    steps: list[Line] = []
-    waits: list[Span] = []
-    drafting: list[Span] = []
-    for path in paths:
-        texts = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        for line in (json.loads(text) for text in texts if text.endswith("\n")):
-            if line["role"] == "draft":
-                drafting.append((line["start"], line["end"]))
-            elif "wait" in line:
-                waits.append(tuple(line["wait"]))
-            else:
-                steps.append(line)
-    return WorkerLog(tuple(steps), tuple(waits), tuple(drafting))
+    texts = (path.read_text(encoding="utf-8").splitlines(keepends=True) for path in paths if path.exists())
+    lines: list[Line] = [json.loads(text) for text in chain.from_iterable(texts) if text.endswith("\n")]
+    drafted, verified = ([line for line in lines if line["role"] == role] for role in ("draft", "target"))
+    return WorkerLog(
+        tuple(line for line in verified if "wait" not in line),
+        tuple((began, ended) for began, ended in (line["wait"] for line in verified if "wait" in line)),
+        tuple((line["start"], line["end"]) for line in drafted),
+    )
 
 
 def offered(step: Line) -> int:
