@@ -47,10 +47,10 @@ Prompts = Sequence[tuple[Token, ...]]
 
 
 class DraftingTime:
-    """What drafts in a target's process, and how long it was at work."""
+    """What drafts in a target's process, and how long it was at work; what it says of its own ``seconds`` stays."""
 
     def __init__(self, real: Any) -> None:
-        self._real, self.seconds = real, 0.0
+        self._real, self.at_work = real, 0.0
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._real, name)
@@ -60,7 +60,7 @@ class DraftingTime:
             try:
                 return found(*arguments, **named)
             finally:
-                self.seconds += time.perf_counter() - started
+                self.at_work += time.perf_counter() - started
 
         return timed if callable(found) else found
 
@@ -96,7 +96,7 @@ class CostedLoop:
             self.step()
 
     def _drafted(self) -> float:
-        return sum(one.seconds for one in self._drafting)
+        return sum(one.at_work for one in self._drafting)
 
     def step(self) -> tuple[float, float, bool]:
         """Seconds of one, seconds of drafting among them, and whether a text has ended with it."""

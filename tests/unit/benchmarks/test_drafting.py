@@ -7,6 +7,7 @@ import re
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,6 +107,15 @@ def test_a_way_gives_the_same_in_made_up_time_again(way: str) -> None:
     reached = first["steps_reaching_place"]
     assert isinstance(reached, list) and reached == sorted(reached, reverse=True)
     assert first["steps"] == pytest.approx(16 / first["tokens_per_step"], rel=0.01)
+
+
+def test_a_drafter_that_is_timed_says_of_its_last_drafting_what_it_said_before() -> None:
+    """The loop takes that off its step; all that it ever drafted would be more than the step."""
+    real = SimpleNamespace(seconds=0.25, draft=lambda: "drafted")
+    timed = step_costs.DraftingTime(real)
+    assert [timed.draft() for _ in range(2)] == ["drafted"] * 2
+    assert timed.seconds == 0.25
+    assert 0 < timed.at_work < 0.25
 
 
 def test_every_loop_verifies_the_same_drafts() -> None:
