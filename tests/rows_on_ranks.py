@@ -11,9 +11,9 @@ from torch import Tensor
 
 from cluster.processes import rank_processes
 from engine import build
+from engine.layers.layer_ops import LayerOps
 from engine.loading import loader
 from tests.by_rows import PlainRows
-from tests.plain_layers import PlainOps
 from tests.ranks import Watched
 
 CANNOT_RECORD = "PACELINE_TEST_CANNOT_RECORD"
@@ -46,7 +46,7 @@ def stand_ins(replace: Callable[[Any, str, Any], None]) -> None:
 
     replace(loader, "find_attention", lambda *_: PlainRows(2))
     replace(loader, "pack_linears", lambda module: 0)
-    replace(engine.layers.layer_kernels, "TritonOps", PlainOps)
+    replace(engine.layers.layer_kernels, "TritonOps", LayerOps)
     replace(build, "CudaRecorder", Replays)
 
 

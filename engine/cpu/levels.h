@@ -1,6 +1,6 @@
 // Several levels of draft trees: what may follow each place of a level, and which rows the next one has.
 //
-// tests/plain_levels.py says it in torch; what a launch is told and keeps lies as engine/levels/level_memory.py says.
+// engine/levels/level_ops.py defines it; what a launch is told and keeps lies as engine/levels/level_memory.py says.
 // Noise has the bits of engine/sampling/noise.py in the integers; logarithms may differ in the last place.
 
 #pragma once

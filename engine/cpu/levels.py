@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.attention import PagedLayers
-from engine.cpu.library import CDrafter, CLaunch
+from engine.cpu.library import CDrafter, CLaunch, Library
 from engine.cpu.stack import CpuStack, RowLinear
 from engine.cpu.thread_choice import COUNTS
+from engine.host.upload import upload
 from engine.layers.fused import fused_stack
 from engine.levels.level_memory import GIVEN, MAX_BRANCH, MAX_LEVELS, MAX_STOPS, NO_LEAF, TOLD, LevelMemory
+from engine.levels.level_ops import LevelOps
 from engine.levels.levels import Levels
 from engine.sampling.sampling import RIVALS
 from speculation.trie import MIN_CONFIDENCE
@@ -45,28 +47,46 @@ RENAMED = {
 """Of what is told of a session, what ``levels.h`` calls otherwise."""
 
 
-DEPTHS_D = torch.tensor(DEPTHS)
+class CpuLevelOps(LevelOps):
+    """The operations beside the model alone."""
 
+    def __init__(self, library: Library) -> None:
+        self._library, self._depths = library, upload(DEPTHS, torch.device("cpu"))
+        self._described: dict[LevelMemory, CLaunch] = {}  # where each memory is never changes
 
-def described(memory: LevelMemory) -> CLaunch:
-    """A launch as the library reads it, as long as its memory stays."""
-    rows = memory.rows
-    state = {
-        "level": memory.level_N, "branches": memory.branch_NLB, "home": memory.home_NL, "end": memory.end_NL,
-        "leaf_chance": memory.weight_NP, "token": memory.token_NP, "place_weight": memory.place_weight_NW,
-        "found": memory.found_KNWX, "tokens": rows.tokens_T, "positions": rows.positions_T, "slots": rows.slots_T,
-        "keys": rows.keys_T, "homes": rows.home_T, "pages": rows.pages_T, "groups": rows.group_T,
-        "commons": rows.common_T, "numbers": rows.numbers_F, "odds": memory.odds_F, "depths": DEPTHS_D,
-    }  # fmt: skip
-    told = {RENAMED.get(name, name): field.data_ptr() for name, field in memory.fields.items()}
-    return CLaunch(
-        sessions=memory.sessions, width=memory.width, children=memory.children, leaves=memory.leaves,
-        levels=MAX_LEVELS, group=memory.group, spare=memory.spare, vocabulary=memory.logits_MV.shape[1],
-        record=memory.record_NS.shape[1], branch=MAX_BRANCH, stops=MAX_STOPS, told=TOLD,
-        ranks=RANKS, bins=BINS, distances=DISTANCES, rivals=RIVALS, no_leaf=NO_LEAF, given=GIVEN,
-        min_confidence=MIN_CONFIDENCE, min_odds=MIN_ODDS, max_odds=MAX_ODDS,
-        **told, **{name: tensor.data_ptr() for name, tensor in state.items()},
-    )  # fmt: skip
+    def described(self, memory: LevelMemory, *, noisy: bool) -> CLaunch:
+        """A launch as the library reads it, as long as its memory stays."""
+        if memory not in self._described:
+            self._described[memory] = self._describe(memory)
+        self._described[memory].noisy = noisy
+        return self._described[memory]
+
+    def _describe(self, memory: LevelMemory) -> CLaunch:
+        rows = memory.rows
+        state = {
+            "level": memory.level_N, "branches": memory.branch_NLB, "home": memory.home_NL, "end": memory.end_NL,
+            "leaf_chance": memory.weight_NP, "token": memory.token_NP, "place_weight": memory.place_weight_NW,
+            "found": memory.found_KNWX, "tokens": rows.tokens_T, "positions": rows.positions_T, "slots": rows.slots_T,
+            "keys": rows.keys_T, "homes": rows.home_T, "pages": rows.pages_T, "groups": rows.group_T,
+            "commons": rows.common_T, "numbers": rows.numbers_F, "odds": memory.odds_F, "depths": self._depths,
+        }  # fmt: skip
+        told = {RENAMED.get(name, name): field.data_ptr() for name, field in memory.fields.items()}
+        return CLaunch(
+            sessions=memory.sessions, width=memory.width, children=memory.children, leaves=memory.leaves,
+            levels=MAX_LEVELS, group=memory.group, spare=memory.spare, vocabulary=memory.logits_MV.shape[1],
+            record=memory.record_NS.shape[1], branch=MAX_BRANCH, stops=MAX_STOPS, told=TOLD,
+            ranks=RANKS, bins=BINS, distances=DISTANCES, rivals=RIVALS, no_leaf=NO_LEAF, given=GIVEN,
+            min_confidence=MIN_CONFIDENCE, min_odds=MIN_ODDS, max_odds=MAX_ODDS,
+            **told, **{name: tensor.data_ptr() for name, tensor in state.items()},
+        )  # fmt: skip
+
+    def begin(self, memory: LevelMemory) -> None:
+        """See :meth:`.LevelOps.begin`."""
+        self._library.begin_launch(self.described(memory, noisy=False))
+
+    def expand(self, memory: LevelMemory, logits_MX: Tensor, *, noisy: bool) -> None:
+        """See :meth:`.LevelOps.expand`."""
+        self._library.expand_level(self.described(memory, noisy=noisy), logits_MX.float().contiguous())
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +125,7 @@ class CpuLevels(Levels):
         """
         super().__init__(layers, vocabulary, torch.float32, ROW_CLASSES, **sizes)
         self._stack, self._states, self._head = stack, states, head  # whose memory the library reads
-        self._described: dict[LevelMemory, CLaunch] = {}  # where each memory is never changes
+        self._ops = CpuLevelOps(stack.library)
         self._embedding_VD = base.embed_tokens.weight.detach()
         self._frequencies_E = base.rotary_emb.inv_freq.detach().float().contiguous()
         self._drafter = CDrafter(
@@ -121,10 +141,7 @@ class CpuLevels(Levels):
 
     def _expand(self, memory: LevelMemory, levels: int, *, noisy: bool) -> None:
         self._stack.reads(self._layers.store)
-        if memory not in self._described:
-            self._described[memory] = described(memory)
-        launch = self._described[memory]
-        launch.noisy = noisy
+        launch = self._ops.described(memory, noisy=noisy)
         self._stack.library.launch(launch, self._drafter, memory.logits_MV, levels, COUNTS.few)
 
 

@@ -144,6 +144,8 @@ class Library:
         self._c.paceline_step.argtypes = (stack, rows, pointer, pointer, pointer, pointer, pointer, c_int)
         self._c.paceline_attend.argtypes = (stack, POINTER(CLayer), rows, pointer, pointer, c_int)
         launch = POINTER(CLaunch)
+        self._c.paceline_begin.argtypes = (launch,)
+        self._c.paceline_expand.argtypes = (launch, pointer, c_int)
         self._c.paceline_launch.argtypes = (launch, POINTER(CDrafter), pointer, c_int, c_int)
         self.width: int = self._c.paceline_width()
         """Floats of a vector of this processor."""
@@ -218,6 +220,14 @@ class Library:
     def launch(self, launch: CLaunch, drafter: CDrafter, logits_MV: Tensor, levels: int, threads: int) -> None:
         """All levels of a launch, the first of which said ``logits_MV``: float32, contiguous."""
         self._c.paceline_launch(launch, drafter, logits_MV.data_ptr(), levels, threads)
+
+    def begin_launch(self, launch: CLaunch) -> None:
+        """Take in what a launch was told."""
+        self._c.paceline_begin(launch)
+
+    def expand_level(self, launch: CLaunch, logits_MX: Tensor) -> None:
+        """What the rows of a level said, and the rows of the next one. ``logits_MX``: float32, contiguous."""
+        self._c.paceline_expand(launch, logits_MX.data_ptr(), logits_MX.shape[1])
 
 
 @functools.cache

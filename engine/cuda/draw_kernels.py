@@ -170,7 +170,7 @@ def _merge(
 
 
 def find_draws(memory: LevelMemory, logits_MX: Tensor, *, noisy: bool) -> None:
-    """Note what may follow the places of a level. ``logits_MX``, ``noisy``: as of :meth:`.TritonLevelOps.expand`."""
+    """Note what may follow the places of a level. ``logits_MX``, ``noisy``: as of :class:`~.level_ops.LevelOps`."""
     fields, vocabulary = memory.fields, memory.logits_MV.shape[1]
     count, kept, parts = memory.count, memory.children + RIVALS, triton.cdiv(vocabulary, PART)
     largest_MA, total_MA = torch.empty(2, count, parts, device=logits_MX.device)

@@ -1,9 +1,8 @@
-"""What a launch of draft levels computes beside the model, as Triton kernels: three a level, one more for noise.
+"""The operations of :mod:`engine.levels.level_ops` as Triton kernels: three for a level, one more where noise is drawn.
 
 What may follow each place is found by :mod:`engine.cuda.draw_kernels`; here a program per session makes leaves of it
-and the rows of the next level. Of equally likely leaves the one that was there first is expanded. No program waits for
-another of its launch, and sums are added up in a fixed order, so the result does not depend on timing.
-``tests/plain_levels.py`` says the same in plain torch.
+and the rows of the next level. No program waits for another of its launch, and sums are added up in a fixed order, so
+the result does not depend on timing.
 
 Only for use on CUDA: it imports Triton, which builds of torch for CPUs come without. With ``TRITON_INTERPRET=1`` set
 before the import it also runs on a CPU, slowly.
@@ -23,6 +22,7 @@ from engine.host.upload import upload
 from engine.layers.layer_kernels import EXACT
 from engine.levels import level_memory
 from engine.levels.level_memory import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, TOLD, LevelMemory
+from engine.levels.level_ops import LevelOps
 from speculation import trie
 from speculation.verifying import calibration
 
@@ -225,17 +225,14 @@ def _next_level(
     tl.store(level_ptr + n, tl.where(more, level + 1, level))
 
 
-class TritonLevelOps:
-    """The kernels, for logits in float32 or less. What is launched depends on shapes alone, and nothing waits.
-
-    They read what :class:`engine.levels.levels.Levels` uploads and write to the memory alone, so they can be replayed.
-    """
+class TritonLevelOps(LevelOps):
+    """The kernels, for logits in float32 or less."""
 
     def __init__(self, device: torch.device) -> None:
         self._depths = upload(calibration.DEPTHS, device)
 
     def begin(self, memory: LevelMemory) -> None:
-        """Take in what a launch was told: its first level is to be said next."""
+        """See :meth:`engine.levels.level_ops.LevelOps.begin`."""
         fields = memory.fields
         _begin[(memory.sessions,)](
             *(fields[name] for name in ("weight", "leaf_weight", "leaf_token", "table", "end", "home", "branch")),
@@ -246,11 +243,7 @@ class TritonLevelOps:
         )  # fmt: skip
 
     def expand(self, memory: LevelMemory, logits_MX: Tensor, *, noisy: bool) -> None:
-        """Note what may follow the places of a level, make leaves of it, and rows of the best leaves of every session.
-
-        ``logits_MX``: of the level's rows, whatever their format, with anything behind the vocabulary. ``noisy``:
-        whether any session draws with noise.
-        """
+        """See :meth:`engine.levels.level_ops.LevelOps.expand`."""
         find_draws(memory, logits_MX, noisy=noisy)
         fields, rows, padded = memory.fields, memory.rows, triton.next_power_of_2(memory.constants["DRAFTS"])
         told = ("factor", "min_weight", "width", "children", "position", "max_end", "before", "stop", "slot")

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,13 +18,11 @@ from torch import Tensor
 from engine.cuda.graphs import TOLERANCE, RowSteps, StepShape
 from engine.host.upload import to_device
 from engine.levels.level_memory import LevelExpansion, LevelMemory, TreePlace
+from engine.levels.level_ops import LevelOps
 from engine.levels.levels import Levels
 from engine.model import kind_and_line
 from speculation.messages import Sampling
 from speculation.verifying.calibration import RANKS, OddsTable
-
-if TYPE_CHECKING:
-    from engine.cuda.level_kernels import TritonLevelOps
 
 log = logging.getLogger(__name__)
 
@@ -51,14 +48,16 @@ class RecordedLevels(Levels):
         width: int,
         children: int,
         by_token: Callable[[Tensor], Tensor] | None = None,
+        ops: LevelOps | None = None,
     ) -> None:
         """``by_token``: makes logits of tokens of the model's outputs, unless that is what they are.
 
-        All else as of a :class:`Levels`. Nothing is recorded before :meth:`record`.
+        ``ops``: how levels are computed; None: as is best on the store's device. All else as of a :class:`Levels`.
+        Nothing is recorded before :meth:`record`.
         """
         super().__init__(steps.layers, vocabulary, dtype, steps.classes, width=width, children=children)
         self._steps, self._by_token = steps, by_token
-        self._ops = level_ops(self._device)
+        self._ops = ops or _ops_of(self._device)
         self._recordings: dict[LaunchKind, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {}
         """What the first level says, and a further one."""
 
@@ -168,8 +167,9 @@ def recorded_levels(
     return levels if levels.max_sessions and levels.record() else None
 
 
-def level_ops(device: torch.device) -> TritonLevelOps:
-    """What computes levels beside the model."""
+def _ops_of(device: torch.device) -> LevelOps:
+    if device.type != "cuda":
+        return LevelOps()
     # Imported here: torch's builds for CPUs come without Triton.
     from engine.cuda.level_kernels import TritonLevelOps
 

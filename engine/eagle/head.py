@@ -21,6 +21,7 @@ from torch.nn.functional import rms_norm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from engine.eagle.config import EagleConfig
+from engine.layers.layer_ops import rotated
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Of (layer, q ``[N, Q, E]``, k and v ``[N, K, E]``): what the rows read, ``[N, Q, E]``. Scale: E ** -0.5."""
@@ -38,12 +39,6 @@ class HeadNorm(nn.Module):
         """``[..., D] -> [..., D]``."""
         normed = rms_norm(x_ND.float(), (x_ND.shape[-1],), eps=self.variance_epsilon)
         return self.weight * normed.to(x_ND.dtype)
-
-
-def rotated(heads_NQE: Tensor, cos_N1E: Tensor, sin_N1E: Tensor) -> Tensor:
-    """Heads with their halves rotated together, as Llama does, ``[..., Q, E]``."""
-    left, right = heads_NQE.chunk(2, -1)
-    return heads_NQE * cos_N1E + torch.cat((-right, left), -1) * sin_N1E
 
 
 class HeadAttention(nn.Module):

@@ -3,8 +3,9 @@
 Decides which models are recognised: those whose layers are Llama's but for what :data:`FAMILIES` and the checks here
 cover, in exactly transformers' own classes and untouched. Queries, keys and values are then one product, gate and up
 another; a residual is added together with the next norm, also across layers. Embedding, rotary table and output layer
-stay the model's own. What is not recognised stays as it is. Of a model that is split over ranks, each joins its slices.
-Knows no device: row operations are :mod:`engine.layers.layer_kernels`' and attention is the step's.
+stay the model's own. What is not recognised stays as it is. Of a model that is split
+over ranks, each joins its slices. Knows no device: row operations are :mod:`engine.layers.layer_ops`' and attention is
+the step's.
 
 Tensor legend: T tokens, D hidden size, Q query heads, H key/value heads, E head size, S slots, I intermediate size.
 """
@@ -13,13 +14,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import GELUTanh, SiLUActivation
 from transformers.distributed.utils import is_dtensor
 
+from engine.attention.attention import current_step
+from engine.layers.layer_ops import Activation, LayerOps, Norm
 from engine.parallel.shards import SummedLinear, plain_linear
 
 FAMILIES = {
@@ -36,22 +39,7 @@ FAMILIES = {
 PARTS = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
 """How they end."""
 
-Activation = Literal["silu", "gelu_tanh"]
-
 ACTIVATIONS: dict[type[nn.Module], Activation] = {SiLUActivation: "silu", nn.SiLU: "silu", GELUTanh: "gelu_tanh"}
-
-
-class Norm(nn.Module):
-    """The weight of an RMSNorm over the last dimension, and what is added to the mean square.
-
-    A normalised row is rounded to the weight's dtype, multiplied by it, and rounded to the row's own dtype. So one rule
-    serves models that round before they multiply, as most do, and those that round after (float32 weights).
-    """
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.eps = float(eps)
 
 
 class FusedLayer(nn.Module):
@@ -94,6 +82,46 @@ class FusedStack(nn.Module):
     def restore(self) -> tuple[nn.ModuleList, nn.Module]:
         """The layers and the norm that this stands for, with their weights."""
         return self._stock
+
+
+class RowOpsStack(FusedStack):
+    """Computed by products of torch and the row operations of a device."""
+
+    def __init__(self, stock: Any, ops: LayerOps) -> None:
+        super().__init__(stock)
+        self._ops = ops
+        for layer in self.layers:
+            for name in ("qkv", "output", "gate_up", "down"):
+                product = getattr(layer, name)
+                parts = product.parts if isinstance(product, _SideBySide) else [product]
+                setattr(layer, name, ops.product(list(parts)) or product)
+
+    def forward(
+        self,
+        hidden_1TD: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """As transformers calls a decoder layer, with all tokens of the step in one row; ``[1, T, D]``."""
+        assert len(hidden_1TD) == 1 and attention_mask is None, "a fused model computes packed steps only"
+        ops, step = self._ops, current_step()
+        angles = (position_embeddings[0][0], position_embeddings[1][0])
+        residual_TD, delta_TD = hidden_1TD[0], None
+        for index, layer in enumerate(self.layers):
+            residual_TD, normed_TD = ops.add_norm(residual_TD, delta_TD, layer.input_norm)
+            step.keep(index, residual_TD)
+            cached = step.store.layer(index, layer.key_heads, layer.head_size, layer.head_size)
+            norms = (layer.query_norm, layer.key_norm)
+            query_TQE = ops.rotate_and_store(layer.qkv(normed_TD), angles, step.slots_T, cached, norms)
+            found_TQE = step.attend(index, query_TQE, *cached, layer.scaling, layer.sliding_window)
+            delta_TD = layer.output(found_TQE.flatten(1))
+            residual_TD, normed_TD = ops.add_norm(residual_TD, delta_TD, layer.mlp_norm)
+            delta_TD = layer.down(ops.gate(layer.gate_up(normed_TD), layer.activation))
+        residual_TD, normed_TD = ops.add_norm(residual_TD, delta_TD, self.norm)
+        step.keep(len(self.layers), residual_TD)
+        return normed_TD[None]
 
 
 def fuse(module: Any, dtypes: Collection[torch.dtype], build: Callable[[Any], FusedStack]) -> str:
@@ -192,7 +220,7 @@ def _norm(stock: Any) -> Norm:
     return Norm(1.0 + stock.weight.detach().float(), stock.eps)
 
 
-class SideBySide(nn.Module):
+class _SideBySide(nn.Module):
     """Linear layers whose weights cannot be joined, quantised ones for example, as one."""
 
     def __init__(self, parts: Sequence[nn.Linear]) -> None:
@@ -209,7 +237,7 @@ def _joined(parts: Sequence[nn.Linear]) -> nn.Module:
     tensors = [tensor for part in parts for tensor in (part.weight, part.bias) if tensor is not None]
     biased = parts[0].bias is not None
     if any(type(tensor.data) is not Tensor for tensor in tensors) or any((p.bias is not None) != biased for p in parts):
-        return SideBySide(parts)
+        return _SideBySide(parts)
     sizes = [part.out_features for part in parts]
     joined: dict[str, Tensor] = {}
     for name in ("weight", "bias") if biased else ("weight",):

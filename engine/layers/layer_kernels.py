@@ -1,35 +1,27 @@
-"""What a decoder layer computes beside its matrix products and its attention: three operations on rows, in Triton.
+"""The operations of :mod:`engine.layers.layer_ops` as Triton kernels, each beside the plain one it must equal.
 
 A program computes a row, or a part of one that no other part takes part in, and is launched with what sizes of the
 model say: neither its result nor its code depends on the number of rows, and a launch can be recorded. Sums are in
-float32, and rounding is written out, where transformers' modules round; :data:`EXACT` keeps the compiler from
-contracting it away. ``tests/plain_layers.py`` says the same in plain torch.
+float32, and rounding is written out; :data:`EXACT` keeps the compiler from contracting it away.
 
 Only for use on CUDA: it imports Triton, which builds of torch for CPUs come without. With ``TRITON_INTERPRET=1`` set
 before the import it also runs on a CPU, slowly.
 
-Tensor legend: T tokens, D hidden size, Q query heads, H key/value heads, E head size, F = (Q + 2 H) E, S slots,
-I intermediate size.
+Tensor legend: as in :mod:`engine.layers.layer_ops`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from engine.attention.attention import current_step
-from engine.layers.fused import Activation, FusedStack, Norm, SideBySide
 from engine.layers.int8_kernels import Int8Product
 from engine.layers.int8_linear import weights_alone
-
-Pair = tuple[Tensor, Tensor]
-Norms = tuple[Norm | None, Norm | None]
-"""Of queries and of keys: both or none."""
+from engine.layers.layer_ops import Activation, LayerOps, Norm, Norms, Pair
 
 GATE_BLOCK = 1024
 """Columns that a program of the gate computes."""
@@ -110,14 +102,13 @@ def _gate(gate_up_ptr, out_ptr, I: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.c
     tl.store(out_ptr + t * I + i, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
 
 
-class TritonOps:
-    """The kernels. All tensors are contiguous; results are new ones."""
+class TritonOps(LayerOps):
+    """The kernels."""
 
     dtypes = frozenset({torch.float32, torch.float16, torch.bfloat16})
-    """Number formats that are computed."""
 
     def add_norm(self, residual_TD: Tensor, delta_TD: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-        """The sum of both (the residual itself where there is no delta) and the sum normalised, each ``[T, D]``."""
+        """See :meth:`engine.layers.layer_ops.LayerOps.add_norm`."""
         tokens, size = residual_TD.shape
         normed_TD = torch.empty_like(residual_TD)
         sum_TD = residual_TD if delta_TD is None else torch.empty_like(residual_TD)
@@ -129,13 +120,7 @@ class TritonOps:
         return sum_TD, normed_TD
 
     def rotate_and_store(self, qkv_TF: Tensor, angles: Pair, slots_T: Tensor, cached: Pair, norms: Norms) -> Tensor:
-        """Rotate queries and keys by their positions and write keys and values to their slots; return the queries.
-
-        ``qkv_TF``: a token's query heads, then its key heads, then its value heads. ``angles``: cosines and sines,
-        ``[T, E]``; both halves of a row are equal, and the halves of a head are rotated together, as Llama does.
-        ``slots_T``: integers. ``cached``: all keys and values of the layer, ``[S, H, E]``. ``norms``: of each head
-        before it is rotated. The queries are ``[T, Q, E]``.
-        """
+        """See :meth:`engine.layers.layer_ops.LayerOps.rotate_and_store`."""
         _, heads, size = cached[0].shape
         tokens, all_heads = len(qkv_TF), qkv_TF.shape[1] // size
         queries = all_heads - 2 * heads
@@ -148,57 +133,14 @@ class TritonOps:
         return query_TQE
 
     def product(self, parts: Sequence[nn.Module]) -> nn.Module | None:
-        """Linear layers of the same inputs as one product, side by side; None: they stay as they are.
-
-        Their weights become views of the joined one.
-        """
+        """See :meth:`engine.layers.layer_ops.LayerOps.product`."""
         known = all(type(part) is nn.Linear and weights_alone(part.weight) for part in parts)
         return Int8Product(parts) if known and len({part.bias is None for part in parts}) == 1 else None
 
     def gate(self, gate_up_T2I: Tensor, activation: Activation) -> Tensor:
-        """The activated first half of each row times its second half, ``[T, I]``."""
+        """See :meth:`engine.layers.layer_ops.LayerOps.gate`."""
         tokens, size = len(gate_up_T2I), gate_up_T2I.shape[1] // 2
         out_TI = gate_up_T2I.new_empty(tokens, size)
         grid = (tokens, triton.cdiv(size, GATE_BLOCK))
         _gate[grid](gate_up_T2I, out_TI, size, GATE_BLOCK, activation == "silu", num_warps=4, **EXACT)
         return out_TI
-
-
-class RowOpsStack(FusedStack):
-    """Computed by products of torch and row operations of our own."""
-
-    def __init__(self, stock: Any, ops: TritonOps) -> None:
-        super().__init__(stock)
-        self._ops = ops
-        for layer in self.layers:
-            for name in ("qkv", "output", "gate_up", "down"):
-                product = getattr(layer, name)
-                parts = product.parts if isinstance(product, SideBySide) else [product]
-                setattr(layer, name, ops.product(list(parts)) or product)
-
-    def forward(
-        self,
-        hidden_1TD: Tensor,
-        *,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None = None,
-        **_: Any,
-    ) -> Tensor:
-        """As transformers calls a decoder layer, with all tokens of the step in one row; ``[1, T, D]``."""
-        assert len(hidden_1TD) == 1 and attention_mask is None, "a fused model computes packed steps only"
-        ops, step = self._ops, current_step()
-        angles = (position_embeddings[0][0], position_embeddings[1][0])
-        residual_TD, delta_TD = hidden_1TD[0], None
-        for index, layer in enumerate(self.layers):
-            residual_TD, normed_TD = ops.add_norm(residual_TD, delta_TD, layer.input_norm)
-            step.keep(index, residual_TD)
-            cached = step.store.layer(index, layer.key_heads, layer.head_size, layer.head_size)
-            norms = (layer.query_norm, layer.key_norm)
-            query_TQE = ops.rotate_and_store(layer.qkv(normed_TD), angles, step.slots_T, cached, norms)
-            found_TQE = step.attend(index, query_TQE, *cached, layer.scaling, layer.sliding_window)
-            delta_TD = layer.output(found_TQE.flatten(1))
-            residual_TD, normed_TD = ops.add_norm(residual_TD, delta_TD, layer.mlp_norm)
-            delta_TD = layer.down(ops.gate(layer.gate_up(normed_TD), layer.activation))
-        residual_TD, normed_TD = ops.add_norm(residual_TD, delta_TD, self.norm)
-        step.keep(len(self.layers), residual_TD)
-        return normed_TD[None]

@@ -1,9 +1,9 @@
 """Several levels of draft trees in one launch: what a level expands is chosen by what the last one said.
 
 A step computes the first level as any other. Its logits stay where they are: the likeliest draws of every place become
-leaves, the best leaves of every session the rows of the next level, and so on; at the end it is told what was expanded
-and what may follow. :mod:`engine.cuda.recorded_levels` records a level and replays it, in :mod:`engine.cpu.levels` all
-are one call.
+leaves, the best leaves of every session the rows of the next level, and so on (:mod:`engine.levels.level_ops`); at the
+end it is told what was expanded and what may follow. :mod:`engine.cuda.recorded_levels` records a level and replays it,
+in :mod:`engine.cpu.levels` all are one call.
 
 Decided here: what a launch is told, in one upload, and what was found. The leaves that a level expands are those that
 :meth:`speculation.drafting.draft_session.DraftSession.frontier` would choose one level later: of all leaves of the

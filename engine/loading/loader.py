@@ -22,7 +22,7 @@ from engine.attention.triton_rows import find_attention
 from engine.cpu.rows import CpuRows, on_cpu
 from engine.cpu.stack import fuse_on_cpu, unfuse_on_cpu, widens
 from engine.cpu.thread_choice import leave_cores_to_steps, set_threads
-from engine.layers.fused import Unrecognised, fuse, unfuse
+from engine.layers.fused import RowOpsStack, Unrecognised, fuse, unfuse
 from engine.layers.linear import pack_linears
 from engine.loading.checkpoint import (
     choose_device,
@@ -212,7 +212,7 @@ def _in_one_call(model: Model, test: SelfTest | None, report: Report) -> Model:
 
 def _fuse(module: Any) -> str:
     """Have layers that are known computed fused; returns why not, or nothing."""
-    from engine.layers.layer_kernels import RowOpsStack, TritonOps
+    from engine.layers.layer_kernels import TritonOps
 
     ops = TritonOps()
     reason = fuse(module, ops.dtypes, lambda base: RowOpsStack(base, ops))

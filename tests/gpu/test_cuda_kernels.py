@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.layers.fused import Norm
-from tests.plain_layers import PlainOps
-
-if TYPE_CHECKING:
-    from engine.layers.layer_kernels import TritonOps
+from engine.layers.layer_ops import LayerOps, Norm
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no CUDA device: GPU equality is not checked here"
@@ -23,7 +19,7 @@ ROWS = 300
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def triton_ops() -> TritonOps:
+def triton_ops() -> LayerOps:
     from engine.layers.layer_kernels import TritonOps
 
     return TritonOps()
@@ -34,7 +30,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(shape, generator=generator, device="cuda").to(dtype)
 
 
-def computed(ops: TritonOps | PlainOps, dtype: torch.dtype, rows: int) -> list[Tensor]:
+def computed(ops: LayerOps, dtype: torch.dtype, rows: int) -> list[Tensor]:
     """What the operations make of the first ``rows`` of the same tensors."""
     norm, head_norm = Norm(random(HIDDEN, dtype=dtype, seed=0), 1e-5), Norm(random(SIZE, dtype=dtype, seed=1), 1e-6)
     angles_TE = random(ROWS, SIZE // 2, dtype=torch.float32, seed=2).repeat(1, 2)[:rows]
@@ -51,7 +47,7 @@ def computed(ops: TritonOps | PlainOps, dtype: torch.dtype, rows: int) -> list[T
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_compute_what_torch_does(dtype: torch.dtype) -> None:
-    for found, expected in zip(computed(triton_ops(), dtype, ROWS), computed(PlainOps(), dtype, ROWS), strict=True):
+    for found, expected in zip(computed(triton_ops(), dtype, ROWS), computed(LayerOps(), dtype, ROWS), strict=True):
         # Roundings that fall the other way, of products that nearly cancel each other.
         tolerance = 2e-3 if dtype == torch.float16 else None
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)

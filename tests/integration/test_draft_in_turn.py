@@ -44,7 +44,6 @@ from target_service.drafting.state_reader import draft_all
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.by_rows import by_rows
 from tests.grammars import CORPUS, STOP, regex, tiny_engine
-from tests.plain_levels import PlainLevelOps
 from tests.ranks import needs_no_gpu, on_ranks
 from tests.unit.engine.engine_models import load_tiny, random_tokens, save_model
 from transport.worker import Outgoing
@@ -60,12 +59,6 @@ def _cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every level counts as worth its time, so that what is drafted does not depend on how fast the machine is."""
     monkeypatch.setattr(in_turn, "FIRST_LEVELS", 1 << 30)
     monkeypatch.setattr(in_turn, "SMOOTHING", 0.0)  # what growing a tree takes is not learned
-
-
-@pytest.fixture(autouse=True)
-def _plain_levels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Levels that are recorded are computed without kernels, which would be interpreted."""
-    monkeypatch.setattr("engine.cuda.recorded_levels.level_ops", PlainLevelOps)
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,6 @@ from speculation.messages import (
 from speculation.trie import Node
 from speculation.verifying.budget import StepCost
 from tests.by_rows import PlainRows, by_rows
-from tests.plain_levels import PlainLevelOps
 from tests.unit.engine.engine_models import load_tiny, random_tokens
 
 ROUTER = "router"
@@ -87,9 +86,8 @@ def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(autouse=True)
 def _rows_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes the same time whatever is in it, so that whole frontiers are expanded; no kernel is interpreted."""
+    """A step takes the same time whatever is in it, so that whole frontiers are expanded."""
     monkeypatch.setattr(StepCost, "__call__", lambda self, tokens: 1.0)
-    monkeypatch.setattr("engine.cuda.recorded_levels.level_ops", PlainLevelOps)
 
 
 @pytest.fixture
@@ -447,7 +445,6 @@ def test_the_kernels_draft_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     pytest.importorskip("triton")
     from engine.cuda.level_kernels import TritonLevelOps
 
-    monkeypatch.setattr("engine.cuda.recorded_levels.level_ops", TritonLevelOps)
     for name, value in {"BLOCK": 32, "SPLITS": ((16, 2),), "LONGER_SPLITS": 1}.items():
         monkeypatch.setattr(f"engine.attention.triton_rows.{name}", value)
     monkeypatch.setattr(TritonRows, "spare", 16)
@@ -459,7 +456,12 @@ def test_the_kernels_draft_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         if levels > 1:
             steps: Any = found.engine._rows
             found.launches._levels = RecordedLevels(
-                steps, model.vocabulary, torch.float32, width=LIMITS.width, children=3
+                steps,
+                model.vocabulary,
+                torch.float32,
+                width=LIMITS.width,
+                children=3,
+                ops=TritonLevelOps(steps.store.device),
             )
             found.launches._times = defaultdict(partial(Fixed, levels))
         return found

@@ -29,7 +29,6 @@ from speculation.drafting.draft_session import MORE, WIDER
 from speculation.messages import ANCHOR, FeatureFormat, Features, Sampling, SessionId, Token
 from speculation.verifying.budget import StepCost
 from tests.eagle_heads import HIDDEN, LAYERS, VOCABULARY, recorded_head, tiny_head
-from tests.plain_levels import PlainLevelOps
 from tests.property.test_draft_levels import (
     GREEDY,
     LIMITS,
@@ -66,7 +65,6 @@ def _compiled() -> None:
 def _rows_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes the same time whatever is in it, and a launch knows of all leaves that single steps know of."""
     monkeypatch.setattr(StepCost, "__call__", lambda self, tokens: 1.0)
-    monkeypatch.setattr("engine.cuda.recorded_levels.level_ops", PlainLevelOps)
     monkeypatch.setattr("engine.levels.levels.LEAVES", 60)
 
 

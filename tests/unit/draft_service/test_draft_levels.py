@@ -11,13 +11,13 @@ from draft_service import levels
 from draft_service.levels import DraftAccount, DraftLevels, LaunchTime
 from draft_service.sequence import DraftBatchEntry, DraftCounters
 from engine.levels.level_memory import MAX_LEVELS
+from engine.levels.level_ops import best_draws
 from engine.sampling.noise import keys_at
 from engine.sampling.sampling import Draw, candidates
 from speculation.messages import Sampling, SessionId
 from speculation.noise import splitmix64
 from speculation.trie import Node
 from speculation.verifying.budget import StepCost
-from tests.plain_levels import best_draws
 
 
 def known(step: float, level: float) -> LaunchTime:

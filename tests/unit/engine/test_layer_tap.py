@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 from engine.attention.attention import NAME
 from engine.cpu.library import find_library
 from engine.interface import Chunk
-from engine.layers.fused import fuse
+from engine.layers.fused import RowOpsStack, fuse
+from engine.layers.layer_ops import LayerOps
 from engine.loading.loader import Model, load
 from engine.model import ModelError
 from engine.step import Engine
 from tests.by_rows import Recorder, by_rows
 from tests.eagle_heads import tiny_head
-from tests.plain_layers import PlainOps
 from tests.unit.engine.engine_models import load_tiny, random_tokens, save_model, slot_engine
 
 LAYERS = (2, 0, 3)
@@ -50,10 +50,7 @@ def rows(model: Model, record: Recorder | None = None) -> Engine:
 
 
 def fused(model: Model, record: Recorder | None = None) -> Engine:
-    pytest.importorskip("triton")
-    from engine.layers.layer_kernels import RowOpsStack
-
-    ops = PlainOps()
+    ops = LayerOps()
     module: Any = AutoModelForCausalLM.from_pretrained(model.name, dtype=model.dtype, attn_implementation=NAME)
     assert not fuse(module, ops.dtypes, lambda base: RowOpsStack(base, ops))
     return rows(replace(model, module=module.eval()), record)

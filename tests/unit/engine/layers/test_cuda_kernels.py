@@ -10,13 +10,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from engine.layers.fused import Norm
 from engine.layers.layer_kernels import GATE_BLOCK, TritonOps
+from engine.layers.layer_ops import LayerOps, Norm
 from tests.compiled import assert_compiles
-from tests.plain_layers import PlainOps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-OPS = (PlainOps(), TritonOps())
+OPS = (LayerOps(), TritonOps())
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 4e-2}
 """Largest accepted difference, relative to the largest number.
 
@@ -43,7 +42,7 @@ def tables(tokens: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def rotated(
-    ops: PlainOps, qkv_TF: Tensor, slots: list[int], heads: int, size: int, norms: tuple[Norm, Norm] | None
+    ops: LayerOps, qkv_TF: Tensor, slots: list[int], heads: int, size: int, norms: tuple[Norm, Norm] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, and all keys and values of a cache of 11 slots that was full of ones."""
     keys_SHE, values_SHE = torch.ones(2, 11, heads, size, dtype=qkv_TF.dtype, device=DEVICE)
@@ -96,7 +95,7 @@ def test_what_the_gate_lets_through(dtype: torch.dtype, size: int, activation: s
 
 @pytest.mark.parametrize("ops", OPS, ids=["plain", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bits_of_a_row_do_not_depend_on_the_others(ops: PlainOps, dtype: torch.dtype) -> None:
+def test_the_bits_of_a_row_do_not_depend_on_the_others(ops: LayerOps, dtype: torch.dtype) -> None:
     count, size, heads = 9, 96, 2
     x_TD, delta_TD = random(count, size, dtype=dtype), random(count, size, dtype=dtype, seed=1)
     qkv_TF, gate_up_T2I = random(count, 8 * 16, dtype=dtype), random(count, 2 * size, dtype=dtype)

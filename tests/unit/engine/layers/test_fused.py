@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.attention.attention import NAME, forward_context
 from engine.cache.kv_store import KVStore
-from engine.layers.fused import FAMILIES, FusedStack, unfuse
+from engine.layers.fused import FAMILIES, FusedStack, RowOpsStack, unfuse
 from engine.layers.fused import fuse as fuse_with
+from engine.layers.layer_ops import LayerOps
 from engine.loading.quantisation import quantise
 from engine.loading.self_test import STOCK
-from tests.plain_layers import PlainOps
 from tests.unit.engine.engine_models import FAMILIES as CONFIGS
 from tests.unit.engine.engine_models import TINY, random_tokens
 
@@ -35,10 +35,10 @@ WINDOWS = {"cwm": [5, None, 5], "ministral": [5, None, 5], "mistral": [8, 8, 8],
 TOKENS = 13
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 0.01}
 """Largest accepted distance of logits, relative to their spread."""
-PLAIN = PlainOps()
+PLAIN = LayerOps()
 
 
-def triton_ops() -> Any:
+def triton_ops() -> LayerOps:
     """Interpreted. bfloat16 is cut off in the interpreter instead of being rounded."""
     pytest.importorskip("triton")
     from engine.layers.layer_kernels import TritonOps
@@ -46,11 +46,8 @@ def triton_ops() -> Any:
     return TritonOps()
 
 
-def fuse(module: Any, ops: Any) -> str:
+def fuse(module: Any, ops: LayerOps) -> str:
     """By products of torch and these row operations."""
-    pytest.importorskip("triton")
-    from engine.layers.layer_kernels import RowOpsStack
-
     return fuse_with(module, ops.dtypes, lambda base: RowOpsStack(base, ops))
 
 

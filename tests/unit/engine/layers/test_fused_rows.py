@@ -12,11 +12,11 @@ from engine.layers.fused import FusedStack
 from engine.layers.int8_kernels import Int8Product
 from engine.layers.int8_linear import has_kernel
 from engine.layers.layer_kernels import TritonOps
+from engine.layers.layer_ops import LayerOps
 from engine.loading import loader
 from engine.model import Model
 from speculation.messages import Loading
 from tests.by_rows import PlainRows, Twins, by_rows
-from tests.plain_layers import PlainOps
 from tests.unit.engine.engine_models import save_model, slot_engine
 
 
@@ -31,7 +31,7 @@ def fused(model: Model) -> bool:
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "find_attention", lambda *_: PlainRows(2))
-    monkeypatch.setattr("engine.layers.layer_kernels.TritonOps", PlainOps)
+    monkeypatch.setattr("engine.layers.layer_kernels.TritonOps", LayerOps)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
@@ -70,7 +70,7 @@ def test_others_run_as_they_are_inside_the_same_steps(tmp_path: Path) -> None:
     assert Loading(f"decoder layers are computed as transformers wrote them: {why}") in told
 
 
-class Wrong(PlainOps):
+class Wrong(LayerOps):
     """Forgets to multiply."""
 
     def gate(self, gate_up_T2I: torch.Tensor, activation: object) -> torch.Tensor:

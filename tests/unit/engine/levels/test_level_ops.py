@@ -5,43 +5,27 @@ Where there is no GPU the kernels are interpreted.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.cpu.levels import described
-from engine.cpu.library import Library, find_library
+from engine.cpu.levels import CpuLevelOps
+from engine.cpu.library import find_library
 from engine.eagle.cached import slots_above
 from engine.levels.level_memory import MAX_LEVELS, TOLD, LevelMemory
+from engine.levels.level_ops import LevelOps
 from engine.sampling.noise import gumbel, keys_at
 from speculation.verifying.calibration import CELLS, RANKS
 from tests.by_rows import check_groups, slots_seen
-from tests.plain_levels import PlainLevelOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGES, SPARE = 5, 1000
 
 
-class CpuLevelOps:
-    """What a launch of the library computes beside the model, level by level."""
-
-    def __init__(self, library: Library) -> None:
-        self._c = library._c
-
-    def begin(self, memory: LevelMemory) -> None:
-        self._c.paceline_begin(ctypes.byref(described(memory)))
-
-    def expand(self, memory: LevelMemory, logits_MX: Tensor, *, noisy: bool) -> None:
-        launch, logits_MX = described(memory), logits_MX.float().contiguous()
-        launch.noisy = noisy
-        self._c.paceline_expand(ctypes.byref(launch), ctypes.c_void_p(logits_MX.data_ptr()), logits_MX.shape[1])
-
-
 @pytest.fixture(params=["C++", "Triton"])
-def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PlainLevelOps:
+def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LevelOps:
     if request.param == "C++":
         library = find_library()
         if library is None or DEVICE.type == "cuda":
@@ -131,7 +115,7 @@ def assert_same(found: LevelMemory, expected: LevelMemory) -> None:
 
 def test_rows_find_those_that_they_hang_from() -> None:
     """What is there to pad hangs from none, whatever its numbers would come to."""
-    memory, ops = memory_of(sessions=3), PlainLevelOps()
+    memory, ops = memory_of(sessions=3), LevelOps()
     memory.record_NS[2] = 0
     ops.begin(memory)
     seen: list[int] = []
@@ -154,11 +138,11 @@ def test_rows_find_those_that_they_hang_from() -> None:
     ids=["several parts", "hardly any tokens", "one part"],
 )
 def test_levels_are_those_of_the_plain_operations(
-    ops: PlainLevelOps, sizes: dict[str, int], dtype: torch.dtype, levels: int, noisy: bool
+    ops: LevelOps, sizes: dict[str, int], dtype: torch.dtype, levels: int, noisy: bool
 ) -> None:
     """Up to one more than there may be, which changes nothing that was there before the last."""
     found, expected = (memory_of(**sizes, greedy=2 if noisy else 1) for _ in range(2))
-    plain = PlainLevelOps()
+    plain = LevelOps()
     ops.begin(found)
     plain.begin(expected)
     assert_same(found, expected)
@@ -174,7 +158,7 @@ def test_levels_are_those_of_the_plain_operations(
 
 
 @pytest.mark.parametrize("noisy", [False, True])
-def test_logits_that_are_no_numbers_and_tokens_that_cannot_be(ops: PlainLevelOps, noisy: bool) -> None:
+def test_logits_that_are_no_numbers_and_tokens_that_cannot_be(ops: LevelOps, noisy: bool) -> None:
     found, expected = memory_of(), memory_of()
     logits_MX = logits_of(found, 1)
     logits_MX[0, 40] = float("nan")
@@ -183,7 +167,7 @@ def test_logits_that_are_no_numbers_and_tokens_that_cannot_be(ops: PlainLevelOps
     logits_MX[3, 2:75] = -float("inf")
     logits_MX[4, :75] = float("nan")
     logits_MX[5, :32] = -float("inf")
-    plain = PlainLevelOps()
+    plain = LevelOps()
     for each, memory in ((ops, found), (plain, expected)):
         each.begin(memory)
         each.expand(memory, logits_MX, noisy=noisy)
@@ -195,12 +179,12 @@ def test_logits_that_are_no_numbers_and_tokens_that_cannot_be(ops: PlainLevelOps
     torch.testing.assert_close(found.weight_NP, expected.weight_NP, rtol=1e-5, atol=1e-12)
 
 
-def test_the_first_of_equals_is_chosen(ops: PlainLevelOps) -> None:
+def test_the_first_of_equals_is_chosen(ops: LevelOps) -> None:
     """Of tokens with the same logit and of leaves with the same weight, minus zero being zero."""
     found, expected = memory_of(greedy=1), memory_of(greedy=1)
     logits_MX = logits_of(found, 1).round().clamp(-1, 0)
     logits_MX[0, ::2] = -0.0
-    for each, memory in ((ops, found), (PlainLevelOps(), expected)):
+    for each, memory in ((ops, found), (LevelOps(), expected)):
         memory.fields["leaf_weight"].fill_(0.25)
         memory.fields["weight"].fill_(0.0)
         each.begin(memory)
@@ -211,7 +195,7 @@ def test_the_first_of_equals_is_chosen(ops: PlainLevelOps) -> None:
     assert found.found_KNWX[0, ..., TOLD : TOLD + 3].flatten(0, 1).tolist() == best_MC
 
 
-def test_noise_decides_as_on_the_host(ops: PlainLevelOps) -> None:
+def test_noise_decides_as_on_the_host(ops: LevelOps) -> None:
     """Equal logits leave the choice to the noise alone, at the position behind each place."""
     memory = memory_of(greedy=3)
     memory.fields["temperature"].fill_(1.0)

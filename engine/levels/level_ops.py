@@ -1,6 +1,10 @@
-"""What a launch of several draft levels computes beside the model, in plain torch.
+"""What a launch of several draft levels computes beside the model: what a level says, and which rows the next one has.
 
-:mod:`engine.cuda.level_kernels` and :mod:`engine.cpu.levels` must agree with it.
+:class:`LevelOps` defines it in plain torch; :mod:`engine.cuda.level_kernels` and :mod:`engine.cpu.levels` must agree.
+All read what :class:`engine.levels.levels.Levels` uploads and write to
+:class:`~engine.levels.level_memory.LevelMemory` alone, so that what was launched can be replayed. Decided here: what
+may follow a place, what that is worth, and which leaves are expanded next. Of equal logits the token with the lower
+number comes first, of equally likely leaves the one that was there first.
 
 Tensor legend: as in :mod:`engine.levels.level_memory`.
 """
@@ -18,14 +22,11 @@ from speculation.trie import MIN_CONFIDENCE
 from speculation.verifying.calibration import BINS, CELLS, DEPTHS, DISTANCES, MAX_ODDS, MIN_ODDS, RANKS
 
 
-class PlainLevelOps:
-    """In the place of :class:`engine.cuda.level_kernels.TritonLevelOps`, on any device."""
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        """``device``: that of the memory, whichever it is."""
+class LevelOps:
+    """The definition, on any device. What a backend launches depends on shapes alone, and nothing waits."""
 
     def begin(self, memory: LevelMemory) -> None:
-        """See :meth:`.TritonLevelOps.begin`."""
+        """Take in what a launch was told: its first level is to be said next."""
         fields, leaves = memory.fields, memory.leaves
         given = slice(0, leaves + memory.width)
         memory.level_N.zero_()
@@ -42,7 +43,11 @@ class PlainLevelOps:
         memory.found_KNWX[0, :, :, 0].fill_(GIVEN).masked_fill_(fields["weight"] == 0, NO_LEAF)
 
     def expand(self, memory: LevelMemory, logits_MX: Tensor, *, noisy: bool) -> None:
-        """See :meth:`.TritonLevelOps.expand`."""
+        """Note what may follow the places of a level, make leaves of it, and rows of the best leaves of every session.
+
+        ``logits_MX``: of the level's rows, whatever their format, with anything behind the vocabulary. ``noisy``:
+        whether any session draws with noise.
+        """
         level = int(memory.level_N[0])
         self._say(memory, logits_MX[:, : memory.logits_MV.shape[1]].to(memory.logits_MV.dtype), level, noisy=noisy)
         if level + 1 < MAX_LEVELS:
