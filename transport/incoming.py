@@ -94,8 +94,8 @@ class _Unread(NamedTuple):
     entry: bytes
     passed: int = 0
     """Under which epoch it was passed on; 0: it was not."""
-    held: SessionId | None = None
-    """Whose it is, if it may have to be passed on once it is read."""
+    session: SessionId | None = None
+    """Whose it is, if it is of a session that another worker may wait for."""
 
 
 MAX_RELAYED_BYTES = 1 << 12
@@ -202,8 +202,11 @@ class Incoming:
         self._hints = role == "draft"
         self._give_up = give_up
         self._unread: deque[_Unread] = deque()
-        self._held: dict[SessionId, int] = {}
-        """Of each session, what is unread and was not passed on: nothing may overtake it."""
+        self._pending: dict[SessionId, tuple[int, int]] = {}
+        """Of each session, how much is unread, and under which epoch that was passed on (0: not all of it was).
+
+        What comes next is passed on at once only behind what went the same way: nothing may overtake it.
+        """
         self._counter_names: tuple[str, ...] = ()
         self._heard = self._reported = self._malformed = 0
 
@@ -241,7 +244,7 @@ class Incoming:
 
     def _relay(self, entry: bytes) -> _Unread | None:
         """Pass an entry on if it can be; what is to be read of it, if anything."""
-        head = heading(entry)
+        head = heading(entry, long=True)
         if head is None or head.role != self._role:
             return _Unread(entry)
         route = self._routes.get(head.session)
@@ -251,12 +254,13 @@ class Incoming:
             else:
                 route.onto.put(relayed(entry, head, route.there), hint=True)
             return None
-        held = self._held.get(head.session, 0)
-        known = route is not None and route.epoch == head.epoch and not held
-        if route is not None and known and route.onto.put(relayed(entry, head, route.there), hint=self._hints):
-            return _Unread(entry, route.there)
-        self._held[head.session] = held + 1
-        return _Unread(entry, held=head.session)
+        (count, passed), there = self._pending.get(head.session, (0, 0)), 0
+        if route is not None and route.epoch == head.epoch and (not count or passed == route.there):
+            short = len(entry) <= MAX_RELAYED_BYTES
+            if short and route.onto.put(relayed(entry, head, route.there), hint=self._hints):
+                there = route.there
+        self._pending[head.session] = count + 1, there
+        return _Unread(entry, there, head.session)
 
     def _read_some(self) -> None:
         try:
@@ -268,10 +272,12 @@ class Incoming:
                 self._later(self._read_some)
 
     def _read(self) -> None:
-        entry, passed, held = self._unread.popleft()
+        entry, passed, session = self._unread.popleft()
         self._heard += 1
-        if held is not None and (left := self._held.pop(held) - 1):
-            self._held[held] = left
+        if session is not None:
+            count, there = self._pending.pop(session)
+            if count > 1:
+                self._pending[session] = count - 1, there
         try:
             if len(entry) > MAX_PLAIN_BYTES and self._outlived(entry):
                 return
@@ -330,5 +336,5 @@ class Incoming:
     def _break(self, why: str) -> None:
         self.broken = True
         self._unread.clear()
-        self._held.clear()
+        self._pending.clear()
         self._give_up(why)

@@ -17,6 +17,7 @@ from speculation.messages import (
     Loading,
     Proposal,
     SessionId,
+    TokenLogprobs,
     Verification,
     Welcome,
 )
@@ -72,8 +73,8 @@ class Router(Listener):
         for call in due:
             call()
 
-    def join(self, session: SessionId, epoch: int = HERE) -> None:
-        self.routes[session] = Route(epoch, self, THERE)  # type: ignore[arg-type]
+    def join(self, session: SessionId, epoch: int = HERE, there: int = THERE) -> None:
+        self.routes[session] = Route(epoch, self, there)  # type: ignore[arg-type]
 
     def put(self, entry: bytes, *, hint: bool = False) -> bool:
         """As the connection to the other worker."""
@@ -197,6 +198,35 @@ def test_nothing_overtakes_what_the_reader_has_to_pass_on():
     assert passed == [0, 0, THERE]
     router.take(verified(ONE, 5))
     assert router.passed == [(TWO, THERE, 9), (ONE, THERE, 5)]
+
+
+def test_nothing_overtakes_what_is_too_long_to_be_passed_on_as_it_came():
+    router = Router()
+    router.may_tell = AskedLogprobs(None, 1, 400)
+    router.join(ONE)
+    told = replace(verified(ONE, 400), prompt_logprobs=(TokenLogprobs(-1.0, (5,), (-1.0,)),) * 399)
+    router.take(told, verified(ONE, 401))
+    assert router.passed == []
+    router.turn()
+    heard = [message for message in router.heard if isinstance(message, Verification)]
+    assert [(message.position, message.passed) for message in heard] == [(400, 0), (401, 0)]
+    router.take(verified(ONE, 402))
+    assert router.passed == [(ONE, THERE, 402)]
+
+
+def test_nothing_goes_to_another_worker_than_what_is_unread_went_to():
+    """That one was opened with what has been read."""
+    router = Router()
+    router.join(ONE)
+    router.take(verified(ONE, 3))
+    router.join(ONE, there=THERE + 1)
+    router.take(verified(ONE, 4))
+    assert router.passed == [(ONE, THERE, 3)]
+    router.turn()
+    heard = [message for message in router.heard if isinstance(message, Verification)]
+    assert [(message.position, message.passed) for message in heard] == [(3, THERE), (4, 0)]
+    router.take(verified(ONE, 5))
+    assert router.passed[1:] == [(ONE, THERE + 1, 5)]
 
 
 def test_garbage_is_passed_on_to_nobody_but_the_session_it_names_and_then_reported():
