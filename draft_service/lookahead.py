@@ -70,7 +70,9 @@ class LookaheadLimits:
     batch: int = 64
     """Places expanded in one step."""
     prefill: int = 512
-    """Most committed tokens computed for one session in one step."""
+    """Most committed tokens computed for one session in one step, ..."""
+    step_prefill: int = 2048
+    """... and for all that miss more than one of them, or one session's share more."""
     prefill_from: int = 32
     """Committed tokens missing in the cache of a session that drafts nothing, before they are computed all the same."""
     draft: DraftLimits = DraftLimits()
@@ -275,17 +277,17 @@ class Lookahead:
         """Missing committed tokens are computed first; of the draft places, as many as pay are expanded."""
         entries: list[DraftBatchEntry] = []
         frontiers: dict[DraftSequence, Sequence[Node]] = {}
-        context = self._engine.model.context
+        context, room = self._engine.model.context, self._limits.step_prefill
         for sequence in self._sequences.values():
             if sequence in self._compiling:
                 continue
-            frontier = sequence.frontier(context)
-            if frontier and frontier[0] is sequence.session.trie.root:
-                entries.append(self._read_on(sequence, frontier))
-            elif frontier:
+            frontier, missing = sequence.frontier(context), sequence.num_uncomputed_tokens
+            behind = missing >= self._limits.prefill_from and len(sequence.text.tokens) <= context
+            if frontier and frontier[0] is not sequence.session.trie.root:
                 frontiers[sequence] = frontier
-            elif sequence.num_uncomputed_tokens >= self._limits.prefill_from and len(sequence.text.tokens) <= context:
-                entries.append(self._read_on(sequence, ()))
+            elif (frontier or behind) and (room > 0 or missing <= 1):  # those opened first come first
+                entries.append(self._read_on(sequence, frontier))
+                room -= len(entries[-1].tokens)
         scheduled = sum(len(entry.tokens) for entry in entries)
         chosen = best_places(frontiers, self._limits.batch, scheduled, len(entries), self._cost)
         return entries + [DraftBatchEntry.below(sequence, nodes) for sequence, nodes in chosen.items()]
@@ -346,9 +348,7 @@ class Lookahead:
                 entry.discarded()
             raise
         rows = [first_level(entry) if entry.found else list(islice(found, entry.drawn)) for entry in entries]
-        return [
-            each if all(list(islice(sound, entry.rows))) else None for entry, each in zip(entries, rows, strict=True)
-        ]
+        return [row if all(list(islice(sound, entry.rows))) else None for entry, row in zip(entries, rows, strict=True)]
 
     def _commit(
         self, entries: Sequence[DraftBatchEntry], found: Sequence[Sequence[Sequence[Candidate]] | None]

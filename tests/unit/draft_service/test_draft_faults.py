@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -298,3 +299,16 @@ def test_a_worker_that_is_told_to_rest_drafts_nothing_for_a_new_session_until_it
         worker.receive(ROUTER, opened(2 + lead, other))
         assert bool([sent for _, sent in settle(worker) if sent.session == 2 + lead]) is bool(lead)
         prompt = (*prompt, 9)
+
+
+def test_a_step_reads_no_more_prompts_than_it_has_room_for_and_none_starves(model: Model) -> None:
+    worker = drafter(model)
+    worker._limits = replace(LIMITS, step_prefill=24)
+    for number in range(1, 9):
+        worker.receive(ROUTER, opened(number, random_tokens(40, seed=number)))
+    sizes = []
+    while not all(drafts(worker, number) for number in range(1, 9)):
+        sizes.append(sum(len(entry.tokens) for entry in worker._plan() if len(entry.tokens) > 1))
+        assert worker.step() is not None
+    assert max(sizes) <= 24 + LIMITS.prefill
+    close(worker)
