@@ -110,7 +110,7 @@ class VerifyLoop:
 
     def longest_step(self) -> float | None:
         """Seconds after which the step under way must be stuck; None: unknown. May be asked from any thread."""
-        return self._account.max_seconds
+        return None if self._engine.model.whole_prompts else self._account.max_seconds
 
     def load(self) -> Load:
         """How busy it is."""

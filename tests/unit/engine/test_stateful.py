@@ -19,6 +19,9 @@ from engine.loading.loader import load
 from engine.model import Model, ModelError
 from engine.settings import EngineSettings
 from engine.stateful import StatefulCache, StatefulEngine, StatefulSequence
+from speculation.messages import Limits, Open, Sampling, SessionId, Welcome
+from target_service.scheduler import Budget
+from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.unit.engine.engine_models import Stock, decode_plainly, random_tokens, save_model
 from tests.unit.engine.test_families import FAMILIES
 from transport.worker import Door
@@ -142,6 +145,21 @@ def test_a_prompt_that_must_be_whole_is_computed_at_its_end(recurrent: Model) ->
     sequence.advance(range(3))
     engine.run([Chunk(sequence, [6], rows=[0])])
     assert (sequence.computed, sequence.length) == (4, 3)
+
+
+def test_the_time_of_parts_that_are_put_off_is_no_measure_of_a_step(recurrent: Model) -> None:
+    """A step that ends a prompt may compute all of it, however long the steps before it took."""
+    engine = engine_of(replace(recurrent, whole_prompts=True))
+    introduced = Welcome("target", "tiny", recurrent.vocabulary, recurrent.context)
+    loop = VerifyLoop(engine, introduced, TargetLimits(budget=Budget(tokens=8, alone=16)))
+    said = []
+    forward = engine._forward
+    engine._forward = lambda *given: said.append(loop.longest_step()) or forward(*given)  # type: ignore[method-assign]
+    tokens = tuple(random_tokens(40, seed=1))
+    loop.receive("router", Open(SessionId(1), 1, tokens, Sampling(temperature=0.0), Limits(43)))
+    while loop.step() is not None:
+        pass
+    assert len(said) == 3 and set(said) == {None}
 
 
 def test_a_sequence_that_is_freed_keeps_no_state(recurrent: Model) -> None:
