@@ -197,6 +197,9 @@ class Compiled:
         return self._start.deep_copy()
 
 
+TOO_COMPLEX = "the grammar is too complex for the text so far"
+
+
 class MaskBudget:
     """Which callers' grammars have taken so long that others go first. Seconds on any clock."""
 
@@ -256,6 +259,8 @@ class GrammarConstraint:
         self._consumed: list[Token] = []
         self._ahead: list[Token] = []
         """What the matcher has taken in beyond what it was told."""
+        self._failed = False
+        """Whether the path that was asked about last got too complex: the grammar may allow it."""
 
     @_counted
     def advance(self, tokens: Sequence[Token]) -> None:
@@ -266,7 +271,7 @@ class GrammarConstraint:
             self._consumed += tokens
             del self._ahead[: len(tokens)]
         else:
-            self.error = "the text so far is none of the grammar's"
+            self.error = TOO_COMPLEX if self._failed else "the text so far is none of the grammar's"
 
     @_counted
     def bits(self, path: Sequence[Token]) -> Tensor | None:
@@ -275,8 +280,10 @@ class GrammarConstraint:
         Token t may follow if bit ``t % 32`` of word ``t // 32`` is set. None: anything may, or the answer does not
         matter, as drafts broke the grammar or ended the text. All zero: nothing may, so the text cannot go on.
         """
-        if self.error or not self._descend(path):
+        if self.error:
             return None
+        if not self._descend(path):  # where it got too complex for a text that it allows, that is the end
+            return torch.zeros_like(self._stop_W) if self._failed else None
         open_W = self._vocabulary.open(self._matcher)
         if self._matcher.is_error():
             self._restart()
@@ -304,12 +311,15 @@ class GrammarConstraint:
             if self.error or not self._descend(tokens[:count]):
                 return None
             if self._matcher.is_accepting() and not self._vocabulary.open(self._matcher).any():
-                return count
+                if not self._matcher.is_error():
+                    return count
+                self._restart()
+                return None
         return None
 
     def _descend(self, path: Sequence[Token]) -> bool:
-        """Have the matcher stand at the end of ``path``; False if the grammar does not go there."""
-        shared = 0
+        """Have the matcher stand at the end of ``path``; False if the grammar does not go there, or fails there."""
+        self._failed, shared = False, 0
         while shared < min(len(path), len(self._ahead)) and path[shared] == self._ahead[shared]:
             shared += 1
         back = len(self._ahead) - shared
@@ -322,6 +332,7 @@ class GrammarConstraint:
                 return False
             taken = self._matcher.try_consume_tokens([token])
             if self._matcher.is_error():
+                self._failed = True
                 self._restart()
                 return False
             if not taken:
@@ -334,7 +345,7 @@ class GrammarConstraint:
         self._matcher = self._compiled.start()
         self._ahead = []
         if self._matcher.try_consume_tokens(self._consumed) < len(self._consumed):
-            self.error = "the grammar is too complex for the text so far"
+            self.error = TOO_COMPLEX
 
 
 def _tokenizer(model: Model) -> LLTokenizer:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from llguidance import LLParserLimits
 
 import engine.shaping.grammar
 from engine.model import Model
@@ -318,3 +319,41 @@ def test_a_caller_pays_for_its_masks_by_a_part_of_the_time():
             budget.charge(f"other {now}", 0.01, now)
     assert taken < MASK_BURST + 0.02 + MASK_SHARE * 1000.0
     assert len(budget._paid) < 20, "who has paid is forgotten"
+
+
+AMBIGUOUS = "\n".join(
+    [
+        'start: W | "zq" s?',
+        "W: /[b-y]*/",
+        f"s: {' | '.join(f'r{i}' for i in range(40))}",
+        *(f'r{i}: "a" | r{i} r{i}' for i in range(40)),
+    ]
+)
+
+
+def test_what_gets_too_complex_behind_a_draft_is_the_end_there_as_without_drafts(vocabulary):
+    (a,), before = vocabulary.tokenizer.tokenize_str("a"), vocabulary.tokenizer.tokenize_str("zq")
+    asked = constraint(vocabulary, AMBIGUOUS)
+    asked.advance(before)
+    for _ in range(60):
+        here, behind = asked.bits(()), asked.bits((a,))
+        assert here is not None and a in tokens_of(here)
+        asked.advance((a,))
+        if asked.error:
+            break
+        assert behind is not None and tokens_of(behind)
+    assert asked.error == "the grammar is too complex for the text so far"
+    assert behind is not None and not behind.any()
+
+
+def test_a_mask_that_fails_is_not_the_end_of_a_text(vocabulary, monkeypatch):
+    few = LLParserLimits(step_max_items=60, max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
+    monkeypatch.setattr(engine.shaping.grammar, "LIMITS", few)
+    (a,) = vocabulary.tokenizer.tokenize_str("a")
+    asked = constraint(vocabulary, 'start: s\ns: "a" | s s | s s s s')
+    for _ in range(60):
+        assert asked.ending((a,)) is None
+        if (behind := asked.bits((a,))) is not None and not behind.any():
+            break
+        asked.advance((a,))
+    assert behind is not None and not behind.any()
