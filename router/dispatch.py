@@ -183,7 +183,8 @@ class Dispatcher:
 
     def _handle_all(self, event: Event) -> None:
         for run in list(self._runs.values()):
-            self._handle(run, event)
+            if run.session.phase is not Phase.ENDED:  # what ended it is being dealt with, and may have led to this
+                self._handle(run, event)
         self._ask_again_soon()
 
     def _received(self, peer: PeerId, message: messages.FromWorker) -> None:

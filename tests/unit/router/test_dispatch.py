@@ -386,6 +386,19 @@ async def test_a_text_that_has_ended_takes_no_place_however_slowly_it_is_read(se
     assert dispatcher.reading == 0
 
 
+async def test_the_last_text_of_a_target_that_is_no_longer_listed_ends_as_any_other(served, monkeypatch):
+    served.up("a")
+    reading = await begun(served, 2)
+    ended: list[bool] = []
+    detector = served.dispatcher._poison_detector
+    monkeypatch.setattr(detector, "ended", lambda _session, *, finished: ended.append(finished))
+    served.dispatcher.pool.set_workers(Role.TARGET, [])
+    served.verify("a", 12, finish=FinishReason.LENGTH)
+    items = [item async for item in reading]
+    assert [getattr(item, "tokens", item) for item in items] == [(12,), Ended(FinishReason.LENGTH)]
+    assert ended == [True]
+
+
 async def test_a_router_that_ends_lets_go_of_texts_that_nobody_reads(served):
     served.up("a")
     reading = await begun(served, 3)
