@@ -36,6 +36,8 @@ class Generation:
     """Seconds that it may wait for a target while there is none; None: as long as the router sees fit."""
     details: bool = False
     """Whether every commit comes with :class:`Details`."""
+    digest: int | None = field(default=None, compare=False)
+    """Of the prompt (:func:`speculation.digest.of`), made where that holds nobody up; None: not yet."""
 
 
 @frozen

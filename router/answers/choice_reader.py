@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
@@ -34,8 +34,8 @@ class PromptShown:
     text: str = ""
     """With which the answer begins; empty unless it was asked for."""
     ids: tuple[Token, ...] = ()
-    tokens: tuple[ShownToken, ...] = ()
-    """With their log-probabilities, if these were asked for."""
+    tokens: Callable[[], tuple[ShownToken, ...]] = tuple
+    """With their log-probabilities, if these were asked for; made by whoever shows them: there may be a million."""
 
 
 @frozen
@@ -232,17 +232,21 @@ class ChoiceReader:
         shown = PromptShown(
             text=self._prompt.text(self._tokenizer) if self._form.echo else "",
             ids=self._generation.prompt if self._form.token_ids else (),
-            tokens=() if self._form.of_prompt is None else self._prompt_tokens(metadata),
+            tokens=tuple if self._form.of_prompt is None else self._prompt_tokens(metadata),
         )
         return TextChunk(self._index, prompt=shown, finish=FinishReason.LENGTH if self._prompt_only else None)
 
-    def _prompt_tokens(self, metadata: StepMetadata) -> tuple[ShownToken, ...]:
+    def _prompt_tokens(self, metadata: StepMetadata) -> Callable[[], tuple[ShownToken, ...]]:
         prompt, top_logprobs = self._generation.prompt, self._form.of_prompt or 0
         if len(metadata.prompt_logprobs) != len(prompt) - 1:
             raise GenerationError("internal", "the target told no log-probabilities of the prompt")
-        starts = self._prompt.starts(self._tokenizer)
-        places = zip(prompt, starts, (None, *metadata.prompt_logprobs), strict=True)
-        return tuple(shown_token(self._tokenizer, *place, self._form, top_logprobs) for place in places)
+
+        def shown() -> tuple[ShownToken, ...]:
+            starts = self._prompt.starts(self._tokenizer)
+            places = zip(prompt, starts, (None, *metadata.prompt_logprobs), strict=True)
+            return tuple(shown_token(self._tokenizer, *place, self._form, top_logprobs) for place in places)
+
+        return shown
 
     def _of_commit(self, commit: Committed, come_from: tuple[Origin, ...], delta: Delta) -> TextChunk:
         if self._shows:

@@ -6,11 +6,13 @@ Decides shapes, which events a chunk has, and which of them are written at once.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from router.answers.choice_reader import DIGITS, PromptShown, TextChunk, Usage
@@ -161,8 +163,8 @@ class Envelope:
             around = self._around[index] = before[:-1], behind[1:]
         return around[0] + _on_one_line(_JSON.encode(text).encode()) + around[1]
 
-    async def whole(self, chunks: AsyncGenerator[TextChunk], usage: Usage) -> Json:
-        """The answer that is not streamed. Raises :class:`GenerationError`."""
+    async def whole(self, chunks: AsyncGenerator[TextChunk], usage: Usage) -> bytes:
+        """The answer that is not streamed, in JSON. Raises :class:`GenerationError`."""
         choices = [Choice() for _ in range(usage.choices)]
         commits: list[Json] = []
         async with aclosing(chunks):
@@ -171,6 +173,14 @@ class Envelope:
                 choices[chunk.index].add(chunk)
                 if self.request.details and chunk.tokens:
                     commits.append({"index": chunk.index} | commit_body(chunk, self.tokenizer))
+        return await self.made(lambda: encode(self._whole(choices, commits, usage)))
+
+    async def made(self, make: Callable[[], bytes]) -> bytes:
+        """A part of the answer, made beside the event loop where it may be long: with log-probabilities."""
+        long = self.request.form.logprobs is not None or self.request.form.of_prompt is not None
+        return await asyncio.to_thread(make) if long else make()
+
+    def _whole(self, choices: Sequence[Choice], commits: Sequence[Json], usage: Usage) -> Json:
         bodies = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
         name = "chat.completion" if self.chat else "text_completion"
         body = self._outer(name, bodies) | {"usage": usage.body()}
@@ -226,7 +236,7 @@ class Envelope:
     def _beside(self, prompt: PromptShown, shown: Sequence[ShownToken]) -> Json:
         body: Json = {}
         if self.request.form.logprobs is not None:
-            echoed = prompt.tokens if self.request.form.echo else ()
+            echoed = prompt.tokens() if self.request.form.echo else ()
             tokens = [*echoed, *shown]
             body["logprobs"] = (of_chat if self.chat else of_completion)(tokens)
         if self.request.form.token_ids:
@@ -239,7 +249,7 @@ class Envelope:
         if prompt.ids:
             body["prompt_token_ids"] = list(prompt.ids)
         if self.request.form.prompt_logprobs is not None:
-            body["prompt_logprobs"] = of_prompt(prompt.tokens, self.request.form.prompt_logprobs)
+            body["prompt_logprobs"] = of_prompt(prompt.tokens(), self.request.form.prompt_logprobs)
         return body
 
     def _calls(self, index: int, calls: Sequence[ToolCall], first: int = 0) -> list[Json]:
@@ -287,7 +297,8 @@ async def events(
     async with aclosing(chunks):
         try:
             while True:
-                held += _chunk_events(chunk, envelope, usage, opened)
+                make = partial(_chunk_events, chunk, envelope, usage, opened)
+                held += make() if chunk.prompt is None else await envelope.made(make)
                 more = chunk.commit is not None and chunk.commit.more
                 follows = more if chunk.finish is None else usage.ended == usage.choices
                 if held and (not follows or len(held) > MAX_HELD_BYTES):

@@ -248,7 +248,7 @@ class _Api:
             unless_answered.push_async_callback(chunks.aclose)
             first = await anext(chunks)
             return asgi.EventStream(events(first, chunks, envelope, usage, failed), chunks, lease.end(parsed.timeout))
-        return JSONResponse(await envelope.whole(chunks, usage))
+        return Response(await envelope.whole(chunks, usage), media_type="application/json")
 
     def _failed_midway(self, request: Request, code: ErrorCode, error: Exception) -> None:
         """A stream that had begun ends with an error."""

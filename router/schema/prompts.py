@@ -24,6 +24,8 @@ from router.text.text import Detokenizer
 from router.text.tokenizer import Tokenizer
 from speculation.messages import Token
 
+MAX_PROMPT_LOGPROBS = 1 << 20
+"""Of all choices of a request together."""
 ALWAYS_READ = 1 << 16
 """Characters that are tokenised in any case, so that a refusal can tell how many tokens they are."""
 
@@ -132,6 +134,14 @@ def check_sizes(body: Body, max_characters: int) -> None:
         if characters > max_characters:
             message = f"{name} has {characters} characters; more than {max_characters} cannot fit the model's context"
             raise ApiError("context_length_exceeded", message, name)
+
+
+def check_prompt_logprobs(name: str, told: int, tokens: int) -> None:
+    """Whether so many can be told at each of all ``tokens`` that choices have as prompts. Raises :class:`ApiError`."""
+    if tokens * (1 + told) > MAX_PROMPT_LOGPROBS:
+        most = f"the {MAX_PROMPT_LOGPROBS} log-probabilities told of the prompts of a request"
+        message = f"{name} {told} for {tokens} tokens of prompts, in all choices, exceed {most}; ask for fewer"
+        raise ApiError("invalid_value", message, name)
 
 
 _CONTENT = "a string or an array of text parts"

@@ -25,6 +25,7 @@ from router.schema.fields import missing, nearest, show, wrong_value
 from router.schema.prompts import (
     Prompt,
     chat_prompt,
+    check_prompt_logprobs,
     check_sizes,
     completion_prompts,
     length_asked,
@@ -36,6 +37,7 @@ from router.schema.request_objects import StreamOptions
 from router.schema.request_schema import BODIES, MAX_SEED, Body, ChatBody, CompletionBody, Kind
 from router.schema.structured import Tools, grammar_of, text_grammar, tools_of
 from router.text.tokenizer import Tokenizer
+from speculation import digest as digests
 from speculation.messages import RequestOptions, Sampling, Source, SourceName, Speculation, Token
 
 MAX_MODEL_CHARACTERS = 256
@@ -201,7 +203,11 @@ def request_of(body: Body, model_entry: ModelEntry, request_id: str) -> ApiReque
     field, asked = length_asked(body, minimum=0 if form.echo else 1)
     prompts = truncated(body, prompts, model.context, max(asked, 1))
     limits = [max_tokens_of(body, len(prompt.tokens), model.context) for prompt in prompts]
+    prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
+    if form.of_prompt is not None:
+        check_prompt_logprobs("logprobs" if form.echo else "prompt_logprobs", form.of_prompt, n * prompt_tokens)
     prompt_only = bool(field) and asked == 0
+    prompt_digests = [digests.of(prompt.tokens) for prompt in prompts]
     sampling = sampling_of(body, model.vocabulary, tokenizer)
     details = body.speculation is not None and body.speculation.details
     first = Generation(
@@ -232,13 +238,14 @@ def request_of(body: Body, model_entry: ModelEntry, request_id: str) -> ApiReque
                 prompt=prompt.tokens,
                 sampling=with_own_seed(sampling, number * n + choice),
                 max_tokens=1 if prompt_only else limit,
+                digest=digest,
             )
-            for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+            for number, (prompt, limit, digest) in enumerate(zip(prompts, limits, prompt_digests, strict=True))
             for choice in range(n)
         ),
         stop=tuple(dict.fromkeys([body.stop] if isinstance(body.stop, str) else body.stop)),
         prompts=prompts,
-        prompt_tokens=sum(len(prompt.tokens) for prompt in prompts),
+        prompt_tokens=prompt_tokens,
         n=n,
         stream=body.stream,
         include_usage=options.include_usage,

@@ -319,7 +319,7 @@ def session_of(number: SessionId, generation: Generation, limits: SessionLimits,
         priority=generation.priority,
         request_options=replace(generation.request_options, request=generation.request_id, trace=traceparent),
     )
-    return Session(request, limits)
+    return Session(request, limits, generation.digest)
 
 
 def outside_vocabulary(proposal: Proposal, vocabulary: int) -> MalformedMessage | None:

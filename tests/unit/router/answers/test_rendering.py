@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncGenerator, Iterable
 
 import pytest
@@ -10,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.answers import responses
-from router.answers.choice_reader import TextChunk, Usage
+from router.answers.choice_reader import PromptShown, TextChunk, Usage
+from router.answers.logprobs import NamedToken, ShownToken
 from router.answers.responses import MAX_HELD_BYTES, Envelope, events
 from router.generation import Committed, GenerationError
 from router.schema.request_schema import Kind
-from router.schema.requests import ApiRequest
+from router.schema.requests import AnswerForm, ApiRequest
 from router.text.text import Piece
 from speculation.events import Own
 from speculation.messages import FinishReason
@@ -83,3 +85,26 @@ async def test_only_so_much_is_written_at_once() -> None:
     written = await writes([*[said(long, more=True)] * 5, said("b")])
     assert max(map(len, written)) < 2 * MAX_HELD_BYTES
     assert len(written) == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_of_a_prompt_are_made_beside_the_event_loop(stream: bool) -> None:
+    """There may be a million; other texts go on meanwhile."""
+    made: list[threading.Thread] = []
+
+    def tokens() -> tuple[ShownToken, ...]:
+        made.append(threading.current_thread())
+        return (ShownToken(NamedToken(1, "a", b"a"), 0),)
+
+    async def source() -> AsyncGenerator[TextChunk]:
+        yield TextChunk(0, prompt=PromptShown(tokens=tokens))
+        yield said("b", finish=FinishReason.LENGTH)
+
+    request = ApiRequest("completion", "m", (), (), (), 1, form=AnswerForm(prompt_logprobs=0))
+    asked, usage, chunks = Envelope(request, "cmpl-1", 2, tiny_tokenizer()), Usage(1, 1, 1), source()
+    if stream:
+        told = b"".join([each async for each in events(await anext(chunks), chunks, asked, usage, lambda *_: None)])
+    else:
+        told = await asked.whole(chunks, usage)
+    assert b'"prompt_logprobs":[null]' in told
+    assert made and threading.main_thread() not in made

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from router.errors import CODES, ApiError
 from router.generation import ServedModel
+from router.schema import prompts
 from router.schema.request_schema import BODIES
 from router.schema.requests import ApiRequest, ModelEntry, parse_object
 from speculation.events import FailureCode
@@ -348,3 +349,14 @@ def test_hints_about_caches_are_taken_and_looked_at():
     with pytest.raises(ApiError) as caught:
         completion(prompt_cache_options={"mode": "none"})
     assert caught.value.param == "prompt_cache_options.mode"
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"), [({"prompt_logprobs": 2}, "prompt_logprobs"), ({"echo": True, "logprobs": 2}, "logprobs")]
+)
+def test_no_more_log_probabilities_of_prompts_are_told_than_one_answer_can_hold(asked, field, monkeypatch):
+    monkeypatch.setattr(prompts, "MAX_PROMPT_LOGPROBS", 3 * 2 * 4)
+    assert completion(prompt=[5, 6, 7, 8], n=2, **asked).prompt_tokens == 4
+    with pytest.raises(ApiError, match="for 12 tokens of prompts, in all choices, exceed the 24 ") as refused:
+        completion(prompt=[5, 6, 7, 8], n=3, **asked)
+    assert refused.value.param == field
