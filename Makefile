@@ -35,7 +35,7 @@ $(KERNELS): $(READY) engine/cpu/library.py $(wildcard engine/cpu/*.cpp engine/cp
 run: setup
 	$(BIN)/paceline up --stretched --demo $(ARGS)
 
-# Three processes: one for the tests that start clusters, file by file the rest. One, and only the files that may have
+# Two processes: one for the tests that start clusters, file by file the rest. One, and only the files that may have
 # them, for a few: make test ARGS="-k name"
 test: setup
 	$(BIN)/python -m pytest -n auto --no-loadscope-reorder $(ARGS)

@@ -60,8 +60,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Three: one for what starts clusters, which mostly waits, and two for the rest. This one alone for a few tests."""
-    return 0 if in_one_process(config.option.keyword, config.args) else 3
+    """Two processes, one of them for what starts clusters; none beside this one for a few tests."""
+    return 0 if in_one_process(config.option.keyword, config.args) else 2
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
