@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 from weakref import WeakSet
 
 from ray.serve.request_router import FIFOMixin, LocalityMixin, PendingRequest, RequestRouter, RunningReplica
@@ -36,8 +38,8 @@ OWN_PATHS = "/-/"
 """What the proxy itself answers, without a router."""
 
 _choices: WeakSet[RouterChoice] = WeakSet()
-_unrouted: set[str] = set()
-"""The ids of requests that no router has taken yet."""
+_unrouted: Counter[str] = Counter()
+"""The ids of requests that no router has taken yet, and how many have each: clients may give several the same."""
 
 
 class RouterChoice(FIFOMixin, LocalityMixin, RequestRouter):
@@ -58,7 +60,7 @@ class RouterChoice(FIFOMixin, LocalityMixin, RequestRouter):
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
         """Serve's call when a replica has taken a request."""
         super().on_request_routed(pending_request, replica_id, result)
-        _unrouted.discard(pending_request.metadata.request_id)
+        _unrouted.pop(pending_request.metadata.request_id, None)
 
 
 def middleware() -> list[Middleware]:
@@ -77,8 +79,12 @@ class RouterWatch:
         if scope["type"] != "http" or scope["path"].startswith(OWN_PATHS):
             await self._app(scope, receive, send)
             return
-        request = _Request(Headers(scope=scope).get(REQUEST_ID, ""), receive, send)
-        _unrouted.add(request.name)
+        name = Headers(scope=scope).get(REQUEST_ID, "")
+        if not name:  # Serve would give it one behind this, and takes what there is
+            name = str(uuid4())
+            scope = dict(scope) | {"headers": [*scope["headers"], (REQUEST_ID.encode(), name.encode())]}
+        request = _Request(name, receive, send)
+        _unrouted[name] += 1
         request.watch()
         try:
             await self._app(scope, request.receive, request.send)
@@ -100,7 +106,7 @@ class _Request:
         self._timer = asyncio.get_running_loop().call_later(WAIT_SECONDS, self._look)
 
     def _look(self) -> None:
-        if self.name not in _unrouted or not _choices:
+        if self.answered or self.name not in _unrouted or not _choices:
             return
         if any(choice.curr_replicas for choice in _choices):
             self.watch()
@@ -125,12 +131,12 @@ class _Request:
             if message["status"] == CODES["unavailable"].status and plain:
                 return
             self.answered = True
-            _unrouted.discard(self.name)
         if self.answered:
             await self._send(message)
 
     def end(self) -> None:
         """It is over."""
-        _unrouted.discard(self.name)
+        if (others := _unrouted.pop(self.name, 0) - 1) > 0:
+            _unrouted[self.name] = others
         if self._timer is not None:
             self._timer.cancel()

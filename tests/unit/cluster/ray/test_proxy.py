@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from ray.serve._private.http_util import _apply_middlewares
+from starlette.datastructures import Headers
 
 from cluster.config.environment import CHECKOUT
 from cluster.ray import proxy
@@ -36,11 +38,9 @@ def routers(monkeypatch):
 
 
 def client(app) -> httpx.AsyncClient:
-    (layer,) = proxy.middleware()
-    headers = {proxy.REQUEST_ID: "one"}
-    return httpx.AsyncClient(
-        transport=httpx.ASGITransport(layer.cls(app)), base_url="http://proxy", headers=headers, timeout=None
-    )
+    """Through all layers that Serve has before its own part."""
+    transport = httpx.ASGITransport(_apply_middlewares(app, proxy.middleware()))
+    return httpx.AsyncClient(transport=transport, base_url="http://proxy", timeout=None)
 
 
 def assert_unavailable(answer: httpx.Response) -> None:
@@ -67,6 +67,20 @@ async def test_a_request_that_no_router_takes_is_refused(routers):
         assert_unavailable(await http.post("/v1/completions", content=b"{}"))
 
 
+@pytest.mark.parametrize("headers", [{}, {proxy.REQUEST_ID: "one"}])
+async def test_each_of_several_requests_that_no_router_takes_is_refused(routers, headers):
+    """Also where a client gives all of them one id."""
+    routers["router"] = None
+    async with client(until_gone) as http:
+        answers = [asyncio.create_task(http.post("/v1/completions", content=b"{}", headers=headers)) for _ in range(4)]
+        while sum(proxy._unrouted.values()) < 4:
+            await asyncio.sleep(0)
+        routers.clear()
+        for answer in await asyncio.gather(*answers):
+            assert_unavailable(answer)
+    assert not proxy._unrouted
+
+
 async def test_a_request_waits_while_there_is_a_router_that_may_take_it(routers):
     routers["router"] = None
     waits = asyncio.Event()
@@ -87,10 +101,13 @@ async def test_a_request_waits_while_there_is_a_router_that_may_take_it(routers)
 
 async def test_a_request_that_a_router_took_goes_on_where_that_leaves(routers):
     """One that stops is no longer among those that take requests, and answers what it has."""
-    pending = SimpleNamespace(metadata=SimpleNamespace(request_id="one"))
+    routers["router"] = None
 
     async def app(scope, receive, send):
+        name = Headers(scope=scope)[proxy.REQUEST_ID]
+        pending = SimpleNamespace(metadata=SimpleNamespace(request_id=name))
         proxy.RouterChoice.on_request_routed(Untaught.__new__(Untaught), pending, None, None)
+        routers.clear()
         for _ in range(100):
             await asyncio.sleep(0)
         assert (await receive())["type"] == "http.request"
