@@ -303,8 +303,9 @@ def from_mapping(
     """
     given, pools = _READER.read(where, document, base, overrides)
     sections = {name: kind(**given[name,]) for name, kind in SECTIONS.items()}
-    sections["draft"] = sections["draft"].beside(sections["target"]).placed(where, "draft")
     models = {name: _model(where, name, pools, sections, given) for _, name, part, *_ in pools if part == "target"}
+    if not models:  # else each pool takes the section as it is given, and what follows from its own target
+        sections["draft"] = sections["draft"].beside(sections["target"]).placed(where, "draft")
     if models and (named := sections["router"].model_name):
         raise ConfigError(
             f"{where}: router.model_name is {named!r}; leave it empty, the keys of {MODELS} are the names"

@@ -323,3 +323,23 @@ def test_an_eagle_head_of_a_draft_worker_cannot_share_the_targets_process() -> N
     shared = {"target": {"eagle": "h", "eagle_at": "drafter"}, "draft": {"placement": "shared"}}
     with pytest.raises(ConfigError, match=r"draft.placement is shared, which draft.eagle cannot be used with"):
         from_mapping(shared, "here")
+
+
+def test_pools_of_models_take_the_section_as_it_is_given_and_what_follows_from_their_own_target() -> None:
+    """What the section `draft` would become beside the section `target` is none of theirs."""
+    away = {"eagle": "/heads/h", "eagle_at": "drafter"}
+    models = {
+        "llama": {"target": {"model": "/m/llama"}},
+        "qwen": {"target": {"model": "/m/qwen", "eagle": "/heads/q"}},
+        "plain": {"target": {"model": "/m/plain", "eagle": ""}, "drafts": {"draft": {"model": "/m/small"}}},
+    }
+    made = from_mapping({"target": away, "models": models}, "here").models
+    drafts = {name: (model.drafts["draft"].model, model.drafts["draft"].eagle) for name, model in made.items()}
+    assert drafts == {"llama": ("/m/llama", "/heads/h"), "qwen": ("/m/qwen", "/heads/q"), "plain": ("/m/small", "")}
+    pools = {"fast": {"placement": "own", "gpus": 1}, "slow": {}}
+    cpu = {"draft": {"placement": "cpu"}, "models": {"a": {"target": {"model": "/m/a"}, "drafts": pools}}}
+    found = from_mapping(cpu, "here").models["a"].drafts
+    assert {name: draft.device for name, draft in found.items()} == {"fast": "auto", "slow": "cpu"}
+    shared = {"draft": {"placement": "shared", "assistant": "/m/x"}}
+    own = {"models": {"a": {"target": {"model": "/m/a"}, "drafts": {"fast": {"placement": "own"}}}}}
+    assert from_mapping(shared | own, "here").models["a"].drafts["fast"].assistant == "/m/x"
