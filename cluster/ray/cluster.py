@@ -24,6 +24,8 @@ from cluster.ray.parts import PROXY_SETTINGS, declaration, importable
 from transport.address import join as join_address
 
 POLL_SECONDS, WATCH_SECONDS, GONE_SECONDS = 0.25, 2.0, 60.0
+STALE_SECONDS = 5.0
+"""For which a deployment that was changed may have the old one's message: Serve takes changes in turns of 0.1 s."""
 OURS = re.compile("(Address|Check|Config|Model|Rank|Record|Security|Source|Tokenizer)Error")
 """Errors whose text says all."""
 _ERROR_LINE = re.compile(r"^\s*(?:[\w.]*\.)?(\w*(?:Error|Exception))\b(?:\(.*?\))?: (.+)$")
@@ -60,6 +62,9 @@ class RayCluster:
         self._needs: dict[str, Need] = {}
         self._connected = self._found = self._deployed = self._serves = False
         self._room_since = 0.0
+        self._said_before: dict[str, str] = {}
+        """Of each deployment that is changed, what Serve said of it until then."""
+        self._applied = 0.0
 
     def start(self, report: Stages) -> None:
         """Start everything and wait until it serves. Raises :class:`cluster.console.CommandError`."""
@@ -157,7 +162,10 @@ class RayCluster:
             )
             check_http(self._config)
             self._deployed = True
+            if self._found and (before := applications().get(APPLICATION)) is not None:
+                self._said_before = {name: entry.message for name, entry in before.deployments.items()}
             _apply([declaration(self._config)])
+            self._applied = time.monotonic()
         except CommandError:
             raise
         except Exception as error:  # whatever Serve raises: it could not be deployed
@@ -184,6 +192,10 @@ class RayCluster:
 
     def _raise_if_hopeless(self, status: ApplicationStatus) -> None:
         for name, deployment in status.deployments.items():
+            if deployment.message != self._said_before.get(name):
+                self._said_before.pop(name, None)
+            elif time.monotonic() < self._applied + STALE_SECONDS:
+                continue
             if "failed to start" in deployment.message:
                 raise CommandError(f"{self._called(name)} cannot start: {reason_in(deployment.message)}")
             if "to be scheduled" in deployment.message and not self._local:

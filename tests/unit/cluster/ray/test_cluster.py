@@ -1,6 +1,7 @@
 """What the Ray backend makes of a Serve that is there already, with Serve replaced by what it would answer."""
 
 import socket
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +54,41 @@ def test_serve_that_listens_elsewhere_is_refused_before_anything_is_deployed(clu
         "to that, or end it first: `paceline down --address 10.0.0.5:6379`, or `serve shutdown` if it is not Paceline's"
     )
     assert cluster.applied == []
+
+
+def status(state: str, message: str = "", running: int = 1) -> ray_cluster.ApplicationStatus:
+    entry = ray_cluster.DeploymentStatus("HEALTHY", message, Counter(RUNNING=running))
+    return ray_cluster.ApplicationStatus(state, "", {"TargetWorker": entry})
+
+
+FAILED = "The deployment failed to start 3 times in a row. Error:\nModelError: /m/broken: the weights lack 9 tensors"
+
+
+@pytest.fixture
+def changed(cluster, monkeypatch):
+    """A backend that has just changed what had failed, and what Serve will say of it, the last for ever."""
+    said = [status("DEPLOY_FAILED", FAILED)]
+    answer = lambda: {ray_cluster.APPLICATION: said.pop(0) if len(said) > 1 else said[0]}  # noqa: E731
+    monkeypatch.setattr(ray_cluster, "applications", answer)
+    monkeypatch.setattr(ray_cluster, "_leaving", lambda _: False)
+    monkeypatch.setattr(ray_cluster, "POLL_SECONDS", 0.0)
+    cluster.backend._found = True
+    cluster.backend._deploy()
+    return SimpleNamespace(backend=cluster.backend, said=said)
+
+
+def test_why_a_deployment_failed_before_it_was_changed_is_no_reason_to_give_up(changed):
+    changed.said[:] = [status("DEPLOYING", FAILED), status("UPDATING"), status("RUNNING")]
+    changed.backend._await(lambda *_: None)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_a_deployment_that_fails_again_is_told_at_once_and_one_that_stays_as_it_was_soon(changed, monkeypatch, seconds):
+    monkeypatch.setattr(ray_cluster, "STALE_SECONDS", seconds)
+    again = [status("DEPLOYING", ""), status("DEPLOYING", FAILED)]
+    changed.said[:] = [status("DEPLOYING", FAILED), *(again if seconds else [])]
+    with pytest.raises(CommandError, match=r"cannot start: .*/m/broken"):
+        changed.backend._await(lambda *_: None)
 
 
 def test_what_serve_cannot_do_is_said_in_a_line(cluster, monkeypatch):
