@@ -70,6 +70,8 @@ class DeviceNeed:
     """Of the shortest cache that makes sense."""
     share: float = 1.0
     """What part of a GPU a rank has."""
+    on_cpu: bool = False
+    """Whether it computes there, whatever else there is."""
 
 
 def seen() -> Devices:
@@ -98,13 +100,14 @@ def check_driver(devices: Devices, config: Config) -> Iterator[Finding]:
 
 
 def check_memory(needs: Iterable[DeviceNeed], devices: Devices) -> Iterator[Finding]:
-    """Whether weights and a cache fit: each rank on a GPU, or all of them in main memory."""
+    """Whether weights and a cache fit: each rank on a GPU, or in main memory beside all others that compute there."""
     needs = list(needs)
-    if not devices.gpus:
-        yield from _check_main_memory(needs, devices.memory)
-        return
-    asked = sum(need.ranks * need.share for need in needs)
-    for need in needs:
+    here = [need for need in needs if need.on_cpu or not devices.gpus]
+    if here or not devices.gpus:
+        yield from _check_main_memory(here, devices.memory)
+    there = [need for need in needs if need not in here]
+    asked = sum(need.ranks * need.share for need in there)
+    for need in there:
         each = need.weights + need.cache
         large = [gpu for gpu in devices.gpus if CUDA_SHARE * need.share * gpu.memory >= each]
         text = f"a rank of {need.pool} needs {each / GIB:.1f} GiB ({need.weights / GIB:.1f} of weights)"
@@ -145,7 +148,8 @@ def needs(config: Config, devices: Devices) -> Iterator[DeviceNeed]:
         if own is not None and drafting is not None:
             weights, cache = own[0] + drafting[0], own[1] + drafting[1]
             ranks = max_replicas_of(pool) * pool.tensor_parallel_size
-            yield DeviceNeed(str(named), named.path, ranks, weights, cache, min(pool.gpus or 1.0, 1.0))
+            share, on_cpu = min(pool.gpus or 1.0, 1.0), pool.device == "cpu"
+            yield DeviceNeed(str(named), named.path, ranks, weights, cache, share, on_cpu)
 
 
 def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, int] | None:
@@ -159,7 +163,8 @@ def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, in
         return None
     # Ranks, too, compute nothing in C++.
     how = Treatment(pool.quantization, by_rows=not pool.plain_cuda and pool.tensor_parallel_size == 1)
-    itemsize = how.number_format(pool.model, pool.dtype, torch.device("cuda" if devices.gpus else "cpu")).itemsize
+    device = torch.device("cuda" if devices.gpus and pool.device != "cpu" else "cpu")
+    itemsize = how.number_format(pool.model, pool.dtype, device).itemsize
     stored = 1 if pool.quantization != NO_QUANTIZATION else itemsize
     context = min(getattr(text_config, "max_position_embeddings", None) or SMALLEST_CONTEXT, SMALLEST_CONTEXT)
     cache = (pool.cache_tokens or context) * bytes_a_token(text_config, itemsize)

@@ -18,7 +18,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.cli import main
 from cluster.completion import CompletionTally
-from cluster.config.config import Config, RouterConfig, SecurityConfig
+from cluster.config.config import Config, RouterConfig, SecurityConfig, from_mapping
 from cluster.config.pools import DraftConfig, ModelConfig, TargetConfig
 from cluster.doctor import certificates, endpoint, machine, models, ray_nodes, versions, workers
 from cluster.doctor.finding import Level
@@ -261,6 +261,18 @@ def test_workers_that_share_a_gpu_are_added_up():
     assert [finding.level for finding in found(0.8, 0.5)] == ["warning", "warning"]
     assert "1.3 GPUs of 1" in str(found(0.8, 0.5))
     assert "its share of the largest GPU (40%) is 32.0" in str(found(0.4))
+
+
+def test_what_computes_on_the_cpu_needs_no_gpu():
+    beside = machine.DeviceNeed("draft", "draft", 1, 20 * GIB, 10 * GIB, on_cpu=True)
+    own = replace(beside, pool="target", on_cpu=False)
+    found = list(machine.check_memory([own, beside], machine.Devices(True, None, [LARGE], 200 * GIB)))
+    assert [finding.level for finding in found] == ["ok", "ok"]
+    (finding,) = machine.check_memory([beside], machine.Devices(True, None, [SMALL], 25 * GIB))
+    assert finding.level == "problem" and "25.0 GiB of main memory are left" in str(finding)
+    config = from_mapping({"draft": {"placement": "cpu"}}, "here")
+    needs = list(machine.needs(config, machine.Devices(True, None, [LARGE], GIB)))
+    assert [need.on_cpu for need in needs] == [False, True]
 
 
 def test_one_gpu_is_shared_as_at_the_start(monkeypatch):
