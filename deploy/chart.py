@@ -209,6 +209,13 @@ def _list(names: Iterable[str]) -> str:
     return " ".join(map(json.dumps, names))
 
 
+def _form(key: str, usual: str) -> dict[str, str]:
+    """Of a value: a number where it is one in the overlay; of cores also a part of one, as Kubernetes writes it."""
+    if not usual.isdecimal():
+        return {}
+    return {"pattern": "^[0-9]+(m|[.][0-9]+)?$" if key.endswith("-cpu") else "^[0-9]+$"}
+
+
 def _schema(values: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
     """What Helm refuses values for: what kustomize would not find either, and what it would not use."""
     return {
@@ -228,10 +235,7 @@ def _schema(values: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
                             "type": "object",
                             "required": sorted(known),
                             "additionalProperties": False,
-                            "properties": {
-                                key: {"type": "string"} | ({"pattern": "^[0-9]+$"} if known[key].isdecimal() else {})
-                                for key in sorted(known)
-                            },
+                            "properties": {key: {"type": "string"} | _form(key, known[key]) for key in sorted(known)},
                         }
                     }
                 },

@@ -98,11 +98,19 @@ def test_helm_has_no_objections() -> None:
         ({"data": overlay_values(KUBERNETES.parent, "dev-cpu")}, "small-gpus"),
         ({"data": overlay_values(KUBERNETES.parent, "gpu") | {"small-gpus": 1}}, "small-gpus"),
         ({"data": overlay_values(KUBERNETES.parent, "gpu") | {"large-workers": "two"}}, "large-workers"),
+        ({"data": overlay_values(KUBERNETES.parent, "gpu") | {"small-cpu": "3.5m"}}, "small-cpu"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(changes: dict[str, Any], named: str) -> None:
     with helm_python.Chart.load(CHART) as chart, pytest.raises(helm_python.HelmError, match=named):
         chart.validate_schema(values_of("gpu") | changes)
+
+
+@pytest.mark.parametrize("cores", ["3", "3.5", "3500m"])
+def test_cores_are_told_as_kubernetes_does(cores: str) -> None:
+    data = overlay_values(KUBERNETES.parent, "gpu") | {"small-cpu": cores}
+    with helm_python.Chart.load(CHART) as chart:
+        chart.validate_schema(values_of("gpu") | {"data": data})
 
 
 def test_line_that_a_component_changes_cannot_be_said() -> None:
