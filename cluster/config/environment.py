@@ -40,9 +40,12 @@ def api_key() -> str:
 
 
 def cache_folder() -> Path:
-    """Where the XDG base directory specification puts caches; it says to ignore a relative path."""
+    """Where the XDG base directory specification puts caches, which says to ignore a relative path.
+
+    Relative itself where nobody has a home: then nothing is kept.
+    """
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return chosen if chosen.is_absolute() else Path("~/.cache").expanduser()
+    return chosen if chosen.is_absolute() else expanded("~/.cache")
 
 
 def may_have_gpus() -> bool:

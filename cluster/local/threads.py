@@ -182,6 +182,8 @@ def recall(key: str, cores: int, now: float) -> tuple[Measured | None, bool]:
 
 def keep(key: str, entry: dict[str, Any]) -> None:
     """Keep what was measured, encoded, or since when it is known to fail, as far as that is possible."""
+    if not cache_file().is_absolute():
+        return
     others = [kept for kept in _entries().items() if kept[0] != key]
     newest = dict([*others, (key, entry)][-MAX_ENTRIES:])
     with contextlib.suppress(OSError):

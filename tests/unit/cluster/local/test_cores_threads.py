@@ -364,3 +364,14 @@ def test_models_are_measured_as_they_will_be_quantised():
 def test_a_model_that_cannot_be_loaded_is_told(tmp_path):
     with pytest.raises(Unmeasured, match="no such folder"):
         output_of(measuring(configured(target_model=str(tmp_path / "none")), 2), 600)
+
+
+def test_where_nobody_has_a_home_nothing_is_kept(monkeypatch, tmp_path):
+    """As with a user's id that the machine does not know."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda _: {}["nobody"])
+    keep("key", encoded(MEASURED))
+    assert recall("key", 2, 0.0) == (None, False)
+    assert not [*tmp_path.iterdir()]
