@@ -132,8 +132,9 @@ _ANSWERS = """\
   character share its `text_offset`. `bytes` is null for special tokens. Minus infinity is written -9999.
 - In a completion's `top_logprobs` the token that was drawn is always there, beyond the number asked for if need be.
 - With `echo` the answer begins with the prompt, as it was given. With `max_tokens` 0 and `echo` nothing is generated.
-- `prompt_logprobs`, and `echo` with `logprobs`, have the prompt computed without the prefix cache. The `rank` of a
-  prompt token that is not among the likeliest is null.
+- `prompt_logprobs`, and `echo` with `logprobs`, have the prompt computed without the prefix cache, and at most
+  1,048,576 log-probabilities are told of the prompts of a request, those of each choice counted. The `rank` of a prompt
+  token that is not among the likeliest is null.
 - Tool calls are found in the text by the form that the model's chat template shows. A streamed call comes whole, in one
   chunk. What looks like a call and is none stays text.
 
