@@ -72,7 +72,7 @@ class LookaheadLimits:
     prefill: int = 512
     """Most committed tokens computed for one session in one step, ..."""
     step_prefill: int = 2048
-    """... and for all that miss more than one of them, or one session's share more."""
+    """... and of all sessions together, or one session's share more."""
     prefill_from: int = 32
     """Committed tokens missing in the cache of a session that drafts nothing, before they are computed all the same."""
     draft: DraftLimits = DraftLimits()

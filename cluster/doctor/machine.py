@@ -105,14 +105,17 @@ def check_memory(needs: Iterable[DeviceNeed], devices: Devices) -> Iterator[Find
     here = [need for need in needs if need.on_cpu or not devices.gpus]
     if here or not devices.gpus:
         yield from _check_main_memory(here, devices.memory)
-    there = [need for need in needs if need not in here]
-    asked = sum(need.ranks * need.share for need in there)
-    for need in there:
+    yield from _check_gpus([need for need in needs if need not in here], devices.gpus)
+
+
+def _check_gpus(needs: Sequence[DeviceNeed], gpus: Sequence[Gpu]) -> Iterator[Finding]:
+    asked = sum(need.ranks * need.share for need in needs)
+    for need in needs:
         each = need.weights + need.cache
-        large = [gpu for gpu in devices.gpus if CUDA_SHARE * need.share * gpu.memory >= each]
+        large = [gpu for gpu in gpus if CUDA_SHARE * need.share * gpu.memory >= each]
         text = f"a rank of {need.pool} needs {each / GIB:.1f} GiB ({need.weights / GIB:.1f} of weights)"
         if not large:
-            max_memory = max(need.share * gpu.memory for gpu in devices.gpus) / GIB
+            max_memory = max(need.share * gpu.memory for gpu in gpus) / GIB
             of = "the largest GPU has" if need.share == 1 else f"its share of the largest GPU ({need.share:.0%}) is"
             larger = "" if need.share == 1 else f"{need.path}.gpus or "
             fix = f"raise {larger}{need.path}.tensor_parallel_size, quantise, or lower {need.path}.cache_tokens"
@@ -120,9 +123,9 @@ def check_memory(needs: Iterable[DeviceNeed], devices: Devices) -> Iterator[Find
         elif len(large) < need.ranks * need.share:
             fix = "lower replicas or tensor_parallel_size, or set gpus below 1 for them to share a GPU"
             yield warning("memory", f"{text}, and {need.ranks} ranks have {len(large)} such GPUs", fix)
-        elif len(devices.gpus) < asked:
+        elif len(gpus) < asked:
             fix = "set gpus of all workers, so that those on a GPU add up to 1 at most"
-            text = f"{text}, and all workers together ask for {asked:.3g} GPUs of {len(devices.gpus)}"
+            text = f"{text}, and all workers together ask for {asked:.3g} GPUs of {len(gpus)}"
             yield warning("memory", text, fix)
         else:
             yield ok("memory", text)

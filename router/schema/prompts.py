@@ -136,12 +136,16 @@ def check_sizes(body: Body, max_characters: int) -> None:
             raise ApiError("context_length_exceeded", message, name)
 
 
-def check_prompt_logprobs(name: str, told: int, tokens: int) -> None:
-    """Whether so many can be told at each of all ``tokens`` that choices have as prompts. Raises :class:`ApiError`."""
-    if tokens * (1 + told) > MAX_PROMPT_LOGPROBS:
-        most = f"the {MAX_PROMPT_LOGPROBS} log-probabilities told of the prompts of a request"
-        message = f"{name} {told} for {tokens} tokens of prompts, in all choices, exceed {most}; ask for fewer"
-        raise ApiError("invalid_value", message, name)
+def check_prompt_logprobs(asked: Mapping[str, int], tokens: int) -> None:
+    """Whether as many as each field asks for can be told at each of all ``tokens`` that choices have as prompts.
+
+    Raises :class:`ApiError`.
+    """
+    for name, told in asked.items():
+        if tokens * (1 + told) > MAX_PROMPT_LOGPROBS:
+            most = f"the {MAX_PROMPT_LOGPROBS} log-probabilities told of the prompts of a request"
+            message = f"{name} {told} for {tokens} tokens of prompts, in all choices, exceed {most}; ask for fewer"
+            raise ApiError("invalid_value", message, name)
 
 
 _CONTENT = "a string or an array of text parts"

@@ -79,10 +79,15 @@ class AnswerForm:
     """The text ends after a stop string instead of before it."""
 
     @property
+    def asked_of_prompt(self) -> dict[str, int]:
+        """By field: with the log-probability of each token of the prompt those of so many of the likeliest."""
+        wanted = {"prompt_logprobs": self.prompt_logprobs, "logprobs": self.logprobs if self.echo else None}
+        return {name: count for name, count in wanted.items() if count is not None}
+
+    @property
     def of_prompt(self) -> int | None:
         """Of how many tokens the target has to tell log-probabilities at each place of the prompt."""
-        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((count for count in wanted if count is not None), default=None)
+        return max(self.asked_of_prompt.values(), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +209,8 @@ def request_of(body: Body, model_entry: ModelEntry, request_id: str) -> ApiReque
     prompts = truncated(body, prompts, model.context, max(asked, 1))
     limits = [max_tokens_of(body, len(prompt.tokens), model.context) for prompt in prompts]
     prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
-    if form.of_prompt is not None:
-        check_prompt_logprobs("logprobs" if form.echo else "prompt_logprobs", form.of_prompt, n * prompt_tokens)
+    check_prompt_logprobs(form.asked_of_prompt, n * prompt_tokens)
     prompt_only = bool(field) and asked == 0
-    prompt_digests = [digests.of(prompt.tokens) for prompt in prompts]
     sampling = sampling_of(body, model.vocabulary, tokenizer)
     details = body.speculation is not None and body.speculation.details
     first = Generation(
@@ -229,19 +232,15 @@ def request_of(body: Body, model_entry: ModelEntry, request_id: str) -> ApiReque
         ),
         details=details,
     )
+    each = [
+        replace(first, prompt=prompt.tokens, digest=digests.of(prompt.tokens), max_tokens=1 if prompt_only else limit)
+        for prompt, limit in zip(prompts, limits, strict=True)
+    ]
     return ApiRequest(
         kind="chat" if isinstance(body, ChatBody) else "completion",
         model=model_entry.name,
         generations=tuple(
-            replace(
-                first,
-                prompt=prompt.tokens,
-                sampling=with_own_seed(sampling, number * n + choice),
-                max_tokens=1 if prompt_only else limit,
-                digest=digest,
-            )
-            for number, (prompt, limit, digest) in enumerate(zip(prompts, limits, prompt_digests, strict=True))
-            for choice in range(n)
+            replace(each[number // n], sampling=with_own_seed(sampling, number)) for number in range(n * len(each))
         ),
         stop=tuple(dict.fromkeys([body.stop] if isinstance(body.stop, str) else body.stop)),
         prompts=prompts,
