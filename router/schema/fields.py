@@ -46,10 +46,10 @@ def shortened(name: str) -> str:
 
 
 def loads(text: str) -> object:
-    """The JSON in a string. Raises ValueError, also where a part of it is no text (half of a surrogate pair)."""
+    """The JSON in a string. Raises ValueError, also for half of a surrogate pair and for what is no number (NaN)."""
     try:
         value: object = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return value

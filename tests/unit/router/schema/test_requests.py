@@ -239,6 +239,7 @@ def message(**fields: Any) -> dict[str, Any]:
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+CALLED = "messages[0].tool_calls[0].function.arguments"
 BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": None}, "missing_required_parameter", "messages"),
     ({"messages": []}, "invalid_value", "messages"),
@@ -257,6 +258,14 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     (message(content=[{"type": "text"}]), "missing_required_parameter", "messages[0].content[0].text"),
     (message(contents="x"), "unknown_parameter", "messages[0].contents"),
     (message(tool_calls=[{}]), "missing_required_parameter", "messages[0].tool_calls[0].function"),
+    *(
+        (
+            message(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": text}}]),
+            "invalid_value",
+            CALLED,
+        )
+        for text in ("[]", "{", '{"x": NaN}', '{"x": -Infinity}', '{"x": 1e999}', '{"x": "\\ud800"}', '{"x":' * 9999)
+    ),
     (message(content="zqj" * 100), "context_length_exceeded", "messages"),
 ]
 
