@@ -291,10 +291,10 @@ MAX_PROMPT_LOGPROBS = 1 << 20
 """Most log-probabilities told of one prompt: they go out in one message."""
 
 
-def reason_to_refuse(opened: Open, vocabulary: int, context: int, capacity: int) -> str | None:
+def reason_to_refuse(opened: Open, vocabulary: int, context: int) -> str | None:
     """Why a session cannot be served, one line; None if it can. Fields are called as in a request.
 
-    ``vocabulary``: token ids are below; ``context``, ``capacity``: longest sequences of the model and of the cache.
+    ``vocabulary``: token ids are below; ``context``: the longest text of the model, or what its cache holds of one.
     """
     sampling, told = opened.sampling, opened.request_options.prompt_logprobs
     for what, tokens in (
@@ -308,9 +308,7 @@ def reason_to_refuse(opened: Open, vocabulary: int, context: int, capacity: int)
         if worst >= vocabulary:
             return f"{what} {worst} is outside the vocabulary of {vocabulary}"
     if opened.limits.end > context:
-        return f"{opened.limits.end} tokens exceed the model's context of {context}"
-    if opened.limits.end > capacity:
-        return f"{opened.limits.end} tokens exceed the cache of {capacity}"
+        return f"{opened.limits.end} tokens exceed the context of {context}"
     prompt = len(opened.tokens) - len(opened.generated)
     if told is not None and prompt * (1 + told) > MAX_PROMPT_LOGPROBS:
         most = f"the {MAX_PROMPT_LOGPROBS} log-probabilities told of one prompt"

@@ -84,7 +84,8 @@ class VerifyLoop:
         ``step_seconds``: what steps take by their tokens, until some are measured.
         """
         self._engine, self._limits = engine, limits
-        self._welcome = replace(welcome, sources=registered())
+        # A text has to fit into the cache as well: routers allow, and tell, no longer ones.
+        self._welcome = replace(welcome, context=min(welcome.context, engine.cache.capacity), sources=registered())
         self._sequences: dict[Key, TargetSequence] = {}
         verify = max((limits.budget.verify, *engine.row_classes))
         budget = replace(limits.budget, row_classes=engine.row_classes, verify=verify)
@@ -194,9 +195,7 @@ class VerifyLoop:
 
     def _refusal(self, opened: Open, *, replaces: bool) -> Refused | None:
         """Why this session cannot be served, if so."""
-        welcome = self._welcome
-        why = reason_to_refuse(opened, welcome.vocabulary, welcome.context, self._engine.cache.capacity)
-        if why is not None:
+        if (why := reason_to_refuse(opened, self._welcome.vocabulary, self._welcome.context)) is not None:
             return Refused(opened.session, opened.epoch, RefusalCode.INVALID, why)
         if not replaces and len(self._sequences) >= self._limits.running + self._limits.waiting:
             why = f"all places are taken: {self._limits.running} running and {self._limits.waiting} waiting sessions"

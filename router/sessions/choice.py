@@ -117,7 +117,7 @@ def _served(newest: Welcome, listed: Iterable[Welcome]) -> ServedModel:
     return ServedModel(
         newest.model,
         newest.vocabulary,
-        newest.context,
+        max(welcome.context for welcome in alike if welcome.revision == newest.revision),  # caches differ in size
         newest.tokenizer,
         newest.source,
         tuple(sorted({name for welcome in alike for name in welcome.sources})),

@@ -164,7 +164,7 @@ def test_a_stop_token_ends_a_session(engines):
     ("change", "what"),
     [
         (lambda o: replace(o, tokens=(*o.tokens, 10**6)), "token 1000000 is outside the vocabulary of"),
-        (lambda o: replace(o, limits=Limits(10**6)), "1000000 tokens exceed the model's context of"),
+        (lambda o: replace(o, limits=Limits(10**6)), "1000000 tokens exceed the context of"),
     ],
 )
 def test_what_can_never_be_served_is_refused_by_name(engines, change, what):

@@ -29,6 +29,7 @@ from tests.stack import MODELS, Result, Running, decode, dispatcher, draft_worke
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOKENS = 24
 IMPATIENT = DispatchLimits(session=SessionLimits(placement_timeout=0.5, begun_timeout=0.5, backoff=0.05))
+CONTEXT_EXCEEDED = "context_length_exceeded", "max_tokens"
 IN_TURN = Speculation(sources=frozenset({Source.DRAFT}), schedule=Schedule.SEQUENTIAL, max_depth=4)
 """The target waits for drafts, however busy the machine is."""
 
@@ -97,6 +98,27 @@ async def test_each_model_says_its_own_and_one_drafter_serves_both(cluster, monk
             in_turn = await generated(serving, name, speculation=IN_TURN)
             assert tuple(in_turn.tokens) == cluster.texts[name]
             assert in_turn.accepted > 0
+
+
+async def test_what_a_small_cache_holds_is_what_may_be_asked_for(cluster):
+    """Also where nothing says how long an answer may be; the largest cache of a model decides."""
+    chat = {"messages": [{"role": "user", "content": "hi"}], "model": "large", "temperature": 0}
+    async with target_worker(name="large", cache_tokens=64) as small:
+        for others, most in (([], 64), ([cluster.large.worker.address], cluster.large.worker.welcome.context)):
+            router = Router(RouterSettings([small.worker.address, *others], [], port=0))
+            await router.start()
+            async with httpx.AsyncClient(base_url=router.address, timeout=60, trust_env=False) as client:
+                while len([peer for peer in router.dispatcher.pool.peers.values() if peer.welcome]) <= len(others):
+                    await asyncio.sleep(0.005)
+                (entry,) = (await client.get("/v1/models")).json()["data"]
+                assert entry["max_model_len"] == most
+                if not others:
+                    answer = (await client.post("/v1/chat/completions", json=chat)).json()
+                    assert answer["usage"]["total_tokens"] <= most
+                refused = await client.post("/v1/chat/completions", json=chat | {"max_tokens": most})
+                error = refused.json()["error"]
+                assert (refused.status_code, error["code"], error["param"]) == (400, *CONTEXT_EXCEEDED)
+            await router.stop()
 
 
 async def test_a_model_that_loses_its_workers_changes_nothing_for_another(cluster):
