@@ -13,6 +13,7 @@ from tests.monitoring import ALERTS, SCRAPING, alerts, dashboard, needs_promethe
 EXPECTED = {
     "PacelineNoTarget",
     "PacelineRequestsFail",
+    "PacelineRequestsTimeOut",
     "PacelineRequestsRefused",
     "PacelineQueueGrowing",
     "PacelineFailovers",
@@ -109,6 +110,10 @@ HEALTHY = {
         ("PacelineNoTarget", {"paceline_router_ready": "1x60 0x140"}),
         ("PacelineNoTarget", {"paceline_router_ready": "_x200"}),
         ("PacelineRequestsFail", {'paceline_request_failure_total{code="faulty"}': "0x60 0+1x140"}),
+        # A client that gives its requests no time, and a router that stops.
+        (None, {'paceline_request_failure_total{code="timeout"}': "0x60 0+1x140"}),
+        (None, {'paceline_request_failure_total{code="draining"}': "0x60 9x140"}),
+        ("PacelineRequestsTimeOut", {'paceline_request_failure_total{code="timeout"}': "0x60 0+50x140"}),
         ("PacelineRequestsRefused", {'paceline_requests_refused_total{code="overloaded"}': "0+50x200"}),
         ("PacelineQueueGrowing", {'paceline_num_requests_waiting{role="target",worker="t"}': "20x200"}),
         ("PacelineFailovers", {"paceline_failovers_total": "0+3x200"}),
