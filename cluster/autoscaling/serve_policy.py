@@ -12,8 +12,9 @@ decides is told by Ray's metrics, and what it changes by the log as well.
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,6 +33,8 @@ log = logging.getLogger("ray.serve")
 
 STATE = "paceline"
 """Key of our state beside Serve's own."""
+PERIOD_SECONDS = 2.0
+"""After which Ray is told a decision again, as :mod:`cluster.ray.metrics` does."""
 IMPORT_PATH = "cluster.autoscaling.serve_policy:ServePolicy"
 
 Demand = TypeVar("Demand", TargetDemand, DraftDemand, RouterDemand)
@@ -160,15 +163,17 @@ def _reports(
 class DecisionMetrics:
     """The last decision about every pool, in Ray's own metrics."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._told: Mapping[str, Told] = {}
         """By deployment."""
         self._gauges: tuple[Any, Any] | None = None
+        self._clock, self._due = clock, 0.0
 
     def tell(self, fresh: Mapping[str, Told]) -> None:
-        """What is decided, by deployment. Never raises."""
-        if fresh == self._told:
+        """What is decided, by deployment; said again before Ray forgets it. Never raises."""
+        if fresh == self._told and self._clock() < self._due:
             return
+        self._due = self._clock() + PERIOD_SECONDS
         try:
             self._set(fresh)
         except Exception as error:  # whatever Ray raises: a decision is no worse for not being told

@@ -6,6 +6,8 @@ import pytest
 from ray.serve.config import AutoscalingConfig as ServeAutoscaling
 from ray.serve.schema import ServeDeploySchema
 
+from cluster.autoscaling.hysteresis import HoldReason
+from cluster.autoscaling.policy import Why
 from cluster.autoscaling.serve_policy import STATE, DecisionMetrics, ServePolicy, declared, figures
 from cluster.config.checks import CheckError, check_bounds
 from cluster.config.config import from_mapping
@@ -260,3 +262,16 @@ def test_bounds_that_cannot_be_are_refused(document, words):
         check_bounds(from_mapping(document, "test"))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_decision_is_told_again_before_ray_forgets_it(monkeypatch):
+    told, now = [], [100.0]
+    metrics = DecisionMetrics(lambda: now[0])
+    monkeypatch.setattr(metrics, "_set", lambda fresh: told.append(dict(fresh)))
+    decision = {TARGET: (1, 1, Why.WORK, HoldReason.NOTHING)}
+    for second in (0.0, 0.1, 1.9, 2.1, 2.2, 4.2):
+        now[0] = 100.0 + second
+        metrics.tell(decision)
+    assert told == [decision] * 3
+    metrics.tell({TARGET: (2, 1, Why.WORK, HoldReason.NOTHING)})
+    assert len(told) == 4
