@@ -202,6 +202,8 @@ class QuotaLease:
     arrived: float
     sessions: int = 0
     tokens: int = 0
+    prompt: int = 0
+    """Tokens of prompts of which nobody knows yet whether they are computed."""
 
     def take_sessions(self, sessions: int) -> None:
         """Take places for all choices. Raises :class:`ApiError`."""
@@ -219,12 +221,24 @@ class QuotaLease:
             why = f"{allowed} tokens at once are allowed, requests under way have {account.tokens}, {tokens} needed"
             account.refuse(HELD, why, account.running)
         account.take(TOKENS, tokens, now)
-        account.prompt_tokens += tokens
         account.tokens += tokens
         self.tokens += tokens
+        self.prompt += tokens
+
+    def return_prompt(self, now: float) -> None:
+        """Nothing was started: all prompts are paid back."""
+        self.account.take(TOKENS, -self.prompt, now, anyway=True)
+        self.account.tokens -= self.prompt
+        self.tokens -= self.prompt
+        self.prompt = 0
+
+    def _count_prompt(self) -> None:
+        self.account.prompt_tokens += self.prompt
+        self.prompt = 0
 
     def take_completion(self, tokens: int, now: float) -> None:
         """Pay for what was generated."""
+        self._count_prompt()
         account = self.account
         account.completion_tokens += tokens
         account.tokens += tokens
@@ -233,6 +247,7 @@ class QuotaLease:
 
     def leave(self, now: float) -> None:
         """The answer has ended."""
+        self._count_prompt()
         account = self.account
         account.running -= 1
         account.sessions -= self.sessions
@@ -268,6 +283,10 @@ async def admitted(
                 yield chunk
     except (GeneratorExit, asyncio.CancelledError):
         tally.given_up()
+        raise
+    except GenerationError as error:
+        if error.code.retryable:
+            lease.return_prompt(monotonic())  # nothing, once anything was generated
         raise
 
 

@@ -75,6 +75,7 @@ def test_tokens_are_counted_as_they_are_used_and_an_overdrawn_bucket_fills_first
     second = one.enter(0.0)
     assert refused(second.take_prompt, 1, 0.0).retry_after == pytest.approx(60.1)
     second.take_prompt(1, 60.1)
+    second.take_completion(0, 60.1)  # it is being computed
     assert (one.prompt_tokens, one.completion_tokens) == (501, 700)
 
 
@@ -262,6 +263,25 @@ async def test_chunks_pass_as_they_are_paid_for_and_counted() -> None:
     passed = admitted(chunks(FIRST, LAST), lease, None, tally.request("m", 1, 0.0))
     assert [chunk async for chunk in passed] == [FIRST, LAST]
     assert (payer.completion_tokens, tally.model("m").finished["length"]) == (2, 1)
+
+
+async def test_a_prompt_that_nobody_computed_is_paid_back() -> None:
+    payer, tally = Account(), RouterCounters()
+    payer.allow(Allowance(tokens_per_minute=1000), monotonic())
+    for code, begun, left, counted in (
+        ("overloaded", (), 1000, 0),
+        ("overloaded", (FIRST,), 698, 300),
+        ("faulty", (), 398, 600),
+    ):
+        now = monotonic()
+        lease = payer.enter(now)
+        lease.take_prompt(300, now)
+        given = chunks(*begun, error=GenerationError(code, "x"))
+        with pytest.raises(GenerationError, match="x"):
+            _ = [chunk async for chunk in admitted(given, lease, None, tally.request("m", 1, 0.0))]
+        lease.leave(now)
+        assert (round(payer.buckets["tokens"].level(now)), payer.prompt_tokens) == (left, counted)
+    assert payer.tokens == 0
 
 
 async def test_a_request_that_nobody_waits_for_is_an_abort() -> None:
