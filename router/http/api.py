@@ -63,7 +63,7 @@ class ApiSettings:
     """Public name of the model where there is one only; by default, and otherwise, the name its workers give it."""
     max_body_bytes: int = 4 << 20
     max_bodies_bytes: int = 256 << 20
-    """Of all bodies that are being read or parsed; what goes beyond is refused."""
+    """Of all bodies that are being read or parsed, half of it for one key; what goes beyond is refused."""
     max_choices: int = 16
     """Prompts times ``n`` of one request."""
     retry_after_s: float = 1.0
@@ -109,7 +109,7 @@ def build_app(
         middleware.append(Middleware(TraceRequests, tracing))
     middleware.append(Middleware(Admit, settings.admission.allowance, metrics.accounts, metrics.tally.answered))
     api = _Api(generator, tokenizers, settings, metrics, recorder)
-    return Starlette(
+    served = Starlette(
         routes=[
             *page.ROUTES,
             Route("/v1/completions", partial(api.generate, "completion"), methods=["POST"]),
@@ -129,6 +129,8 @@ def build_app(
             Exception: api.on_crash,
         },
     )
+    served.router.redirect_slashes = False  # to http, where TLS ends before the router
+    return served
 
 
 class _Api:
@@ -202,7 +204,7 @@ class _Api:
 
     async def generate(self, kind: Kind, request: Request) -> Response:
         arrived = self._tally.clock()
-        with self._bodies.share() as take:
+        with self._bodies.share(getattr(request.state, "api_key_name", "")) as take:
             body = await asgi.read_body(request, self._settings.max_body_bytes, take)
             parsed, served = await asgi.while_connected(request.receive, self._parse(request, kind, body))
             del body

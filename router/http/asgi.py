@@ -9,6 +9,7 @@ import asyncio
 import math
 import re
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from typing import Any, TypeVar
@@ -315,14 +316,15 @@ BODY_SECONDS = 60.0
 
 
 class BodyBudget:
-    """Room for the bodies that are being read or parsed, of all requests together."""
+    """Room for the bodies that are being read or parsed, of all requests together; a key has at most half of it."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self.held = max_bytes, 0
+        self._held_by: Counter[str] = Counter()
 
     @contextmanager
-    def share(self) -> Iterator[Callable[[int], None]]:
-        """What takes so many bytes more; they are given back at the end of the block.
+    def share(self, caller: str = "") -> Iterator[Callable[[int], None]]:
+        """What takes so many bytes more; they are given back at the end of the block. ``caller``: name of the key.
 
         Raises :class:`ApiError` at once where nothing is left, and later in place of what goes beyond.
         """
@@ -332,7 +334,11 @@ class BodyBudget:
             nonlocal taken
             if self.held + more > self._max_bytes:
                 raise ApiError("overloaded", f"{self._max_bytes} bytes of requests are being read; try again later")
+            if caller and self._held_by[caller] + more > self._max_bytes // 2:
+                most = f"{self._max_bytes // 2} bytes of requests of this API key are being read"
+                raise ApiError("overloaded", f"{most}; try again later")
             self.held += more
+            self._held_by[caller] += more
             taken += more
 
         try:
@@ -340,6 +346,7 @@ class BodyBudget:
             yield take
         finally:
             self.held -= taken
+            self._held_by[caller] -= taken
 
 
 async def read_body(request: Request, max_bytes: int, take: Callable[[int], None]) -> bytes:

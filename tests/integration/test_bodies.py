@@ -93,6 +93,20 @@ def test_all_bodies_together_have_a_bound_and_give_back_what_they_took() -> None
     assert budget.held == 0
 
 
+def test_one_key_leaves_half_of_the_room_to_others() -> None:
+    budget = BodyBudget(100)
+    with budget.share("alice") as take:
+        take(49)
+        with pytest.raises(ApiError, match="50 bytes of requests of this API key are being read"):
+            take(1)
+        with budget.share("bob") as other:
+            other(49)
+            assert budget.held == 100
+    with budget.share("alice") as take:
+        take(49)
+    assert budget.held == 0
+
+
 async def test_a_request_holds_no_room_for_its_body_once_it_is_parsed() -> None:
     """Nor does one that is refused or malformed."""
     body = {"prompt": "hi " * 20, "max_tokens": 9}
