@@ -125,6 +125,8 @@ class FakeRouter:
     key: str = ""
     """Empty: nobody needs one."""
     cluster: Json = field(default_factory=lambda: cluster())
+    breaks_off: bool = False
+    """Whether what is told of the cluster does, as it does where a router ends."""
     bodies: list[Json] = field(default_factory=list)
     """Of all completions that were asked for."""
     left: threading.Event = field(default_factory=threading.Event)
@@ -147,7 +149,8 @@ class FakeRouter:
         return self._unknown(request) or JSONResponse({"data": [{"id": "target"}, {"id": "other"}]})
 
     async def _cluster(self, request: Request) -> Response:
-        return self._unknown(request) or JSONResponse(self.cluster)
+        whole = JSONResponse(self.cluster)
+        return self._unknown(request) or (Response(whole.body[:99]) if self.breaks_off else whole)
 
     def _unknown(self, request: Request) -> Response | None:
         if not self.key or request.headers.get("authorization") == f"Bearer {self.key}":

@@ -54,7 +54,10 @@ async function refusal(response) {
 }
 
 export async function getJson(path) {
-  return (await send(path)).json();
+  const response = await send(path);
+  return response.json().catch(() => {
+    throw new ApiError(0, "The answer is no JSON, or broke off."); // a router that died, or something before it
+  });
 }
 
 /** The events of a streamed answer, parsed, up to [DONE]. Throws ApiError, also for an error within the stream. */

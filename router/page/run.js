@@ -13,7 +13,7 @@ export class Run {
     this.pieces = []; // {text, source, step}
     this.steps = []; // {index, accepted, offered, tokens, pieces, start, end, waited, tree}
     this.drafts = []; // {source, start, end, tokens}
-    this.tokens = this.firstTokens = this.accepted = this.offered = this.drafted = 0;
+    this.tokens = this.firstTokens = this.stepped = this.accepted = this.offered = this.drafted = 0;
     this.finish = null;
     this.summary = null;
     this.trie = new Trie();
@@ -56,6 +56,7 @@ export class Run {
     step.tree = this.trie.advance(committed, accepted);
     this.steps.push(step);
     this.tokens += tokens;
+    this.stepped += tokens > 0;
     this.accepted += accepted;
     this.offered += offered;
     this.drafted += offered > 0;
@@ -73,12 +74,12 @@ export class Run {
     const decoding = (this.last ?? NaN) - (this.first ?? NaN);
     return {
       tokens: this.tokens,
-      steps: this.steps.length,
+      steps: this.stepped,
       tokensPerSecond: decoding > 0 ? (this.tokens - this.firstTokens) / decoding : NaN,
       acceptance: this.offered ? this.accepted / this.offered : NaN,
       // vLLM's measure: over the steps that had drafts to verify.
       acceptanceLength: this.drafted ? 1 + this.accepted / this.drafted : NaN,
-      tokensPerStep: this.steps.length ? this.tokens / this.steps.length : NaN,
+      tokensPerStep: this.stepped ? this.tokens / this.stepped : NaN,
       firstToken: this.first === null ? NaN : this.first - this.begun,
       elapsed: (this.over ?? now) - this.begun,
     };

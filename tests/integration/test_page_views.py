@@ -114,6 +114,35 @@ def test_the_cluster_is_followed(chromium: Browser) -> None:
         expect(rows).to_have_count(0)
 
 
+@needs_chromium
+def test_the_cluster_is_asked_for_again_after_an_answer_that_breaks_off(chromium: Browser) -> None:
+    fake = FakeRouter()
+    with served(fake.app) as address, opened(chromium, address) as tab:
+        pulse = tab.page.locator("#pulse-text")
+        for broken, told in ((False, "1\u00a0target, 1\u00a0drafter"), (True, "no connection")) * 2:
+            fake.breaks_off = broken
+            expect(pulse).to_have_text(told)
+
+
+@needs_chromium
+def test_what_was_held_back_to_the_end_is_no_step(chromium: Browser) -> None:
+    script = """async () => {
+        const { Run } = await import("./page/run.js");
+        const run = new Run("completion", {}, 0);
+        const said = { accepted: 0, offered: 0, position: 3 };
+        const pieces = (text) => (text ? [{ text, source: "target" }] : []);
+        const take = (text, tokens) => run.take({ choices: [{ text }],
+            speculation: { ...said, tokens, pieces: pieces(text), step: { start: 0, end: 1, waited: 0 } } }, 1);
+        take("ab", 2);
+        take("", 1);
+        take("?", 0);
+        const { steps, tokensPerStep } = run.figures(2);
+        return [run.text, steps, tokensPerStep];
+    }"""
+    with served(FakeRouter().app) as address, opened(chromium, address, bypass_csp=True) as tab:
+        assert tab.page.evaluate(script) == ["ab?", 2, 1.5]
+
+
 # Looks
 
 
