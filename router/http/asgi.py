@@ -18,7 +18,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.answers import responses
 from router.errors import ApiError
@@ -144,6 +145,9 @@ class BoundedHttp(HttpToolsProtocol):
     request's body is neither counted nor renamed; a read has at most 256 KiB.
     """
 
+    _running: RequestResponseCycle | None = None
+    """What is being answered; uvicorn itself knows the last of the requests that have come, and tells that one alone
+    when the client leaves."""
     _head: int | None = 0
     """Bytes of the head so far; None while a body is read."""
     _beside = 0
@@ -248,9 +252,16 @@ class BoundedHttp(HttpToolsProtocol):
         super().resume_writing()
         self._stop_watching()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         self._stop_watching()
         if self._headless is not None:
             self._headless.cancel()

@@ -204,6 +204,26 @@ async def unread(connection: Connection, generator: FakeGenerator, **fields: obj
     assert b"[DONE]" not in answer
 
 
+@pytest.mark.parametrize("requests", [1, 2, 3])
+async def test_a_client_that_leaves_is_noticed_whatever_it_has_sent_ahead(requests: int) -> None:
+    begun: list[str] = []
+    left = asyncio.Event()
+
+    async def waits(scope: Scope, receive: Receive, _send: Send) -> None:
+        begun.append(scope["path"])
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    async with connected(waits) as (_, writer):
+        writer.write(b"".join(b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % number for number in range(requests)))
+        while not begun:
+            await asyncio.sleep(0.001)
+        writer.transport.abort()
+        await left.wait()
+    assert begun == ["/0"]
+
+
 async def test_a_client_that_does_not_read_has_no_more_time_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asgi, "LAST_WORD_SECONDS", 0.05)
     generator = talkative()
