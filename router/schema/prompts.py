@@ -90,13 +90,17 @@ def _one_prompt(value: object, where: str, tokenizer: Tokenizer, vocabulary: int
     return Prompt(tokens, value if isinstance(value, str) else None)
 
 
-def chat_prompt(body: ChatBody, tokenizer: Tokenizer, vocabulary: int, tools: Tools) -> Prompt:
+def chat_prompt(body: ChatBody, tokenizer: Tokenizer, model: ServedModel, tools: Tools) -> Prompt:
     """The field ``messages`` through the model's chat template. Raises :class:`ApiError`."""
     text = chat_text(body, tokenizer.chat_template, tools)
+    if body.truncate_prompt_tokens is None:
+        check_characters(
+            len(text), max_characters(tokenizer, model), "messages", " in the chat template, with all calls and tools"
+        )
     tokens = tokenizer.encode(text, special=bool(body.add_special_tokens)) if text else ()
     if not tokens:
         raise ApiError("invalid_value", "messages are empty once the chat template is applied", "messages")
-    check_ids(tokens, "messages", vocabulary)
+    check_ids(tokens, "messages", model.vocabulary)
     return Prompt(tokens)
 
 
@@ -113,12 +117,23 @@ def truncated(body: Body, prompts: Sequence[Prompt], context: int, wanted: int) 
     )
 
 
-def check_sizes(body: Body, max_characters: int) -> None:
-    """Raise :class:`ApiError` if the prompt, or all messages together, have more than ``max_characters`` characters.
+def max_characters(tokenizer: Tokenizer, model: ServedModel) -> int:
+    """Of a text that may fit the model's context."""
+    return max(model.context * tokenizer.longest, ALWAYS_READ)
 
-    Of what is no text nothing is said here, nor of :data:`ALWAYS_READ` characters.
+
+def check_characters(characters: int, most: int, name: str, where: str = "") -> None:
+    """Raise :class:`ApiError` for a text of more characters than may fit."""
+    if characters > most:
+        message = f"{name} has {characters} characters{where}; more than {most} cannot fit the model's context"
+        raise ApiError("context_length_exceeded", message, name)
+
+
+def check_sizes(body: Body, most: int) -> None:
+    """Raise :class:`ApiError` if the prompt, or all messages together, have more characters than may fit.
+
+    Of what is no text nothing is said here.
     """
-    max_characters = max(max_characters, ALWAYS_READ)
     if isinstance(body, ChatBody) and len(body.messages) > MAX_MESSAGES:
         message = f"messages has {len(body.messages)} entries, more than {MAX_MESSAGES}"
         raise ApiError("invalid_value", message, "messages")
@@ -131,9 +146,7 @@ def check_sizes(body: Body, max_characters: int) -> None:
         texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
         name, sizes = "prompt", [len(text) for text in texts if isinstance(text, str)]
     for characters in sizes:
-        if characters > max_characters:
-            message = f"{name} has {characters} characters; more than {max_characters} cannot fit the model's context"
-            raise ApiError("context_length_exceeded", message, name)
+        check_characters(characters, most, name)
 
 
 def check_prompt_logprobs(asked: Mapping[str, int], tokens: int) -> None:
@@ -288,9 +301,9 @@ def max_tokens_of(body: Body, prompt: int, context: int) -> int:
 
 def prediction_of(body: Body, tokenizer: Tokenizer, model: ServedModel) -> tuple[Token, ...]:
     """The field ``prediction`` as tokens; none if it is absent. Raises :class:`ApiError`."""
-    text = "" if body.prediction is None else text_of(body.prediction.content)
+    text, where = "" if body.prediction is None else text_of(body.prediction.content), "prediction.content"
+    check_characters(len(text), max_characters(tokenizer, model), where)
     tokens = tokenizer.encode(text, special=False) if text else ()
-    where = "prediction.content"
     if len(tokens) > model.context:
         message = f"{where} has {len(tokens)} tokens; the model's context is {model.context}"
         raise ApiError("context_length_exceeded", message, where)

@@ -29,6 +29,7 @@ from router.schema.prompts import (
     check_sizes,
     completion_prompts,
     length_asked,
+    max_characters,
     max_tokens_of,
     prediction_of,
     truncated,
@@ -199,7 +200,7 @@ def known_models(models: Iterable[str]) -> str:
 def request_of(body: Body, model_entry: ModelEntry, request_id: str) -> ApiRequest:
     """A request for the model that it asks for. Raises :class:`ApiError`."""
     tokenizer, model = model_entry.tokenizer, model_entry.model
-    check_sizes(body, model.context * tokenizer.longest)
+    check_sizes(body, max_characters(tokenizer, model))
     n = _choices(body, model_entry)
     tools = tools_of(body, tokenizer) if isinstance(body, ChatBody) else Tools()
     prompts = _prompts(body, n, model_entry, tools)
@@ -261,11 +262,11 @@ def request_of(body: Body, model_entry: ModelEntry, request_id: str) -> ApiReque
 
 
 def _prompts(body: Body, n: int, model_entry: ModelEntry, tools: Tools) -> tuple[Prompt, ...]:
-    vocabulary, max_choices = model_entry.model.vocabulary, model_entry.max_choices
+    model, max_choices = model_entry.model, model_entry.max_choices
     if isinstance(body, ChatBody):
-        return (chat_prompt(body, model_entry.tokenizer, vocabulary, tools),)
+        return (chat_prompt(body, model_entry.tokenizer, model, tools),)
     assert isinstance(body, CompletionBody)
-    prompts = completion_prompts(body, model_entry.tokenizer, vocabulary, max_choices)
+    prompts = completion_prompts(body, model_entry.tokenizer, model.vocabulary, max_choices)
     if len(prompts) * n > max_choices:
         raise wrong_value("n", f"at most {max_choices // len(prompts)} with {len(prompts)} prompts", n)
     return prompts

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from router.schema.prompts import ALWAYS_READ
+from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import Found, HermesParser, ToolCall
 from tests.fakes import EOS
 from tests.integration.test_answers import PATHS, TOOL_TEMPLATE, WEATHER, call, encode, generator, post, whole
@@ -43,6 +45,35 @@ async def test_where_the_first_call_is_the_end_drafts_behind_it_are_not_read(sto
     for other, counted in others:
         assert other == answer
         assert counted["completion_tokens"] == usage["completion_tokens"]
+
+
+LONG = "x " * (ALWAYS_READ // 2)
+CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": json.dumps({"a": LONG})}}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f", "description": LONG}}]}, "messages"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": [LONG]}}}]}, "messages"),
+        ({"messages": [CALLING], "tools": [WEATHER]}, "messages"),
+        ({"prediction": {"type": "content", "content": LONG + "x"}}, "prediction.content"),
+    ],
+)
+async def test_what_cannot_fit_is_not_tokenised_wherever_it_stands(
+    fields: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = Tokenizer.encode
+
+    def only_short_ones(self: Tokenizer, text: str, **how: bool) -> tuple[int, ...]:
+        assert len(text) <= ALWAYS_READ
+        return encode(self, text, **how)
+
+    monkeypatch.setattr(Tokenizer, "encode", only_short_ones)
+    response = await post(generator(()), PATHS[1], fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert "characters" in error["message"]
 
 
 async def test_arguments_go_by_either_name() -> None:
