@@ -186,8 +186,7 @@ class _Api:
 
     async def exposition(self, request: Request) -> Response:
         """The metrics of this router, for Prometheus."""
-        accept, for_pickers = request.headers.get("accept", ""), request.url.path == PICKER_PATH
-        body, content_type = self._metrics.exposition(accept, for_pickers=for_pickers)
+        body, content_type = self._metrics.exposition(for_pickers=request.url.path == PICKER_PATH)
         return Response(body, headers={"content-type": content_type})
 
     async def description(self, _request: Request) -> Response:

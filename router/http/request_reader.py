@@ -121,6 +121,8 @@ log = logging.getLogger(__name__)
 
 PARSED_INLINE_BYTES = 16 << 10
 """Larger bodies are parsed and tokenised in a thread, so that they do not hold up other requests' tokens."""
+BODY_THREADS = 4
+"""For these alone: where all are busy with megabytes, others wait that are as large."""
 GRAMMAR_THREADS = 4
 """In which requests with grammars are parsed; what is new is tried by one process, the rest is known."""
 MAX_WAITING = 256
@@ -141,6 +143,7 @@ class RequestReader:
         self._generator, self._tokenizers, self._offered = generator, tokenizers, offered
         self._model_name = model_name
         self._grammars = GrammarQueue(GRAMMAR_THREADS, MAX_WAITING)
+        self._bodies = ThreadPoolExecutor(BODY_THREADS, "bodies")
 
     def models(self) -> Mapping[str, ServedModel]:
         """What is served now, by public name."""
@@ -158,14 +161,17 @@ class RequestReader:
         """The request, and what it is for, of the API key of this name. Raises ApiError, GenerationError."""
         self.check_served()
         small = len(body) <= PARSED_INLINE_BYTES
-        read = read_body(body, kind) if small else await asyncio.to_thread(read_body, body, kind)
+        read = read_body(body, kind) if small else await self._in_thread(partial(read_body, body, kind))
         models = self.models()
         name = model_asked(read, models)
         model_entry = await self._model_entry(name, models[name])
-        arguments = (read, model_entry, request_id)
+        make = partial(request_of, read, model_entry, request_id)
         if demands_structure(read):
-            return await self._grammars.run(caller, partial(request_of, *arguments)), model_entry
-        return request_of(*arguments) if small else await asyncio.to_thread(request_of, *arguments), model_entry
+            return await self._grammars.run(caller, make), model_entry
+        return make() if small else await self._in_thread(make), model_entry
+
+    def _in_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._bodies, work)
 
     async def _model_entry(self, name: str, model: ServedModel) -> ModelEntry:
         try:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from cryptography import x509
 from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from router.limits import Account
 from router.sessions.snapshot import Snapshot
@@ -50,16 +50,12 @@ class RouterMetrics:
         for registry in (self._registry, self._for_pickers):
             registry.register(_Families(lambda: collect_for_pickers(self.snapshot())))
 
-    def exposition(self, accept: str = "", *, for_pickers: bool = False) -> tuple[bytes, str]:
-        """The text for Prometheus and its content type, in the format that ``accept`` (the HTTP header) prefers.
+    def exposition(self, *, for_pickers: bool = False) -> tuple[bytes, str]:
+        """The text for Prometheus and its content type, in the one format that every reader of metrics takes.
 
         ``for_pickers``: only what endpoint pickers read, which says nothing of any caller, model or worker.
         """
-        try:
-            encode, content_type = choose_encoder(accept)
-        except (TypeError, ValueError):  # of a header that is malformed
-            encode, content_type = choose_encoder("")
-        return encode(self._for_pickers if for_pickers else self._registry), content_type
+        return generate_latest(self._for_pickers if for_pickers else self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
     def collect(self) -> Iterator[Metric]:
         """All families, as of now, but for those whose names are not ours."""
