@@ -154,15 +154,17 @@ offered). With `speculation.details` also
 
 ```
 "step": {"start": s, "end": s, "waited": s},
+"committed": [{"id": i, "text": "...", "source": s}],
 "proposals": [{"source": "draft", "start": s, "end": s, "anchor": p, "after": m,
                "tokens": [{"id": i, "text": "...", "number": m}], "parents": [-1, 0], "confidence": [0.9, 0.8]}]
 ```
 
-the target's step and what drafters had proposed since the commit before, in seconds since the choice began, by the
-router's clock: an end is when it heard of it, a start that minus what the worker says it took. Draft tokens are
-numbered; a proposal continues the one numbered `after`, or the committed text at position `anchor`. An answer with
-details ends with the `summary` of all its choices; one that is not streamed also has `commits`: what the chunks would
-have. `usage.completion_tokens_details` counts `accepted_draft_tokens` and `rejected_draft_tokens` in any case.
+the target's step, each token of the commit, and what drafters had proposed since the commit before, in seconds since
+the choice began, by the router's clock: an end is when it heard of it, a start that minus what the worker says it took.
+Draft tokens are numbered; a proposal continues the one numbered `after`, or the committed text at position `anchor`. An
+answer with details ends with the `summary` of all its choices; one that is not streamed also has `commits`: what the
+chunks would have. `usage.completion_tokens_details` counts `accepted_draft_tokens` and `rejected_draft_tokens` in any
+case.
 
 ## Errors
 

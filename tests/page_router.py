@@ -73,6 +73,7 @@ def speculate(text: str, seed: int) -> list[Json]:
                     {"text": text, "drafted": index < accepted, "source": kept[index]}
                     for index, text in enumerate(committed)
                 ],
+                "committed": _committed(committed, kept),
                 "step": {"start": now, "end": now + STEP_SECONDS, "waited": waited},
                 "proposals": [] if not offered else [_proposal(source, position, committed, offered, now, random)],
             }
@@ -80,6 +81,14 @@ def speculate(text: str, seed: int) -> list[Json]:
         done += len(committed)
         now += STEP_SECONDS + 0.001
     return steps
+
+
+def _id(text: str) -> int:
+    return int.from_bytes(text.encode(), "big") % 100_003
+
+
+def _committed(texts: list[str], sources: list[str]) -> list[Json]:
+    return [{"id": _id(text), "text": text, "source": source} for text, source in zip(texts, sources, strict=True)]
 
 
 def _proposal(source: str, position: int, committed: list[str], offered: int, now: float, random: Random) -> Json:
@@ -101,9 +110,7 @@ def _proposal(source: str, position: int, committed: list[str], offered: int, no
         "end": now - 0.1 * STEP_SECONDS,
         "anchor": position,
         "after": None,
-        "tokens": [
-            {"id": 1000 * position + i, "text": text, "number": 1000 * position + i} for i, text in enumerate(texts)
-        ],
+        "tokens": [{"id": _id(text), "text": text, "number": 1000 * position + i} for i, text in enumerate(texts)],
         "parents": parents,
         "confidence": confidence,
     }
@@ -194,6 +201,7 @@ def _plain(text: str) -> list[Json]:
         {
             "accepted": 0, "offered": 0, "tokens": 1, "position": PROMPT_TOKENS + index,
             "pieces": [{"text": token, "drafted": False, "source": "target"}],
+            "committed": _committed([token], ["target"]),
             "step": {"start": 0.03 * index, "end": 0.03 * index + 0.028, "waited": 0.0},
         }
         for index, token in enumerate(words(text))

@@ -85,6 +85,10 @@ def commit_body(chunk: TextChunk, tokenizer: Tokenizer) -> Json:
             "end": round(end, DIGITS),
             "waited": round(metadata.waited_us / 1e6, DIGITS),
         }
+        body["committed"] = [
+            {"id": token, "text": tokenizer.decode([token]), "source": str(origin)}
+            for token, origin in zip(chunk.commit.tokens, chunk.origins, strict=False)  # without what a stop string cut
+        ]
         body["proposals"] = [_proposal(passed, tokenizer) for passed in details.passed]
     return body
 

@@ -11,7 +11,7 @@ export class Run {
     this.first = this.last = this.over = null; // over: when the stream ended, one way or another
     this.text = "";
     this.pieces = []; // {text, source, step}
-    this.steps = []; // {index, accepted, offered, tokens, pieces, start, end, waited, tree}
+    this.steps = []; // {index, accepted, offered, tokens, committed, pieces, start, end, waited, tree}
     this.drafts = []; // {source, start, end, tokens}
     this.tokens = this.firstTokens = this.stepped = this.accepted = this.offered = this.drafted = 0;
     this.finish = null;
@@ -47,12 +47,10 @@ export class Run {
   }
 
   /** What was held back of the text to its end is told as a commit of no tokens, which has no times. */
-  #commit({ accepted, offered, tokens, pieces, step: times = { start: null, end: null, waited: 0 } }) {
-    const step = { index: this.steps.length, accepted, offered, tokens, ...times };
+  #commit({ accepted, offered, tokens, committed = [], pieces, step: times = { start: null, end: null, waited: 0 } }) {
+    const step = { index: this.steps.length, accepted, offered, tokens, committed, ...times };
     step.pieces = pieces.map(({ text, source }) => ({ text, source, step }));
     this.pieces.push(...step.pieces);
-    // A token without text of its own (the end of the text, part of a character) has no piece.
-    const committed = Array.from({ length: tokens }, (_, index) => step.pieces[index] ?? null);
     step.tree = this.trie.advance(committed, accepted);
     this.steps.push(step);
     this.tokens += tokens;

@@ -30,7 +30,7 @@ export function describe(step) {
 
 /** The tree of a step, or a line that says that it is empty. */
 export function drawTree(step) {
-  const own = step.tokens > step.accepted ? (step.pieces[step.accepted] ?? null) : null;
+  const own = step.committed[step.accepted] ?? null;
   if (!step.tree.children.length) {
     return element("p", { class: "empty", text: "No drafts stood in the trie." });
   }
@@ -76,11 +76,11 @@ function depth(place) {
 /** The target's own token: a branch of its own, unless it had been drafted as well. */
 function placeOwn(own, boxes, columns, free) {
   const above = boxes.findLast((box) => box.state === "kept") ?? null;
-  const drafted = boxes.find((box) => box.above === above && box.node.text === own.text);
+  const drafted = boxes.find((box) => box.above === above && box.node.id === own.id);
   if (drafted) return void Object.assign(drafted, { state: "own", source: own.source });
   const column = above ? above.column + 1 : 0;
   const row = Math.max(above?.row ?? 0, free[column] ?? 0);
-  const node = { text: own.text, confidence: null };
+  const node = { id: own.id, text: own.text, confidence: null };
   const box = { node, column, row, above, text: visible(own.text), source: own.source, state: "own" };
   occupy(box, columns, free);
   boxes.push(box);

@@ -1,7 +1,6 @@
 // The speculation trie as far as it can be told from what was proposed and what was committed.
 //
 // A proposal names the draft token it continues by its number, or the position in the committed text it hangs from.
-// Commits name texts, not tokens, so they are followed by text.
 
 const ANCHOR = -1;
 const MOST_NODES = 400;
@@ -14,14 +13,9 @@ function emptyRoot() {
   return node(null, { id: null, text: "" }, null, null, 0);
 }
 
-/** The token of this text that follows a place, if one was drafted. */
-function child(place, text) {
-  return place.children.find((one) => alike(one.text, text)) ?? null;
-}
-
-/** Whether a token alone has the text it has in its place: some tokenizers drop the space before a first word. */
-function alike(alone, inPlace) {
-  return alone === inPlace || (inPlace !== null && alone === inPlace.replace(/^ /, ""));
+/** The token of this id that follows a place, if it was drafted. */
+function child(place, id) {
+  return place.children.find((one) => one.id === id) ?? null;
 }
 
 /** All nodes below, parents before children; the root itself has no token and is left out. */
@@ -38,7 +32,7 @@ export class Trie {
     this.position = position;
     this.root = emptyRoot();
     this.size = 0;
-    this.committed = []; // texts of the tokens before `position` that came since the beginning
+    this.committed = []; // ids of the tokens before `position` that came since the beginning
     this.numbered = new Map();
   }
 
@@ -58,10 +52,10 @@ export class Trie {
   #add(parent, position, token, confidence, source, since) {
     if (parent === null) return null;
     if (parent === "committed") {
-      if (!alike(token.text, this.committed.at(position - this.position) ?? null)) return null;
+      if (this.committed.at(position - this.position) !== token.id) return null;
       return position + 1 === this.position ? this.root : "committed";
     }
-    const known = parent.children.find(({ id, text }) => (id ?? token.id) === token.id && text === token.text);
+    const known = child(parent, token.id);
     if (known) return known;
     if (this.size >= MOST_NODES) return null;
     const added = node(parent, token, confidence, source, since);
@@ -78,26 +72,23 @@ export class Trie {
   }
 
   /**
-   * Tokens were committed: `accepted` drafted ones, then the target's own; {text, source} of each, null where it has no
-   * text. Returns the tree as it stood, with the kept path marked, and goes on below it. What was drafted at the target
-   * was not seen before, so it is added.
+   * Tokens were committed: `accepted` drafted ones, then the target's own; {id, text, source} of each. Returns the tree
+   * as it stood, with the kept path marked, and goes on below it. What was drafted at the target was not seen before, so
+   * it is added.
    */
   advance(tokens, accepted) {
     let end = this.root;
-    for (const token of tokens.slice(0, accepted)) {
-      end = this.#kept(end, token ?? { text: null, source: null });
-    }
+    for (const token of tokens.slice(0, accepted)) end = this.#kept(end, token);
     const stood = copy(this.root, null);
-    const texts = tokens.map((token) => token?.text ?? null);
-    this.committed.push(...texts);
+    this.committed.push(...tokens.map(({ id }) => id));
     this.position += tokens.length;
-    this.#reroot(texts.slice(accepted).reduce((at, text) => at && child(at, text), end));
+    this.#reroot(tokens.slice(accepted).reduce((at, { id }) => at && child(at, id), end));
     return stood;
   }
 
-  #kept(parent, { text, source }) {
-    const known = child(parent, text);
-    const kept = known ?? node(parent, { id: null, text: text ?? "" }, null, source, 0);
+  #kept(parent, { id, text, source }) {
+    const known = child(parent, id);
+    const kept = known ?? node(parent, { id, text }, null, source, 0);
     if (!known) parent.children.push(kept);
     return Object.assign(kept, { kept: true, source });
   }

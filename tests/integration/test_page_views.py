@@ -79,7 +79,7 @@ def test_the_trie_follows_what_was_committed(chromium: Browser) -> None:
         offer(8, "d", [-1], "e");
         offer(7, "b", [-1], "k");       // although c is as likely, and has no followers
         offer(7, "y", [-1], "z");       // below nothing
-        const commit = (...of) => of.map((text) => ({ text, source: "lookup" }));
+        const commit = (...of) => of.map((text) => ({ id: number(text), text, source: "lookup" }));
         const first = trie.advance(commit("a", "c"), 1);
         const empty = texts(trie.root);
         offer(5, null, [-1, 0, 1], "a", "c", "f");    // begins in what is committed
@@ -93,6 +93,32 @@ def test_the_trie_follows_what_was_committed(chromium: Browser) -> None:
         first, empty, second, rest = tab.page.evaluate(script)
     assert sorted(first) == ["a!", "ab", "ac", "bd", "bk", "de"]
     assert (empty, second, rest) == ([], ["cf!", "fs", "fl!"], [])
+
+
+@needs_chromium
+def test_the_tree_knows_the_tokens_of_one_character_apart(chromium: Browser) -> None:
+    script = """async () => {
+        const { Run } = await import("./page/run.js");
+        const { below } = await import("./page/trie.js");
+        const { drawTree } = await import("./page/tree_view.js");
+        const run = new Run("completion", {}, 0);
+        const token = (id, text) => ({ id, text, number: id });
+        const proposals = [{ source: "draft", start: 0, end: 1, anchor: 3, after: null, parents: [-1, 0, 1, 1],
+            tokens: [token(7, "\ufffd"), token(8, "\ufffd"), token(9, "?"), token(10, "!")],
+            confidence: [0.9, 0.8, 0.2, 0.7] }];
+        const own = (id, text, source) => ({ id, text, source });
+        run.take({ choices: [{ text: "\u00e9!" }], speculation: { accepted: 2, offered: 3, tokens: 3, position: 3,
+            pieces: [{ text: "\u00e9", source: "draft" }, { text: "!", source: "recovered" }],
+            committed: [own(7, "\ufffd", "draft"), own(8, "\ufffd", "draft"), own(10, "!", "recovered")],
+            step: { start: 1, end: 2, waited: 0 }, proposals } }, 2);
+        const [step] = run.steps;
+        const boxes = drawTree(step).querySelectorAll(".box");
+        return [[...below(step.tree)].map(({ id, kept }) => [id, kept]), [...boxes].map((box) => box.classList[1])];
+    }"""
+    with served(FakeRouter().app) as address, opened(chromium, address, bypass_csp=True) as tab:
+        nodes, boxes = tab.page.evaluate(script)
+    assert nodes == [[7, True], [8, True], [9, False], [10, False]]
+    assert boxes == ["kept", "kept", "own", "left"]
 
 
 @needs_chromium

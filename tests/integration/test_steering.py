@@ -143,6 +143,9 @@ def check_answer(commits: list[dict[str, Any]], summary: dict[str, Any], usage: 
         position += commit["tokens"]
         assert all(piece["drafted"] is (piece["source"] in list(Source)) for piece in commit["pieces"])
         assert {piece["source"] for piece in commit["pieces"]} <= {*Source, *Own}
+        kept = [token["source"] in list(Source) for token in commit["committed"]]
+        assert kept == [place < commit["accepted"] for place in range(commit["tokens"])]
+        assert all(isinstance(token["text"], str) and token["id"] >= 0 for token in commit["committed"])
         step = commit["step"]
         assert ended < step["end"]
         assert step["start"] < step["end"]
