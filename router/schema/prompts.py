@@ -54,6 +54,8 @@ class Prompt:
                 continue
             yield from [at] * waiting
             waiting = 0
+            if not text.startswith(piece, at):
+                piece = piece.removeprefix(" ")  # that a tokenizer puts before a text, also behind special tokens
             at += len(piece) if text.startswith(piece, at) else 0
         yield from [at] * waiting
 
