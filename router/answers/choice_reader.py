@@ -191,7 +191,7 @@ class ChoiceReader:
         self._form, self._tools = request.form, request.tools
         self._prompt = request.prompts[index // request.n]
         self._prompt_only = request.prompt_only
-        hidden = frozenset[Token]() if self._form.special else None
+        self._hidden = hidden = frozenset[Token]() if self._form.special else None
         if self._tools.form is not None and hidden is None:
             hidden = tokenizer.hidden - {tokenizer.tags.get(mark) for mark in self._tools.form.marks}
         stop_kept, unsearched = self._form.stop_string, generation.min_tokens
@@ -200,7 +200,7 @@ class ChoiceReader:
         after = generation.prompt if request.continues else ()
         self._text = TextStream(tokenizer, rules, after, placed=self._shows)
         self._waiting: deque[tuple[Token, TokenLogprobs | None]] = deque()
-        self._before = len(self._prompt.text(tokenizer)) if self._form.echo else 0
+        self._before = len(self._prompt.text(tokenizer, hidden)) if self._form.echo else 0
         form, names = self._tools.form, frozenset(tool["function"]["name"] for tool in self._tools.offered)
         self._parser = None if form is None else parser_of(form, names, several=self._tools.several)
         self._calls = 0
@@ -230,7 +230,7 @@ class ChoiceReader:
     def prompt(self, metadata: StepMetadata = StepMetadata()) -> TextChunk:
         """What is shown of the prompt; the whole choice, if nothing else is asked for."""
         shown = PromptShown(
-            text=self._prompt.text(self._tokenizer) if self._form.echo else "",
+            text=self._prompt.text(self._tokenizer, self._hidden) if self._form.echo else "",
             ids=self._generation.prompt if self._form.token_ids else (),
             tokens=tuple if self._form.of_prompt is None else self._prompt_tokens(metadata),
         )
@@ -242,7 +242,7 @@ class ChoiceReader:
             raise GenerationError("internal", "the target told no log-probabilities of the prompt")
 
         def shown() -> tuple[ShownToken, ...]:
-            starts = self._prompt.starts(self._tokenizer)
+            starts = self._prompt.starts(self._tokenizer, self._hidden)
             places = zip(prompt, starts, (None, *metadata.prompt_logprobs), strict=True)
             return tuple(shown_token(self._tokenizer, *place, self._form, top_logprobs) for place in places)
 

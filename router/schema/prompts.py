@@ -38,14 +38,14 @@ class Prompt:
     given: str | None = None
     """The text it was given as; None: it was given as tokens, or is cut."""
 
-    def text(self, tokenizer: Tokenizer) -> str:
-        """As an answer repeats it."""
-        return tokenizer.decode(self.tokens) if self.given is None else self.given
+    def text(self, tokenizer: Tokenizer, hidden: frozenset[Token] | None = None) -> str:
+        """As an answer repeats it. ``hidden`` as in :meth:`Tokenizer.decode`; a text that was given shows them all."""
+        return tokenizer.decode(self.tokens, hidden) if self.given is None else self.given
 
-    def starts(self, tokenizer: Tokenizer) -> Iterator[int]:
+    def starts(self, tokenizer: Tokenizer, hidden: frozenset[Token] | None = None) -> Iterator[int]:
         """The character of that text where each token's own begins; what the tokenizer puts around a text has none."""
-        hidden = tokenizer.hidden if self.given is None else frozenset[Token]()
-        text, at, waiting = self.text(tokenizer), 0, 0
+        text, at, waiting = self.text(tokenizer, hidden), 0, 0
+        hidden = hidden if self.given is None else frozenset()
         detokenizer = Detokenizer(tokenizer, hidden=hidden)
         for token in self.tokens:
             piece = detokenizer.push(token)

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from router.generation import Committed, ServedModel
 from router.http.api import build_app
 from router.text.tokenizer import Tokenizer
-from tests.fakes import EOS, FakeGenerator, FakeTokenizers, commits, logprobs_of, tiny_tokenizer
+from tests.fakes import EOS, TURN, FakeGenerator, FakeTokenizers, commits, logprobs_of, tiny_tokenizer
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
 TEXT = "hello wörld, 世界 🎉 the fox z\n"
@@ -267,6 +267,17 @@ async def test_echo_goes_before_the_text_and_moves_its_offsets() -> None:
     (choice,) = (await post(generator((*encode("cd"), EOS)), PATHS[0], fields)).json()["choices"]
     assert choice["text"] == "a🎉bcd"
     assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_special_tokens_show_in_a_prompt_that_is_given_as_tokens_as_they_do_in_the_text(stream: bool) -> None:
+    fields = {"prompt": [TURN, *encode("ab")], "echo": True, "logprobs": 0, "stream": stream}
+    for skipped, text, starts in ((True, "abcd", [0, 0, 1, 2, 2, 3, 4]), (False, "<turn>ab<turn>cd", [0, 6, 7, 8, 14])):
+        fake = generator((TURN, *encode("cd"), EOS))
+        response = await post(fake, PATHS[0], fields | {"skip_special_tokens": skipped})
+        (choice,) = (joined if stream else whole)(response)
+        assert choice["text"] == text
+        assert choice["logprobs"]["text_offset"][: len(starts)] == starts
 
 
 @pytest.mark.parametrize("path", PATHS)
