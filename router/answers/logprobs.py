@@ -55,12 +55,15 @@ def shown_token(
     return ShownToken(named(token, logprobs.logprob), start, tuple(named(*other) for other in likeliest))
 
 
-def of_completion(shown: Sequence[ShownToken]) -> dict[str, Any]:
-    """The ``logprobs`` of a completion. The token that was drawn is always among the likeliest, as OpenAI does it."""
+def of_completion(shown: Sequence[ShownToken], top: int) -> dict[str, Any]:
+    """The ``logprobs`` of a completion, with up to ``top`` of the likeliest tokens.
+
+    The token that was drawn is always among them, as OpenAI does it.
+    """
     return {
         "tokens": [token.named.name for token in shown],
         "token_logprobs": [token.named.logprob for token in shown],
-        "top_logprobs": [_with_drawn(token) for token in shown],
+        "top_logprobs": [_with_drawn(token, top) for token in shown],
         "text_offset": [token.start for token in shown],
     }
 
@@ -81,11 +84,11 @@ def of_prompt(shown: Iterable[ShownToken], top_logprobs: int) -> list[dict[str, 
     return [None if token.top is None else _prompt_entry(token.named, token.top[:top_logprobs]) for token in shown]
 
 
-def _with_drawn(shown: ShownToken) -> dict[str, float | None] | None:
+def _with_drawn(shown: ShownToken, top: int) -> dict[str, float | None] | None:
     if shown.top is None:
         return None
     best: dict[str, float | None] = {}
-    for named in (*shown.top, shown.named):
+    for named in (*shown.top[:top], shown.named):
         best.setdefault(named.name, named.logprob)
     return best
 

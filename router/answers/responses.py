@@ -239,10 +239,10 @@ class Envelope:
 
     def _beside(self, prompt: PromptShown, shown: Sequence[ShownToken]) -> Json:
         body: Json = {}
-        if self.request.form.logprobs is not None:
+        if (top := self.request.form.logprobs) is not None:
             echoed = prompt.tokens() if self.request.form.echo else ()
             tokens = [*echoed, *shown]
-            body["logprobs"] = (of_chat if self.chat else of_completion)(tokens)
+            body["logprobs"] = of_chat(tokens) if self.chat else of_completion(tokens, top)
         if self.request.form.token_ids:
             body["token_ids"] = [token.named.token for token in shown]
         return body if self.chat else body | self._of_prompt(prompt)

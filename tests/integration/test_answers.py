@@ -293,6 +293,20 @@ async def test_prompt_logprobs_are_vllms(path: str) -> None:
         assert entry[str(token)]["rank"] == (None if token % 3 == 0 else 1)
 
 
+@pytest.mark.parametrize(("logprobs", "prompt_logprobs"), [(1, 5), (0, 2), (3, 1)])
+async def test_what_is_told_of_an_echoed_prompt_is_what_each_field_asks_for(
+    logprobs: int, prompt_logprobs: int
+) -> None:
+    async def told(**fields: int) -> dict[str, Any]:
+        asked = {"prompt": "fox", "echo": True} | fields
+        (choice,) = (await post(generator((*encode("cd"), EOS)), PATHS[0], asked)).json()["choices"]
+        return dict(choice)
+
+    both = await told(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    assert both["logprobs"] == (await told(logprobs=logprobs))["logprobs"]
+    assert both["prompt_logprobs"] == (await told(prompt_logprobs=prompt_logprobs))["prompt_logprobs"]
+
+
 async def test_variables_of_the_template_can_be_set() -> None:
     template = "{{ messages[0].content }}{{ thinking }}{{ reasoning_effort }}"
     fake = generator((*encode("x"), EOS))
