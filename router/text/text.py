@@ -108,12 +108,16 @@ class StopMatcher:
         self._held = ""
         self.matched = False
 
-    def push(self, text: str) -> str:
-        """The text that is now certain to come before any stop string."""
+    def push(self, text: str, *, counts: bool = True) -> str:
+        """The text that is now certain to come before any stop string. ``counts``: whether one may end in ``text``."""
         if self.idle:
             return text
-        seen = self._held + text
-        complete = [(start + len(stop), start) for stop in self._stops if (start := seen.find(stop)) >= 0]
+        before, seen = len(self._held), self._held + text
+        complete = [  # not what stands whole in the text that was held: it ended where none counted
+            (start + len(stop), start)
+            for stop in self._stops
+            if counts and (start := seen.find(stop, max(before + 1 - len(stop), 0))) >= 0
+        ]
         if complete:
             self.matched, self._held = True, ""
             end, start = min(complete)
@@ -166,7 +170,7 @@ class TextRules:
     stop_kept: bool = False
     """Stop strings and stop tokens are part of the text."""
     unsearched: int = 0
-    """Stop strings do not count in the text of so many first tokens."""
+    """Stop strings that end in the text of so many first tokens do not count."""
     hidden: frozenset[Token] | None = None
     """Tokens without text; None: the special ones."""
 
@@ -226,8 +230,8 @@ class TextStream:
             pieces.append(Piece(text, self._latest))
         elif text:
             self._spans.append(Piece(text, self._latest))
-            searched = self._seen > self._rules.unsearched
-            self._take(len(self._stops.push(text) if searched else text), pieces)
+            counts = self._seen > self._rules.unsearched
+            self._take(len(self._stops.push(text, counts=counts)), pieces)
 
     def _take(self, count: int, pieces: list[Piece]) -> None:
         """The oldest ``count`` characters that have not come out, with who proposed them."""

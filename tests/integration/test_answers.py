@@ -72,7 +72,7 @@ def joined(response: httpx.Response) -> list[dict[str, Any]]:
             whole["calls"] += [call["function"] for call in delta.get("tool_calls", [])]
             whole["token_ids"] += choice.get("token_ids", [])
             for name, items in (choice["logprobs"] or {}).items():
-                if items is not None:
+                if items:
                     whole["logprobs"].setdefault(name, []).extend(items)
             whole["finish"] = choice["finish_reason"]
             whole["prompt_ids"] = whole.get("prompt_ids") or choice.get(
@@ -91,7 +91,7 @@ def whole(response: httpx.Response) -> list[dict[str, Any]]:
             {
                 "text": choice["text"] if "text" in choice else message["content"] or "",
                 "calls": [call["function"] for call in message.get("tool_calls", [])],
-                "logprobs": {k: v for k, v in (choice["logprobs"] or {}).items() if v is not None},
+                "logprobs": {k: v for k, v in (choice["logprobs"] or {}).items() if v},  # of none a stream says nothing
                 "token_ids": choice.get("token_ids", []),
                 "finish": choice["finish_reason"],
                 "prompt_ids": choice.get("prompt_token_ids", body.get("prompt_token_ids")),
@@ -145,7 +145,7 @@ async def test_streaming_equals_not_streaming(
     assert whole(await post(generator(tokens, tuple(sizes)), path, fields)) == [plain]
     assert joined(await post(generator(tokens, tuple(sizes)), path, fields | {"stream": True})) == [plain]
     logprobs = plain["logprobs"]
-    entries = logprobs["content"] if chat else logprobs["tokens"]
+    entries = logprobs.get("content" if chat else "tokens", [])
     assert len(entries) == len(plain["token_ids"]) + (len(plain["prompt_ids"]) if echo and not chat else 0)
     assert tuple(plain["token_ids"]) == tokens[: len(plain["token_ids"])]
     if chat:
@@ -166,6 +166,18 @@ async def test_no_stop_string_counts_before_min_tokens(sizes: tuple[int, ...]) -
     fields = {"stop": ["b"], "min_tokens": 2}
     (choice,) = (await post(generator((*encode("abcab"), EOS), sizes), PATHS[0], fields)).json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("abca", "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("min_tokens", range(6))
+async def test_a_stop_string_that_begins_before_min_tokens_counts_where_it_ends_behind(
+    min_tokens: int, stream: bool
+) -> None:
+    fields = {"stop": "XYZ", "min_tokens": min_tokens, "stream": stream}
+    for sizes in ((1,), (3, 2), (50,)):
+        response = await post(generator((*encode("abXYZc"), EOS), sizes), PATHS[0], fields)
+        (choice,) = (joined if stream else whole)(response)
+        assert choice["text"] == ("ab" if min_tokens < 5 else "abXYZc")
 
 
 # Log-probabilities

@@ -139,9 +139,9 @@ def test_the_space_after_a_prompt_is_kept_where_the_decoder_strips_a_texts_first
 # StopMatcher
 
 
-def cut(text: str, stops: list[str]) -> tuple[str, bool]:
-    """Plain search: look at the text after every character."""
-    for end in range(len(text) + 1):
+def cut(text: str, stops: list[str], unsearched: int = 0) -> tuple[str, bool]:
+    """Plain search: look at the text after every character but the first ``unsearched``."""
+    for end in range(unsearched + 1, len(text) + 1):
         lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if lengths:
             return text[: end - max(lengths)], True
@@ -222,6 +222,18 @@ def test_text_and_count_do_not_depend_on_the_commits(sizes: list[int], stops: tu
     enough, fewer = shared().decode(tokens[:count]), shared().decode(tokens[: count - 1])
     assert cut(enough, list(stops))[1] == stopped
     assert not cut(fewer, list(stops))[1]
+
+
+@settings(QUICK, max_examples=500)
+@given(SMALL, STOPS, SIZES, st.integers(0, 10), st.booleans())
+def test_a_stop_string_counts_where_it_ends(
+    text: str, stops: list[str], sizes: list[int], unsearched: int, placed: bool
+) -> None:
+    tokens = ids(text)
+    assert len(tokens) == len(text)
+    stream = TextStream(shared(), TextRules(tuple(stops), unsearched=unsearched), placed=placed)
+    got, _, stopped = run(stream, split(tokens, sizes))
+    assert (got, stopped) == cut(text, stops, unsearched)
 
 
 def test_pieces_say_who_proposed_the_text_also_when_it_was_held_back() -> None:
