@@ -293,11 +293,15 @@ def _one(tools: Tools, arguments: str) -> Iterator[str]:
 
 
 def _parameters(tools: Tools, index: int) -> Mapping[str, Any]:
-    function = tools.offered[index]["function"]
-    schema = {"type": "object"}
+    function, where = tools.offered[index]["function"], f"tools[{index}].function.parameters"
+    schema: dict[str, Any] = {"type": "object"}
     if tools.demanded or function.get("strict"):
         schema |= function.get("parameters") or {}
-        json_schema_grammar(schema, f"tools[{index}].function.parameters")
+        kinds = schema["type"]
+        if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+            raise wrong_value(f"{where}.type", '"object"', kinds)
+        schema["type"] = "object"  # only: with other arguments a text is no call
+        json_schema_grammar(schema, where)
     return schema | {"x-guidance": {"whitespace_pattern": CALL_WHITESPACE}}
 
 

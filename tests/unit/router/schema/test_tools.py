@@ -325,6 +325,27 @@ def test_arguments_that_recurse_without_end_are_refused() -> None:
     assert caught.value.param == "tools[1].function.parameters"
 
 
+@pytest.mark.parametrize("asked", [{"tool_choice": "required"}, {}])
+@pytest.mark.parametrize(("form", "template"), [(ToolForm.HERMES, HERMES), (ToolForm.LLAMA, LLAMA)])
+def test_arguments_are_an_object_whatever_else_a_schema_takes(
+    form: ToolForm, template: str, asked: dict[str, str]
+) -> None:
+    nullable = tool("f", {"type": ["object", "null"], "properties": {"x": {"type": "integer"}}}, strict=True)
+    grammar = grammar_for([nullable], template, **asked)
+    assert takes(grammar, framed(form, call(form, "f", {"x": 3})))
+    for wrong in (None, [], {"x": "3"}):
+        assert not takes(grammar, framed(form, call(form, "f", wrong)))
+
+
+@pytest.mark.parametrize("kind", ["array", ["array", "null"], [], None, 3])
+def test_a_schema_of_arguments_that_takes_no_object_is_refused(kind: Any) -> None:
+    for strict, asked in ((True, "auto"), (False, "required")):
+        with pytest.raises(ApiError, match='must be "object", got') as caught:
+            grammar_for([ANY, tool("f", {"type": kind}, strict=strict)], HERMES, tool_choice=asked)
+        assert (caught.value.code.name, caught.value.param) == ("invalid_value", "tools[1].function.parameters.type")
+    assert grammar_for([tool("f", {"type": kind})], HERMES) == ""
+
+
 def test_without_a_strict_tool_nothing_is_asked() -> None:
     assert grammar_for([ANY, tool("f", None, strict=False)], HERMES) == ""
 
