@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, GetPydanticSchema, Tag, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    GetPydanticSchema,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import no_info_wrap_validator_function
 
@@ -22,6 +32,20 @@ JsonSchema = Annotated[Any, WithJsonSchema({"title": "a JSON Schema, as such or 
 _NAMES = {"anyOf": [{"enum": [*Source]}, {"type": "string", "pattern": f"^{NAME.pattern}$"}]}
 _SOURCES = f"an array of {', '.join(Source)}, and names that the operator registered"
 Sources = Annotated[list[Any], WithJsonSchema({"title": _SOURCES, "type": "array", "items": _NAMES})]
+
+
+def _writable(value: object) -> object:
+    """What can be written as JSON again: a number that is too large for a float was read as infinity."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        expected = "an object, not nested too deeply, without too large numbers"
+        raise PydanticCustomError("invalid_value", expected) from None
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_writable)]
+"""What it holds goes into the prompt as it is."""
 
 
 def _json_object(text: object) -> object:
@@ -120,7 +144,7 @@ class Function(Fields, title="an object with a name"):
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$", title="1 to 64 letters, digits, underscores, dots and dashes")
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool = False
     """True: whenever it is called, its arguments follow `parameters`. Text beside calls is free, but what begins as a
     call is one."""

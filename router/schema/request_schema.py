@@ -236,7 +236,7 @@ class ChatBody(Body):
     """End the prompt where an assistant begins. Default: true"""
     continue_final_message: bool = False
     """Go on with the last message instead of a new one; needs `add_generation_prompt` false."""
-    chat_template_kwargs: dict[str, Any] = Field({})
+    chat_template_kwargs: objects.JsonObject = Field({})
     """Values of variables that the model's chat template has."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, examples=["none"]

@@ -14,7 +14,7 @@ from router.errors import CODES, ApiError
 from router.generation import ServedModel
 from router.schema import prompts
 from router.schema.request_schema import BODIES
-from router.schema.requests import ApiRequest, ModelEntry, parse_object
+from router.schema.requests import ApiRequest, ModelEntry, parse_object, read_body
 from speculation.events import FailureCode
 from speculation.messages import RefusalCode, Sampling, Speculation
 from tests.fakes import BOS, EOS, tiny_tokenizer
@@ -313,6 +313,25 @@ def test_pairs_of_surrogates_and_byte_order_marks_are_fine() -> None:
 def test_an_overflowing_float_is_refused() -> None:
     with pytest.raises(ApiError, match="temperature"):
         parse_completion(b'{"prompt": "hi", "temperature": 1e999}', {"tiny": model_entry()}, "r1")
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999"])
+@pytest.mark.parametrize(
+    ("where", "fields"),
+    [
+        (
+            "tools[0].function.parameters",
+            '"tools": [{"type": "function", "function": {"name": "f", "parameters": %s}}]',
+        ),
+        ("chat_template_kwargs", '"chat_template_kwargs": %s'),
+    ],
+)
+def test_what_a_template_shows_has_no_overflowing_float_either(where: str, fields: str, number: str) -> None:
+    body = '{"messages": [{"role": "user", "content": "hi"}], ' + fields % f'{{"a": [{{"maximum": {number}}}]}}' + "}"
+    with pytest.raises(ApiError, match="without too large numbers") as caught:
+        read_body(body.encode(), "chat")
+    assert (caught.value.code.name, caught.value.param) == ("invalid_value", where)
+    read_body(body.replace("e999", "e99").encode(), "chat")
 
 
 JSON = st.recursive(
