@@ -6,8 +6,9 @@ nobody else. docs/adr/0014 says why so, and what it costs.
 
 * *Suspects* of a death are the sessions that were open there and had not committed a token there, or were still near
   the place where a target had died under them before, or had left a target that has said nothing since. Whoever has
-  gone on was computed and did no harm. Suspects are on *probation*: a target tries one of them at a time (of many, an
-  eighth at a time), and meanwhile nothing else is opened there.
+  gone on was computed and did no harm, unless it went on where it had been open before: at a target that drains, for
+  one. Suspects are on *probation*: a target tries one of them at a time (of many, an eighth at a time), and meanwhile
+  nothing else is opened there.
 * Two deaths in a row may still be chance. A death is *blameless* once all who are *implicated*, having been open there,
   have gone well past the place where they were, or have finished. As many blameless deaths as there were lately, so
   many more tries it takes to prove anything, and some for deaths that others are suspected of. And a session that was
@@ -100,6 +101,7 @@ class PoisonDetector:
         self._deaths: deque[_Death] = deque(maxlen=REMEMBERED_DEATHS)
         self._implicated: dict[SessionId, _Implication] = {}
         self._reached: dict[SessionId, int] = {}  # up to which position each session is verified
+        self._died_under: dict[SessionId, int] = {}  # the epoch of the newest opening whose target died
         self._opened: set[SessionId] = set()
         self._reserved: dict[PeerId, SessionId] = {}
         """Targets kept free of others until a session on probation can be tried there."""
@@ -122,14 +124,17 @@ class PoisonDetector:
         self._left.pop(peer, None)
         self._reached[session] = max(verification.end, self._reached.get(session, 0))
         implication = self._implicated.get(session)
-        if implication is not None and verification.end >= implication.position:
+        past = implication is None or verification.end >= implication.position
+        # A target that it is to leave for the one that died goes on all the while: that proves nothing.
+        newer = verification.epoch > self._died_under.get(session, 0)
+        if past and newer:
             self._exonerate(session)
         if self._open.get(peer, {}).get(session) != verification.epoch:
             return
-        if self._suspicions.pop(session, None):
+        if newer and self._suspicions.pop(session, None) is not None:
             self.changed = True
         self._forget_leaving(session)
-        if session in self._unproven.get(peer, ()) and session not in self._implicated:
+        if past:
             self._settle(session, peer)
 
     def closed(self, session: SessionId, peer: PeerId) -> None:
@@ -149,6 +154,7 @@ class PoisonDetector:
         self._opened.discard(session)
         self._implicated.pop(session, None)
         self._reached.pop(session, None)
+        self._died_under.pop(session, None)
         if self._suspicions.pop(session, None):
             self.changed = True
 
@@ -159,14 +165,16 @@ class PoisonDetector:
 
     def lost(self, now: float, peer: PeerId, *, expected: bool) -> None:
         """The stream to a target is gone; ``expected``: it had said that it would go."""
-        left = self._left.pop(peer, set())
-        there, suspects = self._open.pop(peer, {}).keys() | left, self._unproven.pop(peer, set()) | left
+        left, opened = self._left.pop(peer, set()), self._open.pop(peer, {})
+        there, suspects = opened.keys() | left, self._unproven.pop(peer, set()) | left
         self._reserved.pop(peer, None)
         self.changed = True
         if expected:
             return
         death = _Death(now, set(there))
         self._deaths.append(death)
+        for session, epoch in opened.items():
+            self._died_under[session] = max(epoch, self._died_under.get(session, 0))
         for session in there & self._opened:
             implication = self._implicated.setdefault(session, _Implication())
             implication.position = self._reached[session] + WELL_PAST if session in self._reached else 0

@@ -280,6 +280,30 @@ async def test_a_target_that_refused_to_take_over_keeps_no_account_of_the_sessio
     assert served.dispatcher._poison_detector._suspicions == {}
 
 
+async def test_a_text_that_ends_targets_ends_few_though_the_one_it_is_to_leave_goes_on():
+    served = Served(DispatchLimits(session=SessionLimits(backoff=0.001, longest_backoff=0.001)))
+    served.up("a")
+    serving = await served.begins(1000)
+    served.verify("a", 11)
+    await served.read(1)
+    for name in "bcdefg":
+        served.up(name)
+    served.drain("a")
+    deaths = 0
+    for commits in range(2, 200):
+        for name in "bcdefg":
+            if served.dispatcher.pool.peers[PeerId(name)].opened:
+                served.die(name)
+                deaths += 1
+        served.verify("a", 11)
+        await served.read(commits)
+        await asyncio.sleep(0.001)
+    assert deaths == 2
+    served.verify("a", 12, finish=FinishReason.STOP)
+    await serving
+    await served.dispatcher.pool.close()
+
+
 async def test_a_drafter_that_says_what_targets_say_throws_suspicion_on_nobody(served):
     served.up("a")
     served.up("d", role=Role.DRAFT)

@@ -72,6 +72,34 @@ def test_who_goes_on_elsewhere_is_no_suspect_of_a_target_it_has_left():
     assert not router.known._suspicions
 
 
+def test_who_goes_on_where_it_was_before_remains_a_suspect_of_what_died_under_a_newer_opening():
+    router = Router()
+    router.open(1, T0)
+    for death in (1, 2):
+        router.known.draining(T0)
+        router.known.opened(SessionId(1), T1, 1 + death)  # it is to move there
+        router.die(T1)
+        router.commit(1, 2 * WELL_PAST)  # all the while T0 goes on
+        assert router.known._suspicions[SessionId(1)].deaths == death
+        assert not router.known._unproven  # nobody has to wait for T0
+    router.now += WATCH
+    assert router.ask(1) == PoisonRequest(2)
+
+
+def test_who_goes_on_under_a_newer_opening_than_that_which_died_is_no_suspect():
+    router = Router()
+    router.open(1, T0)
+    router.commit(1)
+    router.known.opened(SessionId(1), T1, 2)
+    router.die(T1)
+    router.die(T0)
+    router.at[1] = T0, 2
+    router.open(1, T0)
+    router.commit(1, WELL_PAST)
+    assert not router.known._suspicions
+    assert not router.known._implicated
+
+
 def test_suspects_are_tried_one_at_a_time_with_nobody_else_there():
     router = Router()
     router.open(1, T0)
@@ -288,4 +316,6 @@ def test_nothing_is_remembered_of_sessions_that_are_over():
     for session in (1, 2):
         router.known.ended(SessionId(session), finished=False)
     assert (router.known._waiting, router.known._suspicions) == ({}, {})
-    assert not any(getattr(router.known, name) for name in ("_opened", "_unproven", "_reserved", "_reached"))
+    assert not any(
+        getattr(router.known, name) for name in ("_opened", "_unproven", "_reserved", "_reached", "_died_under")
+    )
