@@ -2,7 +2,8 @@
 
 A session that targets fail at is not retried for ever: :class:`SessionLimits`. Nor is one that ends them: whether it
 does is not known here, but across sessions (see :mod:`speculation.request.poison_detector`). A committed token forgives
-everything, so a long life is not cut short by what has long been overcome.
+everything, so a long life is not cut short by what has long been overcome; but what a target commits while it drains
+forgives none of those that the session could not move to.
 
 Drafters are optional at every moment, so nothing here ever delays a target for one. A drafter whose messages break the
 protocol is struck; struck often enough, it is never asked again. One that was full is asked again after a while, and
@@ -79,6 +80,7 @@ class RetryState:
     def __init__(self, bounds: SessionLimits, seed: int) -> None:
         self._bounds = bounds
         self._pauses = Pauses(bounds.backoff, bounds.longest_backoff, seed)
+        self._moving = Pauses(bounds.backoff, bounds.longest_backoff, seed)  # the same, where it is to leave a target
         self._fruitless = self.stalls = 0  # openings in a row that came to nothing, and silences
         self._searching_since: float | None = None
         self._last_progress = 0.0
@@ -86,6 +88,8 @@ class RetryState:
         """Whether it was a lack of room that last ended an opening."""
         self.avoid: frozenset[PeerId] = frozenset()
         """Targets not to be asked now."""
+        self.avoid_moving: frozenset[PeerId] = frozenset()
+        """Those not to be asked now to take over from one that drains."""
 
     def progress(self, now: float) -> None:
         """A token was committed."""
@@ -106,6 +110,18 @@ class RetryState:
     def opened(self, now: float) -> None:
         """A target was found; it may still refuse."""
         self._last_progress = now
+        self.end_move()
+
+    def end_move(self) -> None:
+        """It has left a target that drains, or is to stay there."""
+        self.avoid_moving = frozenset()
+        self._moving.start_over()
+
+    def move_failed(self, peer: PeerId) -> float:
+        """It could not move there: how long to wait before another is looked for."""
+        self.avoid |= {peer}
+        self.avoid_moving |= {peer}
+        return self._moving.next()
 
     def begin_search(self, now: float) -> None:
         """A target is looked for."""
@@ -132,9 +148,10 @@ class RetryState:
             return Fail(FailureCode.UNAVAILABLE, "no target worker is available")
         return None if begun else Fail(FailureCode.OVERLOADED, "all target workers are full; try again later")
 
-    def pause(self) -> float:
-        """How long to wait before a target is looked for again."""
-        return self._pauses.next()
+    def pause(self, *, moving: bool) -> float:
+        """How long to wait before a target is looked for again, be it to move to; then any will do."""
+        self.avoid = self.avoid_moving = frozenset()
+        return (self._moving if moving else self._pauses).next()
 
     def fault(self, why: str) -> Fail | None:
         """An opening ended with a fault of the session's own: why to give up, if these were too many in a row."""

@@ -120,8 +120,7 @@ class Session(SessionRecord):
 
     def _ask_again(self, now: float) -> list[Effect]:
         """In a while; then any will do."""
-        self._retries.avoid = frozenset()
-        return self._wake(now + self._retries.pause())
+        return self._wake(now + self._retries.pause(moving=self._state is SessionState.LEAVING))
 
     def _fail_as_poison(self, now: float, deaths: int) -> list[Effect]:
         """No target takes it any more; where it runs on one that drains, it runs on until that goes."""
@@ -178,12 +177,14 @@ class Session(SessionRecord):
         if not self._at_target(peer):
             return []
         effects = self._drop_migration_target()
+        self._retries.end_move()
         self._state = SessionState.DECODING
         return effects
 
     def _seek_migration_target(self) -> list[Effect]:
-        leaving = self._state is SessionState.LEAVING
-        return [Place(Role.TARGET, self._retries.avoid | self._draining)] if leaving else []
+        if self._state is not SessionState.LEAVING:
+            return []
+        return [Place(Role.TARGET, self._retries.avoid | self._retries.avoid_moving | self._draining)]
 
     def _prefill(self, peer: PeerId, *, again: bool) -> list[Effect]:
         """Let another target compute what is committed, while this one goes on."""
@@ -214,8 +215,7 @@ class Session(SessionRecord):
     def _lose_migration_target(self, now: float, peer: PeerId) -> list[Effect]:
         """It will not be this one; the next is looked for in a moment."""
         self._migration_target, self._state = None, SessionState.LEAVING
-        self._retries.avoid |= {peer}
-        return self._wake(now + self._retries.pause())
+        return self._wake(now + self._retries.move_failed(peer))
 
     def _migrate(self, now: float) -> list[Effect]:
         """Go on at the migration target, from what is committed by now: nearly all of that is in its cache."""

@@ -500,6 +500,57 @@ def test_what_becomes_of_a_migration_target():
     assert effects == [Send(T1, Close(ID, 3)), Place(Role.TARGET, frozenset({T0, T1}))]
 
 
+def asked_again(session: Session, now: float, epoch: int, code: RefusalCode | None, *commits: int):
+    """When t1, which refuses or breaks the protocol, is asked once more to take over, and under which epoch."""
+    refused = Faulted(T1, epoch, "garbage") if code is None else Received(T1, Refused(ID, epoch, code))
+    session.handle(now, refused)
+    while True:
+        if commits:
+            session.handle(now, Received(T0, verified(session, *commits)))
+        assert session._wake_at is not None
+        now = session._wake_at
+        place = session.handle(now, Tick())[-1]
+        found = T1 not in place.avoid
+        effects = session.handle(now, Placed(Role.TARGET, T1 if found else None))
+        if found:
+            return now, sent(effects, Open)[0].message.epoch
+
+
+@pytest.mark.parametrize("code", [RefusalCode.INTERNAL, RefusalCode.OVERLOADED, RefusalCode.DRAINING, None])
+def test_who_cannot_take_over_is_asked_less_and_less_although_the_target_that_drains_goes_on(code):
+    def asked(*commits: int) -> list[float]:
+        session, now, epoch, when = leaving(), 0.2, 3, []
+        while now < 8.0:
+            now, epoch = asked_again(session, now, epoch, code, *commits)
+            when.append(now)
+        return when
+
+    assert asked(5) == asked()
+    assert len(asked()) < 6
+
+
+@pytest.mark.parametrize("how", ["moves", "stays"])
+def test_who_is_to_move_once_more_begins_anew(how):
+    session, now, epoch = leaving(), 0.2, 3
+    for _ in range(4):
+        now, epoch = asked_again(session, now, epoch, RefusalCode.OVERLOADED, 5)
+    session.handle(now, Received(T1, Refused(ID, epoch, RefusalCode.OVERLOADED)))
+    drains = T0
+    if how == "stays":
+        session.handle(now, Stays(T0))
+        session.handle(now, Received(T0, verified(session, 6)))
+    else:
+        session.handle(now, Available(Role.TARGET))
+        session.handle(now, Placed(Role.TARGET, T1))
+        session.handle(now, Received(T1, replace(verified(session, 9), epoch=epoch + 1)))
+        drains = T1
+        session.handle(now, Lost(T0))
+    assert session.handle(now, Draining(drains))[-1] == Place(Role.TARGET, frozenset({drains}))
+    session._wake_at = None
+    (wake,) = session.handle(now, Placed(Role.TARGET, None))
+    assert wake.at - now <= SessionLimits().backoff
+
+
 def test_a_drafter_that_drains_is_left_for_another_if_there_is_one():
     session = running()
     assert session.handle(0.1, Draining(D0)) == [Place(Role.DRAFT, frozenset({D0}))]
