@@ -219,6 +219,9 @@ class Dispatcher:
         self._take(run, event, at)
         if run.session.phase is Phase.ENDED:
             self._over(run)
+        elif type(event) is events.Lost or (type(event) is events.Received and type(event.message) is messages.Refused):
+            # Where another worker takes it, that is noted; but perhaps there is none.
+            self.pool.join(run.session.session, *run.session.openings)
 
     def _take(self, run: RunningSession, event: Event, at: float = 0.0) -> None:
         now = max(asyncio.get_running_loop().time(), at)

@@ -30,6 +30,7 @@ from speculation.messages import (
     RequestOptions,
     Sampling,
     SessionId,
+    Subscribe,
     TokenLogprobs,
     ToWorker,
     Verification,
@@ -39,6 +40,7 @@ from speculation.request.poison_detector import WELL_PAST
 from speculation.request.record import SessionState
 from speculation.request.session import SessionLimits
 from transport.client import Traffic
+from transport.codec import MalformedMessage
 from transport.codec_parts import AskedLogprobs
 from transport.incoming import Route
 
@@ -92,13 +94,14 @@ class Served:
         self.wires: dict[str, Wire] = {}
         self.commits: list[Committed] = []
 
-    def up(self, name: str, revision: int = 1, role: Role = Role.TARGET, started: float | None = None) -> None:
+    def up(
+        self, name: str, revision: int = 1, role: Role = Role.TARGET, started: float | None = None, head: int = 0
+    ) -> None:
         peer = Peer(PeerId(name), role, self.dispatcher.pool)
         self.wires[name] = peer.connection = Wire()  # type: ignore[assignment]
         self.dispatcher.pool.peers[peer.peer] = peer
-        peer.up(
-            Welcome(role.value, "m", 100, 1000, 1, instance=name, revision=revision, started=started or float(revision))
-        )
+        started = started or float(revision)
+        peer.up(Welcome(role.value, "m", 100, 1000, 1, instance=name, revision=revision, started=started, head=head))
 
     def hear(self, name: str, message: FromWorker) -> None:
         self.dispatcher.pool.peers[PeerId(name)].received(message)
@@ -450,6 +453,27 @@ async def test_workers_of_a_session_hear_each_other_at_once_for_as_long_as_it_is
     served.verify("a", 11, finish=FinishReason.STOP)
     await serving
     assert not a.routes and not e.routes
+
+
+@pytest.mark.parametrize("fate", ["refuses", "dies", "breaks the protocol"])
+async def test_nothing_goes_to_a_drafter_that_has_no_session_any_more_though_there_is_no_other(served, fate):
+    served.up("a", head=77)
+    served.up("d", role=Role.DRAFT, head=77)
+    serving = await served.begins(100)
+    a, opened = served.wires["a"], served.wires["d"].last
+    match fate:
+        case "refuses":
+            served.hear("d", Refused(opened.session, opened.epoch, RefusalCode.OVERLOADED, "full"))
+        case "dies":
+            served.die("d")
+        case _:
+            for _ in range(SessionLimits().draft_strikes):
+                served.dispatcher._malformed(PeerId("d"), MalformedMessage("odd", opened.session, opened.epoch))
+    assert not a.routes and not served.wires["d"].routes
+    assert [message.head for message in a.sent if isinstance(message, Subscribe)] == [77, 0]
+    served.verify("a", 11, finish=FinishReason.STOP)
+    await serving
+    assert not any(isinstance(message, Verification) for message in served.wires["d"].sent)
 
 
 async def test_what_was_passed_on_is_not_relayed_again(served):
