@@ -222,6 +222,7 @@ class Worker:
         self._draining = False
         self._wake = threading.Condition()
         self._inbox: list[tuple[Link, ToWorker | None, float]] = []
+        self._taking = False  # what was in the inbox is in no session yet
         self._stopping = False
         self._links: set[Link] = set()
         self._thread = threading.Thread(target=self._compute, name=f"{role}-steps", daemon=True)
@@ -263,8 +264,10 @@ class Worker:
         self._push_load()
         deadline = self._loop.time() + seconds
         while self._loop.time() < deadline and not self.failed.done():
-            load = self._machine.load()
-            if not (self._inbox or load.sessions or load.waiting):
+            with self._wake:
+                taken = not (self._inbox or self._taking)
+            load = self._machine.load()  # in this order, so that no session is in neither
+            if taken and not (load.sessions or load.waiting):
                 break
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         await self.stop()
@@ -341,6 +344,7 @@ class Worker:
                     if self._stopping:
                         return
                     inbox, self._inbox = self._inbox, []
+                    self._taking = bool(inbox)
                 self._watchdog.begins()
                 answers: Outgoing = []
                 for link, message, at in inbox:
@@ -348,6 +352,7 @@ class Worker:
                         self._machine.forget(link)
                     else:
                         answers += self._machine.receive(link, message, at)
+                self._taking = False
                 self._send(answers)
                 computed = self._machine.step()
                 self._watchdog.ends()

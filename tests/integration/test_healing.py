@@ -25,7 +25,7 @@ from tests.integration.test_transport import OPEN, Echo, Heard, connected
 from tests.stack import decode, dispatcher, held_out_prompts, target_worker
 from transport import client
 from transport import worker as worker_module
-from transport.worker import Door, Outgoing, Watchdog, Worker
+from transport.worker import DRAIN_POLL_SECONDS, Door, Outgoing, Watchdog, Worker
 
 POISON = 23
 """A prompt that begins with this token ends the target that computes it."""
@@ -210,6 +210,36 @@ async def test_a_worker_that_drains_waits_no_longer_than_it_may():
         assert isinstance(await heard.next(), Verification)
         await asyncio.wait_for(worker.drain(0.3), 30)
         assert isinstance(await heard.next(), str)
+
+
+@dataclass
+class Slow(Echo):
+    """A machine that takes a session in only when it may, as it does with a long prompt."""
+
+    begun: threading.Event = field(default_factory=threading.Event)
+    may: threading.Event = field(default_factory=threading.Event)
+
+    def receive(self, link: Hashable, message: ToWorker, at: float) -> Outgoing:
+        self.begun.set()
+        assert self.may.wait(60)
+        return super().receive(link, message, at)
+
+
+async def test_a_worker_that_drains_waits_also_for_a_session_that_it_is_just_taking_in():
+    machine = Slow()
+    worker = Worker(machine, "target")
+    await worker.start(await Door.open("target", "127.0.0.1:0"))
+    async with connected(worker.address) as (connection, heard):
+        connection.send(OPEN)
+        assert await asyncio.to_thread(machine.begun.wait, 60)
+        draining = asyncio.create_task(worker.drain(60))
+        await asyncio.sleep(3 * DRAIN_POLL_SECONDS)
+        machine.may.set()
+        assert isinstance(await heard.next(), Verification)
+        await asyncio.sleep(3 * DRAIN_POLL_SECONDS)
+        assert not draining.done()
+        connection.send(Close(OPEN.session, OPEN.epoch))
+        await asyncio.wait_for(draining, 30)
 
 
 async def test_a_poison_request_in_a_crowd_is_failed_alone():
