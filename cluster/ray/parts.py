@@ -66,7 +66,9 @@ def part(config: Config, own: Pool | None) -> Config:
     made = replace(made, autoscaling=none.autoscaling, start_timeout=none.start_timeout)
     if own is None:
         return replace(made, router=_one(config.router, max_replicas_of(config.router)), validate=none.validate)
-    return replace(made, router=none.router, admission=none.admission)
+    # Of the routers' settings, workers heed whether they may listen beyond loopback.
+    router = replace(none.router, allow_remote=config.router.allow_remote)
+    return replace(made, router=router, admission=none.admission)
 
 
 def known(config: Config) -> Config:

@@ -169,6 +169,7 @@ WORKERS_A, WORKERS_B = {"TargetWorker-a", "DraftWorker-a.draft"}, {"TargetWorker
         ("models.a.target.standby", 1, {"Router"}),
         ("target.step_tokens", 64, {"TargetWorker-a", "TargetWorker-b"}),
         ("router.max_sessions", 9, {"Router"}),
+        ("router.allow_remote", True, WORKERS_A | WORKERS_B | {"Router"}),
         ("admission.concurrent_requests", 9, {"Router"}),
         ("start_timeout", 99, set()),
         ("autoscaling.load", 0.5, set()),
@@ -523,3 +524,18 @@ def test_a_worker_on_a_node_of_ipv6_has_an_address(monkeypatch):
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "2001:db8::7")
     config = from_mapping({"ray": {"address": "auto"}, "router": {"allow_remote": True}}, "args")
     assert worker_replicas._listen(config) == "[2001:db8::7]:0"
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_worker_of_paceline_up_is_told_whether_it_may_listen_beyond_loopback(monkeypatch, allowed):
+    """By the settings in its environment, which are not all."""
+    config = from_mapping({"ray": {"address": "auto"}, "router": {"allow_remote": allowed}}, "args")
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "192.0.2.5")
+    for pool in config.pools():
+        environment = options(config, pool, settings=True)["ray_actor_options"]["runtime_env"]["env_vars"]
+        monkeypatch.setenv(SETTINGS, environment[SETTINGS])
+        if allowed:
+            assert worker_replicas._listen(known(outline(config))) == "192.0.2.5:0"
+        else:
+            with pytest.raises(SecurityError, match=r"^192\.0\.2\.5 can be reached"):
+                worker_replicas._listen(known(outline(config)))
