@@ -28,6 +28,8 @@ class CompletionRequest:
     seed: int
     chat: bool = False
     api_key: str = field(default="", repr=False)
+    model: str = ""
+    """Which of the server's; empty: the only one."""
 
     def body(self, *, speculate: bool) -> dict[str, Any]:
         """As the API takes it. The answer is not kept: the same request, asked again, could copy it and look fast."""
@@ -35,7 +37,8 @@ class CompletionRequest:
         options = {"include_usage": True, "include_speculation": True}
         settings = {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
         speculation = {"enabled": speculate, "remember": False}
-        return {**prompt, **settings, "stream": True, "stream_options": options, "speculation": speculation}
+        model = {"model": self.model} if self.model else {}
+        return {**model, **prompt, **settings, "stream": True, "stream_options": options, "speculation": speculation}
 
 
 @dataclass(slots=True)

@@ -35,6 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Its flags."""
     parser.add_argument("prompt", nargs="?", help="text to continue; - reads it from standard input")
     parser.add_argument("--url", default=DEFAULT_URL, help=f"where Paceline serves (default: {DEFAULT_URL})")
+    parser.add_argument("--model", default="", metavar="NAME", help="which of its models (default: the only one)")
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most tokens (default: 128)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 (default): most likely text")
     parser.add_argument("--seed", type=int, metavar="N", help="same seed, same text (default: a random one)")
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     api_key = environment.api_key() if args.api_key is None else args.api_key
     if not (api_key.isascii() and api_key.isprintable()):
         raise BadInput("the API key must be printable ASCII")
-    request = CompletionRequest(prompt, args.max_tokens, args.temperature, seed, args.chat, api_key)
+    request = CompletionRequest(prompt, args.max_tokens, args.temperature, seed, args.chat, api_key, args.model)
     show(args.url, request, compare=not args.no_compare)
     return 0
 

@@ -41,7 +41,9 @@ def add(parser: Parser) -> None:
         about = f"a running {role} worker (may be repeated)"
         parser.add_argument(f"--{role}", action="append", default=[], metavar="HOST:PORT", help=about)
     parser.add_argument("--workers", type=Path, metavar="FILE", help="a list of workers, as `paceline router` takes it")
-    parser.add_argument("--url", metavar="URL", help="where Paceline serves HTTP; two short completions are run")
+    parser.add_argument(
+        "--url", metavar="URL", help="where Paceline serves HTTP; two short completions of each model are run"
+    )
     about = "sent there (default: the variable OPENAI_API_KEY, else the first key of security.api_keys)"
     parser.add_argument("--api-key", metavar="KEY", help=about)
     add_setting(parser, "--address", "ray.address")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -166,13 +167,19 @@ def _introduce(config: Config) -> None:
     tell(f"  {', '.join(pools)}{drafts}, on {config.backend}")
 
 
+def _named(config: Config) -> str:
+    """The model to ask; empty where there is only one, which need not be named."""
+    return next(iter(config.models)) if len(config.models) > 1 else ""
+
+
 def _say_how_to_use(config: Config, detached: bool) -> None:
     """The page's address comes last, where it is still in sight."""
     url = _url(config)
-    other = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
+    named = _named(config)
+    other = (f" --model {named}" if named else "") + ("" if url == "http://127.0.0.1:8000" else f" --url {url}")
     tell("\nTry, in another terminal:")
     tell(f'  paceline complete "{DEMO_PROMPT}"{other}')
-    data = '{"prompt": "def fib(n):", "max_tokens": 64}'
+    data = json.dumps(({"model": named} if named else {}) | {"prompt": DEMO_PROMPT, "max_tokens": 64})
     key = ' -H "authorization: Bearer $OPENAI_API_KEY"' if config.security.api_keys else ""
     tell(f"  curl {url}/v1/completions -H 'content-type: application/json'{key} -d '{data}'")
     if key:
@@ -187,7 +194,8 @@ def _demo(config: Config) -> None:
 
     tell(f"\nA completion of {DEMO_PROMPT!r}:")
     try:
-        request = CompletionRequest(DEMO_PROMPT, max_tokens=96, temperature=0.0, seed=0, api_key=own_api_key(config))
+        key, model = own_api_key(config), _named(config)
+        request = CompletionRequest(DEMO_PROMPT, max_tokens=96, temperature=0.0, seed=0, api_key=key, model=model)
         show(_url(config), request, compare=True)
     except (CommandError, OSError) as error:
         complain(f"paceline: the demo failed: {error}")

@@ -16,7 +16,7 @@ ANSWER_SECONDS = 10.0
 
 
 def check(url: str, api_key: str = "") -> Iterator[Finding]:
-    """Models, one short streamed completion, and the same without drafts."""
+    """Models, of each one short streamed completion, and the same without drafts."""
     subject = f"http {url}"
     try:
         with httpx.Client(trust_env=False, timeout=ANSWER_SECONDS) as client:
@@ -30,7 +30,12 @@ def check(url: str, api_key: str = "") -> Iterator[Finding]:
         yield problem(subject, "answers but serves no model", "no target worker is connected; check them with --target")
         return
     yield ok(subject, f"serves {', '.join(models)}")
-    request = CompletionRequest(PROMPT, TOKENS, temperature=0.8, seed=1, api_key=api_key)
+    for model in models:
+        request = CompletionRequest(PROMPT, TOKENS, temperature=0.8, seed=1, api_key=api_key, model=model)
+        yield from _compare(f"{subject}, {model}" if len(models) > 1 else subject, url, request)
+
+
+def _compare(subject: str, url: str, request: CompletionRequest) -> Iterator[Finding]:
     drafted, plain = CompletionTally(), CompletionTally()
     try:
         for tally, speculate in ((drafted, True), (plain, False)):
