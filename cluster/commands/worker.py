@@ -69,6 +69,11 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped."""
     set_up(args)
     config = flags.configuration(args)
+    if config.models and all(override.key != f"{args.role}.model" for override in flags.overrides_in(args)):
+        raise BadInput(
+            f"{args.config} lists models, and a worker by hand belongs to no pool of theirs; say by --model which to "
+            f"load, and what else differs by flags or in the section {args.role}"
+        )
     checks.check_listen(args.listen, config)
     check_security(config, (args.role,))
     shared = args.role == "target" and config.draft.placement == SHARED and config.drafts_with_models

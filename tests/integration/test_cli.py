@@ -165,6 +165,21 @@ def test_a_mistake_is_answered_in_one_line(arguments, words, capfd):
     assert os.environ == environment
 
 
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_worker_takes_no_model_from_a_list_of_several(role, tmp_path, capfd):
+    """A router does, for their tokenizers; so they may have one file."""
+    path = tmp_path / "paceline.yaml"
+    path.write_text("models: {llama: {target: {model: /nowhere/llama}}}\n")
+    arguments = ["worker", role, "--config", str(path), "--listen", "127.0.0.1:0"]
+    assert cli.main(arguments) == 2
+    assert (
+        f"{path} lists models, and a worker by hand belongs to no pool of theirs; say by --model"
+        in capfd.readouterr().err
+    )
+    assert cli.main([*arguments, "--model", "/nowhere/qwen"]) == 2
+    assert "--model /nowhere/qwen: no such folder" in capfd.readouterr().err
+
+
 def test_no_ray_cluster():
     refused = run("up", "--address", "127.0.0.1:1")
     assert (refused.returncode, refused.stdout) == (1, "")
