@@ -98,7 +98,9 @@ class WorkerConfig:
 class TargetConfig(WorkerConfig):
     """Target workers: they run the served model and decide every token."""
 
-    model: str = path_setting("model folder, or a hub id such as Org/Name", default=str(BUNDLED / "target"))
+    model: str = path_setting(
+        "model folder, or a hub id such as Org/Name", default=str(BUNDLED / "target"), called="name"
+    )
     name: str = setting("", "name the model is served under (default: last part of the model path)")
     replicas: int = setting(1, "number of target workers", ge=1, le=1024)
     standby: int = setting(

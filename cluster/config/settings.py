@@ -8,6 +8,7 @@ Errors are one line that names where the value stands, the setting, the value an
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,6 +51,8 @@ class SettingSpec:
     """The same in words."""
     path: Literal["", "folder", "file"] = ""
     """Whether a text is the path of a file, or may be that of a folder."""
+    called: str = ""
+    """Setting beside it that says what this is called: by default as the path does, also where that is a link."""
 
     @property
     def kind(self) -> type[object]:
@@ -67,9 +70,9 @@ def seconds(default: float, about: str) -> Any:
     return setting(default, about, ge=0, le=86400)
 
 
-def path_setting(about: str, *, default: str = "", file: bool = False) -> Any:
+def path_setting(about: str, *, default: str = "", file: bool = False, called: str = "") -> Any:
     """A field that is the path of a file, or else may be that of a folder."""
-    return setting(default, about, path="file" if file else "folder")
+    return setting(default, about, path="file" if file else "folder", called=called)
 
 
 def settings_of(kind: type[Any]) -> dict[str, SettingSpec]:
@@ -199,17 +202,23 @@ class ConfigReader:
         Raises :class:`cluster.config.settings.ConfigError`.
         """
         pools = _pools(where, document.get(MODELS))
-        values: dict[SettingPath, object] = {}
+        values: dict[SettingPath, tuple[Path, SettingSpec, object]] = {}
         for path, value in self._entries(where, document, pools):
             spec = self._known(where, path)
-            values[path] = _located(base, spec, checked(where, ".".join(path), spec, value))
+            values[path] = base, spec, checked(where, ".".join(path), spec, value)
         for override in overrides:
             path = _split(override, pools)
             spec = self._known(override.source, path)
-            values[path] = _located(Path(), spec, parsed(override.source, override.key, spec, override.text))
+            values[path] = Path(), spec, parsed(override.source, override.key, spec, override.text)
         sections: defaultdict[SettingPath, dict[str, Any]] = defaultdict(dict)
-        for (*above, name), value in values.items():
-            sections[tuple(above)][name] = value
+        for (*above, name), (start, spec, value) in values.items():
+            sections[tuple(above)][name] = _located(start, spec, value)
+        for (*above, _), (start, spec, value) in values.items():
+            if (
+                spec.called and above[0] != MODELS and (link := _link(start, str(value)))
+            ):  # there the keys are the names
+                section = sections[tuple(above)]
+                section[spec.called] = section.get(spec.called) or link
         return sections, pools
 
     def _entries(
@@ -303,3 +312,9 @@ def _located(base: Path, spec: SettingSpec, value: object) -> object:
     if spec.path == "file":
         return str(place.absolute())
     return str((place.resolve() if is_folder(place) else pinned_folder(str(value))) or value)
+
+
+def _link(base: Path, path: str) -> str:
+    """What a link to a folder is called; empty where there is none."""
+    place = os.path.abspath(base / expanded(path))
+    return os.path.basename(place) if os.path.islink(place) and os.path.isdir(place) else ""

@@ -161,6 +161,27 @@ def test_folders_are_meant_relative_to_what_names_them(tmp_path, monkeypatch):
     assert load(None, [Override("draft.model", "./m", "--draft")]).draft.model == str(tmp_path / "m")
 
 
+def test_a_model_that_is_a_link_is_called_as_the_link_and_loaded_from_where_that_leads(tmp_path, monkeypatch):
+    """Now, and not where it leads when some worker starts again."""
+    made, link = tmp_path / "run-9f8e", tmp_path / "llama-8b"
+    made.mkdir()
+    link.symlink_to(made)
+    monkeypatch.chdir(tmp_path)
+    by_flag = [Override("target.model", "./llama-8b/", "--target")]
+    for config in (load(written(tmp_path, "target: {name: '', model: llama-8b}")), load(None, by_flag)):
+        assert target_settings(config).engine.served_name == "llama-8b"
+        assert config.target.model == str(made)
+        assert from_mapping(yaml.safe_load(config.to_yaml()), "again") == config
+    named = written(tmp_path, "target: {name: mine, model: llama-8b}")
+    assert load(named).target.name == "mine"
+    assert load(named, [Override("target.name", "yours", "-"), *by_flag]).target.name == "yours"
+    file = written(tmp_path, "target: {model: llama-8b}")
+    assert load(file, [Override("target.model", "run-9f8e", "--target")]).target.name == ""
+    assert (
+        load(written(tmp_path, "models: {llama: {target: {model: llama-8b}}}")).models["llama"].target.name == "llama"
+    )
+
+
 def test_every_setting_says_what_it_is_and_has_a_default_of_its_own_kind():
     printed = yaml.safe_load(Config().to_yaml())
     keys = [key for key in printed if key not in (*SECTIONS, "models")]
