@@ -242,12 +242,14 @@ class Config:
     def of_worker(self, pool: Pool) -> Config:
         """The configuration that a worker of the pool is started with: its own settings in ``target`` or ``draft``.
 
-        Those of the draft model in a target's process are in ``draft`` as well.
+        Those of the draft model in a target's process are in ``draft`` as well, those of a draft worker's targets in
+        ``target``: it may read all this from a file, where what it drafts with may follow from them.
         """
         if pool.role is Role.TARGET:
             draft = self.shared_draft(pool) or replace(self.draft, placement=OWN)
             return replace(self, models={}, target=pool.settings, draft=draft)  # type: ignore[arg-type]
-        return replace(self, models={}, draft=pool.settings)  # type: ignore[arg-type]
+        target = self._models()[pool.model].target
+        return replace(self, models={}, target=target, draft=pool.settings)  # type: ignore[arg-type]
 
     def with_pools(self, change: Callable[[Pool], Any]) -> Config:
         """The same with what this makes of the settings of each pool, also of those that are not wanted."""

@@ -244,7 +244,17 @@ def test_a_worker_of_a_pool_finds_its_settings_where_a_single_model_has_them(tmp
     config = load(written(tmp_path, MODELS))
     small = config.pools()[1]
     alone = config.of_worker(small)
-    assert (alone.draft, alone.models, alone.target) == (small.settings, {}, config.target)
+    assert (alone.draft, alone.models, alone.target) == (small.settings, {}, config.pools()[0].settings)
+
+
+def test_a_worker_of_a_pool_that_reads_its_settings_from_a_file_finds_them_there(tmp_path):
+    """What the section `target` says of heads that draft away from it is nothing of other models."""
+    away = {"eagle": "/heads/h", "eagle_at": "drafter"}
+    plain = {"target": {"model": "/m/plain", "eagle": ""}, "drafts": {"draft": {"model": "/m/small"}}}
+    config = from_mapping({"target": away, "models": {"plain": plain}}, "here")
+    for pool in config.pools():
+        alone = config.of_worker(pool)
+        assert load(written(tmp_path, alone.to_yaml())) == alone
 
 
 def test_a_draft_model_may_work_in_its_targets_process(tmp_path):
