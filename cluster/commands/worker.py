@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from cluster.config import checks, flags
 from cluster.config.config import Config
-from cluster.config.pools import SHARED
+from cluster.config.pools import SHARED, Pool, TargetConfig
 from cluster.config.security import check_security, identity
-from cluster.config.serving import start_worker
+from cluster.config.serving import start_worker, worker_config
+from cluster.config.settings import DEFAULT_POOL
 from cluster.console import FAILED, BadInput, CommandError, complain, stages, tell
 from cluster.processes.imports import import_worker
 from cluster.processes.logs import add_flags, set_up
@@ -68,7 +69,7 @@ def add(parser: flags.Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped."""
     set_up(args)
-    config = flags.configuration(args)
+    config = _translating(flags.configuration(args), args.role)
     if config.models and all(override.key != f"{args.role}.model" for override in flags.overrides_in(args)):
         raise BadInput(
             f"{args.config} lists models, and a worker by hand belongs to no pool of theirs; say by --model which to "
@@ -80,6 +81,16 @@ def run(args: argparse.Namespace) -> int:
     settings = config.target if args.role == "target" else config.draft
     checks.check_loaded(settings, config.draft if shared else None, NAMED)
     return asyncio.run(_serve(Role(args.role), config, args.listen))
+
+
+def _translating(config: Config, role: str) -> Config:
+    """The same for a draft worker that has to translate, where it is known whom it drafts for.
+
+    Of the bundled target nobody has said so.
+    """
+    if role == "target" or config.models or config.target.model == TargetConfig().model:
+        return config
+    return worker_config(config, Pool(Role.DRAFT, "", DEFAULT_POOL, config.draft))
 
 
 async def _serve(role: Role, config: Config, listen: str) -> int:

@@ -102,6 +102,25 @@ def test_a_draft_worker_of_another_vocabulary_is_told_of_the_targets(other_vocab
     assert not any(worker_config(load(), pool).draft.target_tokenizer for pool in load().pools())
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_draft_worker_by_hand_finds_out_that_it_has_to_translate(other_vocabulary, tmp_path, monkeypatch, named):
+    """Where its settings say whom it drafts for: the bundled target is nobody's choice."""
+    told = []
+
+    async def serve(role, config, listen):
+        told.append(config.draft.target_tokenizer)
+        return 0
+
+    monkeypatch.setattr("cluster.commands.worker._serve", serve)
+    copied = shutil.copytree(MODELS / "target", tmp_path / "copied")
+    path = tmp_path / "paceline.yaml"
+    path.write_text(f"target: {{model: {copied}}}\n" if named else "")
+    arguments = ["worker", "draft", "--config", str(path), "--listen", "127.0.0.1:0"]
+    assert cli.main([*arguments, "--model", str(other_vocabulary)]) == 0
+    assert cli.main([*arguments, "--model", str(MODELS / "draft")]) == 0
+    assert told == [str(copied) if named else "", ""]
+
+
 @pytest.mark.parametrize(
     "arguments", [["up", "--draft-placement", "shared", "--draft"], ["worker", "target", "--draft-model"]]
 )
