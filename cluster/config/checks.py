@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from cluster.config.config import Config, max_replicas_of
 from cluster.config.environment import COMMIT, expanded, is_folder, pinned
-from cluster.config.pools import DraftConfig, TargetConfig
+from cluster.config.pools import AT_DRAFTER, DraftConfig, TargetConfig
 from cluster.config.security import check_http_exposure, check_security, check_worker_exposure
 from cluster.config.serving import difference
 from cluster.config.settings import AUTO
@@ -29,6 +29,7 @@ LOADED = ("model", "eagle", "assistant", "target_tokenizer")
 def check(config: Config) -> None:
     """All that ``paceline up`` can know beforehand. Raises :class:`CheckError`, SecurityError, AddressError."""
     check_bounds(config)
+    check_heads(config)
     if config.backend == "local" and config.router.replicas not in (AUTO, 1):
         raise CheckError(f"router.replicas is {config.router.replicas}, but the local backend runs one router")
     check_http_exposure(config)
@@ -94,6 +95,26 @@ def check_bounds(config: Config) -> None:
             raise CheckError(
                 f"{path}.min_replicas is {pool.min_replicas}, which is more than its max_replicas, {pool.max_replicas}"
             )
+
+
+def check_heads(config: Config) -> None:
+    """Whether a head that is to draft away from its target has somebody to draft with it. Raises :class:`CheckError`.
+
+    Nobody has to where requests get no drafts unless they ask.
+    """
+    pools = config.pools()
+    for pool in pools:
+        head = isinstance(pool.settings, TargetConfig) and pool.settings.eagle and pool.settings.eagle_at == AT_DRAFTER
+        drafters = [other for other in pools if other.role is Role.DRAFT and other.model == pool.model]
+        if not (head and config.speculation.enabled) or any(max_replicas_of(other.settings) for other in drafters):
+            continue
+        wanted = config.speculation.drafters
+        why = "there are no draft workers" if wanted else "speculation.drafters is false, as method eagle3 has it"
+        instead = "have some" if wanted else "name the head by --draft-eagle"
+        raise CheckError(
+            f"{pool.path}.eagle_at is drafter, but {why}, so nobody would draft with the head; {instead}, or set it "
+            "to target"
+        )
 
 
 def check_ranks(config: Config) -> None:

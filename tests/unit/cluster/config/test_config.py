@@ -3,6 +3,7 @@ from dataclasses import fields
 import pytest
 import yaml
 
+from cluster.config.checks import CheckError, check_heads
 from cluster.config.config import SECTIONS, SETTINGS, Config, Override, from_mapping, load
 from cluster.config.flags import Parser, add_file, add_repeated, add_section, add_tracing, configuration
 from cluster.config.pools import OWN, DraftConfig, ModelConfig, TargetConfig, chosen_threads
@@ -84,6 +85,8 @@ def test_without_speculation_there_are_no_drafters():
         ("target: fast", "target must be a mapping of settings, got 'fast'"),
         ("- target", "must be a mapping of settings, got a list"),
         ("target: {", "is not YAML"),
+        ("router: {port: 1}\ntarget: {}\nrouter: {host: h}", "is not YAML: 'router' is given twice"),
+        ("router: {port: 1, port: 2}", "is not YAML: 'port' is given twice"),
         ("draft: {placement: here}", "draft.placement must be one of auto, own, shared, cpu, got 'here'"),
         ("draft: {placement: cpu, device: 'cuda:1'}", "draft.placement is cpu, but its device is cuda:1"),
         (
@@ -348,6 +351,27 @@ def test_an_eagle_head_that_drafts_away_from_its_target_is_what_draft_workers_ha
     assert target_settings(config.of_worker(target)).engine.eagle_away
     assert not draft_settings(config.of_worker(draft)).engine.eagle_away
     assert not from_mapping({"target": {"eagle": "h"}}, "here").draft.eagle
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"speculation": {"drafters": False}}, "target.eagle_at is drafter, but speculation.drafters is false"),
+        ({"draft": {"replicas": 0}}, "target.eagle_at is drafter, but there are no draft workers"),
+        ({"models": {"a": {"drafts": {}}, "b": {}}}, "models.a.target.eagle_at is drafter, but there are no"),
+        ({"draft": {"replicas": 0, "max_replicas": 2}}, ""),
+        ({"speculation": {"enabled": False}}, ""),
+        ({"target": {"eagle": "h"}, "draft": {"replicas": 0}}, ""),
+        ({}, ""),
+    ],
+)
+def test_an_eagle_head_that_nobody_would_draft_with_is_refused(document, words) -> None:
+    config = from_mapping({"target": {"eagle": "h", "eagle_at": "drafter"}} | document, "here")
+    if words:
+        with pytest.raises(CheckError, match=f"^{words}"):
+            check_heads(config)
+    else:
+        check_heads(config)
 
 
 def test_an_eagle_head_of_a_draft_worker_cannot_share_the_targets_process() -> None:
