@@ -109,7 +109,8 @@ def add_tracing(parser: argparse._ActionsContainer) -> None:
 
 def add_file(parser: argparse._ActionsContainer) -> None:
     """The flags that reach every setting."""
-    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file (YAML); flags win over it")
+    about = "configuration file (YAML); flags win over it, but those of target and draft not over its models"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=about)
     about = "any setting by its path, such as target.cache_tokens=8192; see `paceline config`"
     parser.add_argument("--set", dest=OVERRIDES, action="append", type=_any_setting, metavar="KEY=VALUE", help=about)
 
