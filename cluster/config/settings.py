@@ -175,10 +175,24 @@ def document_in(path: Path) -> Mapping[Any, object]:
         raise ConfigError(f"{path} is not YAML: {error}") from error
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, as YAML does: else the last would hold, and the first be lost in silence."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """A mapping as it is written."""
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (key.tag, key.value) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
+            seen.add((key.tag, key.value))
+        return node
+
+
 def yaml_in(where: object, text: str) -> Any:
     """What YAML says, as plain values. Raises :class:`cluster.config.settings.ConfigError`."""
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except RecursionError as error:
         raise ConfigError(f"{where} is not YAML that can be read: it is nested too deep") from error
     # A value such as the 32nd of a month ends in whatever the code that reads it raises.
