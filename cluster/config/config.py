@@ -98,7 +98,7 @@ class RayConfig:
     address: str = setting("local", "local: start Ray on this machine; auto or HOST:PORT: a running cluster")
     num_cpus: int = setting(16, "logical CPUs of a local Ray; not a limit on computing", ge=2, le=1024)
     cpus_per_worker: float = setting(0.1, "logical CPUs that Ray reserves for a worker", ge=0, le=1024)
-    placement_timeout: float = setting(20.0, "seconds in which Ray must find room for every worker", ge=1)
+    placement_timeout: float = setting(20.0, "seconds in which Ray must find room for every worker", ge=1, le=86400)
     object_store_mb: int = setting(80, "object store of a local Ray, in MB (tokens never pass it)", ge=76)
 
 

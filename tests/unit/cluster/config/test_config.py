@@ -140,6 +140,7 @@ def test_a_bad_file_is_refused_with_what_would_be_right(tmp_path, text, words):
         ("draft.threads", "0", "--x: draft.threads must be auto or a whole number from 1 to 1024, got 0"),
         ("router.prot", "1", "--x: unknown setting 'router.prot'; did you mean 'router.port'?"),
         ("ray.cpus_per_worker", "-1", "--x: ray.cpus_per_worker must be a number from 0 to 1024, got -1.0"),
+        ("ray.placement_timeout", "inf", "--x: ray.placement_timeout must be a number from 1 to 86400, got inf"),
         ("speculation.enabled", "perhaps", "--x: speculation.enabled must be true or false, got 'perhaps'"),
     ],
 )
