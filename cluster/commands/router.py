@@ -38,7 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         about = f"a {role} worker (may be repeated)"
         parser.add_argument(f"--{role}", action="append", default=[], metavar="HOST:PORT", help=about)
     parser.add_argument("--workers", type=Path, metavar="FILE", help="a list of workers instead; may change meanwhile")
-    flags.add_section(parser, "router", without=("replicas", "labels"))
+    flags.add_section(parser, "router", without=("replicas", "min_replicas", "max_replicas", "labels"))
     flags.add_section(parser, "security")
     flags.add_speculative_config(parser)
     flags.add_section(parser, "admission", without=("cors_origins",))

@@ -37,7 +37,8 @@ sessions move or end, for up to drain_timeout seconds, and stop it; a second one
 """
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LISTEN = {"target": "127.0.0.1:7001", "draft": "127.0.0.1:7002"}
-ELSEWHERE = ("replicas", "standby", "gpus", "gpu_class", "labels", "sources", "placement", "eagle")
+REPLICAS = ("replicas", "min_replicas", "max_replicas")
+ELSEWHERE = (*REPLICAS, "standby", "gpus", "gpu_class", "labels", "sources", "placement", "eagle")
 """Settings that are no flags here, or others."""
 NAMED = {name: flags.flag_of(name) for name in checks.LOADED} | {"eagle": "--draft-eagle", "shared": "--draft-model"}
 """What messages call the settings that are checked."""

@@ -48,6 +48,14 @@ def test_odd_input_is_answered_in_one_line(arguments, words, capsys):
     assert (said.out, said.err.count("\n")) == ("", 1)
 
 
+@pytest.mark.parametrize("command", [["router"], ["worker", "target"], ["worker", "draft"]])
+def test_one_process_has_no_flags_for_how_many_there_are(command, capsys):
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    said = capsys.readouterr().out
+    assert "--config" in said and "replicas" not in said
+
+
 @pytest.mark.parametrize("port", ["\u00b2", "\u0661", "+1", " 1", "65536", "9" * 5000, ""])
 def test_a_port_is_made_of_plain_digits(port):
     with pytest.raises(AddressError, match="is not HOST:PORT"):
