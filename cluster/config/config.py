@@ -211,8 +211,8 @@ class Config:
 
     @property
     def drafts(self) -> int:
-        """How many draft workers to start."""
-        return sum(pool.settings.replicas for pool in self.pools() if pool.role is Role.DRAFT)
+        """How many draft workers there may come to be."""
+        return sum(max_replicas_of(pool.settings) for pool in self.pools() if pool.role is Role.DRAFT)
 
     def pools(self) -> list[Pool]:
         """All pools of workers: each model's target pool, then its draft pools, if drafts are wanted at all.

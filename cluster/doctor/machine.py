@@ -183,7 +183,7 @@ def check_devices(config: Config) -> Iterator[Finding]:
 
 
 def _pools(config: Config) -> list[Pool]:
-    return [pool for pool in config.pools() if pool.settings.replicas]
+    return [pool for pool in config.pools() if max_replicas_of(pool.settings)]
 
 
 def room_of(folder: Path) -> tuple[int, int]:
@@ -198,7 +198,7 @@ def room_of(folder: Path) -> tuple[int, int]:
 def check_threads(config: Config, cores: int) -> Iterator[Finding]:
     """Whether workers of this machine ask for more threads than it has cores."""
     pools = [pool.settings for pool in _pools(config)]
-    asked = sum(pool.replicas * pool.tensor_parallel_size * chosen_threads(pool) for pool in pools)
+    asked = sum(max_replicas_of(pool) * pool.tensor_parallel_size * chosen_threads(pool) for pool in pools)
     chosen = any(isinstance(pool.threads, int) for pool in pools)
     text = f"workers here compute with {asked} threads, but there are {cores} cores"
     crowded = warning("cores", text, "lower target.threads or draft.threads, or leave them at auto")

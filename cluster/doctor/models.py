@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from cluster.config.checks import CheckError, check_model, check_tokenizer
-from cluster.config.config import Config
+from cluster.config.config import Config, max_replicas_of
 from cluster.config.environment import expanded, is_folder
 from cluster.config.pools import DraftConfig, TargetConfig
 from cluster.config.serving import difference, target_of
@@ -30,7 +30,7 @@ COPY_AGAIN = "copy the model folder again, or download it again"
 
 def check(config: Config) -> Iterator[Finding]:
     """The models of all pools that are folders here; those that are hub ids are only named."""
-    pools = [pool for pool in config.pools() if pool.settings.replicas or pool.role is Role.TARGET]
+    pools = [pool for pool in config.pools() if max_replicas_of(pool.settings) or pool.role is Role.TARGET]
     for pool in pools:
         yield from check_folder(f"model of {pool}", pool.settings)
         if pool.role is Role.DRAFT:

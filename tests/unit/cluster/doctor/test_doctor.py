@@ -669,6 +669,14 @@ def test_distance_pays_or_not():
     assert not list(workers.judge_distance([met(Role.TARGET)], 0.03, 0.002, 0.8))
 
 
+def test_a_pool_that_may_grow_is_looked_at():
+    config = from_mapping({"draft": {"replicas": 0, "max_replicas": 4, "threads": 100}}, "args")
+    assert config.drafts == 4
+    assert [need.pool for need in machine.needs(config, machine.Devices(False, None, [], GIB))] == ["target", "draft"]
+    assert levels(machine.check_threads(config, 64)) == ["warning"]
+    assert {"model of draft", "vocabulary of draft"} <= {finding.subject for finding in models.check(config)}
+
+
 def test_the_same_text_with_and_without_drafts():
     drafted = CompletionTally(text="ab", tokens=2, accepted=1, offered=2)
     plain = CompletionTally(text="ab", tokens=2)
