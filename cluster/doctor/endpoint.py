@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import httpx
 
-from cluster.completion import CompletionRequest, CompletionTally, bearer, stream
+from cluster.completion import CompletionRequest, CompletionTally, bearer, is_local, stream
 from cluster.console import CommandError
 from cluster.doctor.finding import Finding, ok, problem, warning
 
@@ -19,10 +19,10 @@ def check(url: str, api_key: str = "") -> Iterator[Finding]:
     """Models, of each one short streamed completion, and the same without drafts."""
     subject = f"http {url}"
     try:
-        with httpx.Client(trust_env=False, timeout=ANSWER_SECONDS) as client:
+        with httpx.Client(trust_env=not is_local(url), timeout=ANSWER_SECONDS) as client:
             answer = client.get(f"{url.rstrip('/')}/v1/models", headers=bearer(api_key)).raise_for_status()
         models = [str(entry["id"]) for entry in answer.json()["data"]]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+    except (CommandError, httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         text = f"does not serve: {error or type(error).__name__}"
         yield problem(subject, text, "start Paceline, or give the address of its router with --url")
         return

@@ -690,7 +690,23 @@ def test_nothing_serves():
     assert only(endpoint.check(f"http://127.0.0.1:{port}")).startswith(
         f"problem  http http://127.0.0.1:{port}: does not"
     )
-    assert only(endpoint.check("rubbish")).startswith("problem ")
+    for url in ("rubbish", "http://["):
+        assert only(endpoint.check(url)).startswith("problem ")
+
+
+@pytest.mark.parametrize(("url", "by_proxy"), [("http://paceline.example", True), ("http://127.0.0.1:9", False)])
+def test_a_server_elsewhere_is_asked_by_the_proxy_of_the_environment(monkeypatch, url, by_proxy):
+    """As by the completions that follow."""
+    asked = []
+
+    class Client:
+        def __init__(self, *, trust_env, **options):
+            asked.append(trust_env)
+            raise endpoint.httpx.ConnectError("nobody")
+
+    monkeypatch.setattr(endpoint.httpx, "Client", Client)
+    assert "does not serve: nobody" in only(endpoint.check(url))
+    assert asked == [by_proxy]
 
 
 def test_a_router_on_a_taken_port_is_told():
