@@ -228,7 +228,7 @@ class ConfigReader:
         for (*above, name), (start, spec, value) in values.items():
             sections[tuple(above)][name] = _located(start, spec, value)
         for (*above, _), (start, spec, value) in values.items():
-            listed = above[0] == MODELS  # there the keys are the names
+            listed = above[:1] == [MODELS]  # there the keys are the names
             if spec.called and not listed and (link := _link(start, str(value))):
                 section = sections[tuple(above)]
                 section[spec.called] = section.get(spec.called) or link
