@@ -52,14 +52,20 @@ class Writer:
         sampling: dict[str, Any] = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
         sampling |= {"eos_token_id": sorted(self.stops)} if self.stops else {}
         device, model = next(self.model.parameters()).device, cast(Any, self.model)  # transformers declares a protocol
-        rows_BT = model.generate(
-            prompts_BT.to(device),
-            attention_mask=mask_BT.to(device),
-            max_new_tokens=tokens,
-            do_sample=temperature > 0.0,
-            pad_token_id=pad,
-            **sampling,
-        )
+        # Penalties, beams and limits there make other text than the logits do, and serving knows nothing of them.
+        kept = model.generation_config
+        model.generation_config = type(kept)()
+        try:
+            rows_BT = model.generate(
+                prompts_BT.to(device),
+                attention_mask=mask_BT.to(device),
+                max_new_tokens=tokens,
+                do_sample=temperature > 0.0,
+                pad_token_id=pad,
+                **sampling,
+            )
+        finally:
+            model.generation_config = kept
         written = []
         for prompt, row in zip(prompts, rows_BT.tolist(), strict=True):
             new = row[longest:]
