@@ -217,10 +217,13 @@ def _records(path: Path, file: BinaryIO, block: int) -> Iterator[Passage]:
         if len(raw) > MAX_RECORD_BYTES:
             raise DataError(f"{path}: the line at byte {at} is longer than {MAX_RECORD_BYTES >> 20} MB")
         if raw.strip():
-            yield _record(f"{path}: the line at byte {at}", _text(path, raw, at))
+            found = _record(f"{path}: the line at byte {at}", _text(path, raw, at))
+            if found.start or found.rest:  # routers once recorded prompts of special tokens alone, without their text
+                yield found
 
 
 def _record(where: str, line: str) -> Passage:
+    """Without start and rest for a prompt without text."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -233,7 +236,7 @@ def _record(where: str, line: str) -> Passage:
             tools = record.get("tools", [])
             if isinstance(rest, str) and isinstance(tools, list):
                 return Passage(Conversation(tuple(messages[:-1] if answered else messages), tuple(tools)), rest)
-        case {"prompt": str(prompt), **others} if prompt:
+        case {"prompt": str(prompt), **others}:
             completion = others.get("completion", "")
             if isinstance(completion, str):
                 return Passage(prompt, completion)

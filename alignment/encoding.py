@@ -7,7 +7,9 @@ Legend for tensor names: B sequences in a batch, T tokens in a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -79,10 +81,24 @@ class Encoder:
         render: Any = self.tokenizer.apply_chat_template
         try:
             given = {"tools": list(tools)} if tools else {}
-            return tuple(render(list(messages), add_generation_prompt=True, return_dict=False, **given))
+            shown = [_as_templates_want(message) for message in messages]
+            return tuple(render(shown, add_generation_prompt=True, return_dict=False, **given))
         except Exception as error:  # a template is a program, and may refuse what it likes
             role = messages[-1]["role"]
             raise DataError(f"messages of role {role!r} cannot be rendered: {first_line(error)}") from error
+
+
+def _as_templates_want(said: Mapping[str, Any]) -> dict[str, Any]:
+    """A message, a call in it or its function: arguments in a string, as requests have them, become an object."""
+    found = dict(said)
+    if calls := found.get("tool_calls"):
+        found["tool_calls"] = [_as_templates_want(call) for call in calls]
+    if isinstance(found.get("function"), dict):
+        found["function"] = _as_templates_want(found["function"])
+    if isinstance(found.get("arguments"), str):
+        with suppress(ValueError):
+            found["arguments"] = json.loads(found["arguments"] or "{}")
+    return found
 
 
 def tokenizer_of(model: str) -> PreTrainedTokenizerBase:

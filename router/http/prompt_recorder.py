@@ -67,16 +67,17 @@ class RecordedPrompt:
     tokenizer: Tokenizer
 
     def lines(self) -> Iterator[bytes]:
-        """A line of JSON for each prompt."""
+        """A line of JSON for each prompt that has text: special tokens alone have none."""
         body = json.loads(self.body.decode("utf-8-sig"))
         if "messages" in body:
             record: dict[str, Any] = {"messages": [_plain(message) for message in body["messages"]]}
             if body.get("tools") and body.get("tool_choice") != "none":
-                record["tools"] = body["tools"]
+                record["tools"] = [tool | {"function": _given(tool["function"])} for tool in body["tools"]]
             yield self._line(record)
             return
         for prompt in self.prompts:
-            yield self._line({"prompt": prompt.text(self.tokenizer)})
+            if text := prompt.text(self.tokenizer):
+                yield self._line({"prompt": text})
 
     def _line(self, record: dict[str, Any]) -> bytes:
         return json.dumps({"model": self.model} | record, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
@@ -194,5 +195,8 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content)
     role = "system" if message["role"] == "developer" else message["role"]
-    others = {name: value for name, value in message.items() if value is not None}
-    return others | {"role": role, "content": content or ""}
+    return _given(message) | {"role": role, "content": content or ""}
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}

@@ -55,6 +55,7 @@ def test_forms_of_records(tmp_path: Path) -> None:
         ({"text": "a"}, Passage("", "a")),
         ({"prompt": "a"}, Passage("a", "")),
         ({"prompt": "a", "completion": "b", "model": "m"}, Passage("a", "b")),
+        ({"prompt": "", "completion": "b"}, Passage("", "b")),
         ({"messages": [user]}, Passage(Conversation((user,)), "")),
         ({"messages": [user, said]}, Passage(Conversation((user,)), "hello")),
         ({"messages": [user, said], "completion": "b"}, Passage(Conversation((user, said)), "b")),
@@ -64,6 +65,12 @@ def test_forms_of_records(tmp_path: Path) -> None:
         path = tmp_path / f"{number}.jsonl"
         path.write_text(json.dumps(record))
         assert all_of(path) == [passage]
+
+
+def test_a_recorded_prompt_without_text_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "prompts-1.jsonl"
+    path.write_text('{"model": "m", "prompt": ""}\n{"model": "m", "prompt": "a"}\n')
+    assert all_of(path) == [Passage("a", "")]
 
 
 def test_the_order_depends_on_the_seed_alone_and_is_scattered(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from alignment.data import Conversation, find_data
+from alignment.encoding import Encoder, tokenizer_of
 from cluster.config.config import load
 from cluster.config.serving import router_settings
 from cluster.config.settings import Override
@@ -21,10 +22,14 @@ from router.generation import ServedModel
 from router.http import prompt_recorder
 from router.http.api import build_app
 from router.http.prompt_recorder import PATTERN, PromptRecorder, RecordedPrompt, RecordingError, RecordSettings
-from router.schema.prompts import Prompt
+from router.schema.prompts import Prompt, chat_prompt
+from router.schema.request_schema import ChatBody
+from router.schema.structured import tools_of
 from router.service import Router, RouterError, RouterSettings
+from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
-from tests.fakes import FakeGenerator, FakeTokenizers, commits, tiny_tokenizer
+from tests.bundled import MODELS
+from tests.fakes import BOS, FakeGenerator, FakeTokenizers, commits, tiny_tokenizer
 
 PATHS = {
     "/v1/completions": {"prompt": "hello"},
@@ -77,12 +82,42 @@ async def test_what_is_recorded_is_data(tmp_path: Path) -> None:
     await post(recorder, "/v1/chat/completions", messages=messages)
     await post(recorder, "/v1/completions", prompt=["one", "two"])
     await post(recorder, "/v1/completions", prompt=tokens)
+    await post(recorder, "/v1/completions", prompt=[BOS])
     recorder.close()
     data = find_data([tmp_path])
     found = [passage.start for held_out in (True, False) for passage in data.passages(0, held_out=held_out)]
     told = ({"role": "system", "content": "brief"}, {"role": "user", "content": "wörld\n🎉"})
     assert Conversation(told) in found
     assert {start for start in found if isinstance(start, str)} == {"one", "two", "the fox"}
+
+
+CALLS = """{{ tools | tojson }}{% for m in messages %}{% for c in m.tool_calls or [] %}<tool_call>
+{{ c.function.name }}{% for name, value in c.function.arguments | items %} {{ name }} is {{ value }}{% endfor %}
+{% endfor %}{{ m.role }}: {{ m.content }}
+{% endfor %}"""
+"""A template that goes through the arguments of calls."""
+
+
+async def test_a_recorded_chat_with_tools_is_encoded_as_it_was_served(tmp_path: Path) -> None:
+    served = Tokenizer.load(str(MODELS / "target"))
+    served.chat_template = ChatTemplate(CALLS, {})
+    encoder = Encoder(tokenizer_of(str(MODELS / "target")))
+    encoder.tokenizer.chat_template = CALLS
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+    bare = {"id": "d", "type": "function", "function": {"name": "now", "arguments": ""}}
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "brief"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call, bare]},
+        {"role": "tool", "tool_call_id": "c", "content": "sunny"},
+    ]
+    weather = {"name": "weather", "description": None, "parameters": {"type": "object"}}
+    body = {"messages": messages, "tools": [{"type": "function", "function": weather}]}
+    chat = ChatBody.read({"model": "m"} | body)
+    asked = chat_prompt(chat, served, served.size, tools_of(chat, served))
+    lines = RecordedPrompt("m", json.dumps(body).encode(), [asked], served).lines()
+    (tmp_path / "prompts-1.jsonl").write_bytes(b"".join(lines))
+    (passage,) = (one for held_out in (True, False) for one in find_data([tmp_path]).passages(0, held_out=held_out))
+    assert encoder.piece(passage).ids == asked.tokens
 
 
 def test_files_are_for_their_owner_and_have_a_bound_together(tmp_path: Path) -> None:
