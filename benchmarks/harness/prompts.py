@@ -1,8 +1,8 @@
 """Which prompts are measured: those that come with Paceline, by kind of text, or the user's own.
 
-A file holds JSON lines, objects with ``prompt`` (a string) or ``messages`` (as in a chat request) and perhaps
-``kind``, or else plain text with a prompt a line. What it is shows in its first line. In a file named ``*.jsonl``, a
-line may also be a string.
+A file holds JSON lines, objects with ``prompt`` (a string) or ``messages`` and perhaps ``tools`` (as in a chat
+request), and perhaps ``kind``, or else plain text with a prompt a line. What it is shows in its first line. In a file
+named ``*.jsonl``, a line may also be a string.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from cluster.console import BadInput
-from router.text.chat_template import TemplateError
+from router.errors import ApiError
+from router.schema.prompts import chat_prompt
+from router.schema.request_schema import ChatBody
+from router.schema.structured import tools_of
 from router.text.tokenizer import Tokenizer
 from speculation.messages import Token
 
@@ -41,6 +44,8 @@ class Prompt:
     text: str = ""
     messages: tuple[Mapping[str, Any], ...] = ()
     """Of a chat; then there is no ``text``."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Functions that the model may call in that chat."""
 
     def tokens(self, tokenizer: Tokenizer) -> tuple[Token, ...]:
         """As the API would encode it. Raises :class:`PromptError`."""
@@ -49,9 +54,10 @@ class Prompt:
         if tokenizer.chat_template is None:
             raise PromptError(f"{self.where}: the model has no chat template; give a prompt instead of messages")
         try:
-            return tokenizer.encode(tokenizer.chat_template.render(self.messages), special=False)
-        except TemplateError as error:
-            raise PromptError(f"{self.where}: the chat template does not take the messages: {error}") from error
+            body = ChatBody.read({"messages": list(self.messages), "tools": list(self.tools)})
+            return chat_prompt(body, tokenizer, tokenizer.size, tools_of(body, tokenizer)).tokens
+        except ApiError as error:
+            raise PromptError(f"{self.where}: {error.message}") from error
 
 
 def bundled() -> list[Prompt]:
@@ -108,10 +114,15 @@ def _structured(where: str, line: str, kind: str) -> Prompt:
         if not isinstance(text, str) or not text:
             raise PromptError(f"{where}: prompt is {_short(text)}; it must be a string that is not empty")
         return Prompt(kind, where, text)
-    messages = given["messages"]
+    return _chat(where, kind, given["messages"], given.get("tools") or [])
+
+
+def _chat(where: str, kind: str, messages: object, tools: object) -> Prompt:
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise PromptError(f"{where}: messages must be a list of objects with role and content, such as a chat has")
-    return Prompt(kind, where, messages=tuple(messages))
+    if not isinstance(tools, list):
+        raise PromptError(f"{where}: tools is {_short(tools)}; it must be a list, such as a chat has")
+    return Prompt(kind, where, messages=tuple(messages), tools=tuple(tools))
 
 
 def _is_message(given: object) -> bool:

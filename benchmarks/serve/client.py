@@ -69,6 +69,7 @@ def body(options: ServeOptions, contender: ServerContender, prompt: Prompt, numb
     said: Json = {"prompt": prompt.text}
     if options.chat:
         said = {"messages": list(prompt.messages) or [{"role": "user", "content": prompt.text}]}
+        said |= {"tools": list(prompt.tools)} if prompt.tools else {}
     fields: Json = {
         "model": contender.model,
         **said,

@@ -6,6 +6,11 @@ import pytest
 
 from benchmarks.harness import prompts
 from benchmarks.harness.prompts import PromptError, bundled, read
+from benchmarks.serve.client import body
+from benchmarks.serve.settings import ServeOptions, ServerContender
+from router.generation import ServedModel
+from router.schema.request_schema import ChatBody
+from router.schema.requests import ModelEntry, request_of
 from router.text.tokenizer import Tokenizer
 from tests.bundled import MODELS
 
@@ -42,6 +47,28 @@ def test_json_lines_may_say_their_kind_and_hold_a_chat(tmp_path, tokenizer):
     assert second.tokens(tokenizer) == tokenizer.encode(tokenizer.chat_template.render(chat), special=False)
 
 
+def test_a_chat_is_encoded_as_the_api_would(tmp_path, tokenizer):
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": '{"in": "Bern"}'}}
+    chat = {
+        "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "brief"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": "noon"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}],
+    }
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps(chat))
+    (prompt,) = read(file)
+    entry = ModelEntry("m", ServedModel("m", tokenizer.size, 2048, 0), tokenizer, max_choices=1)
+    asked = request_of(ChatBody.read(chat), entry, "")
+    assert prompt.tokens(tokenizer) == asked.prompts[0].tokens
+    said = tokenizer.decode(prompt.tokens(tokenizer))
+    assert all(part in said for part in ('# {"name": "now", "parameters"', "# be\n# brief", '{"in": "Bern"}', "# noon"))
+    sent = body(ServeOptions(chat=True), ServerContender("a", ""), prompt, 0)
+    assert {name: sent[name] for name in chat} == chat
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -58,6 +85,7 @@ def test_json_lines_may_say_their_kind_and_hold_a_chat(tmp_path, tokenizer):
         (b'{"prompt": "a", "messages": []}\n', "line 1: must have either prompt or messages"),
         (b'{"messages": []}\n', "line 1: messages must be a list of objects"),
         (b'{"messages": [{"role": "user"}]}\n', "line 1: messages must be a list of objects"),
+        (b'{"messages": [{"role": "user", "content": ""}], "tools": 7}\n', "line 1: tools is 7; it must be a list"),
         (b'{"prompt": "a", "kind": 7}\n', "line 1: kind is 7; it must be a name"),
     ],
 )
@@ -90,4 +118,11 @@ def test_a_chat_needs_a_template(tmp_path, tokenizer, monkeypatch):
     file.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(PromptError, match="line 1: the model has no chat template"):
+        read(file)[0].tokens(tokenizer)
+
+
+def test_a_chat_that_the_api_refuses_is_named(tmp_path, tokenizer):
+    file = tmp_path / "chat.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": 5}]}\n')
+    with pytest.raises(PromptError, match=r"line 1: messages\[0\].content must be a string"):
         read(file)[0].tokens(tokenizer)
