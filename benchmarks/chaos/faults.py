@@ -37,6 +37,8 @@ STARVED_SECONDS, FED_SECONDS = 2.6, 0.4
 """A starved process has no core for so long, longer than a worker may be silent, and then one for a moment."""
 MAX_LOST = 2
 """How often a starved drafter may be taken for gone: until it is known to be slow."""
+SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): [None for _ in range(10_000)]"
+"""Keeps a core busy, until whoever began it is gone: the process of the number it is told."""
 
 Fault = Callable[[Stage, Random], Awaitable[None]]
 
@@ -154,7 +156,7 @@ def times_lost(events: Iterable[Mapping[str, Any]], worker: str, after: int) -> 
 
 @asynccontextmanager
 async def _busy_cores() -> AsyncIterator[None]:
-    spin = [sys.executable, "-c", "while True: pass"]
+    spin = [sys.executable, "-c", SPIN, str(os.getpid())]
     busy = [await asyncio.create_subprocess_exec(*spin) for _ in range(os.cpu_count() or 1)]
     try:
         yield

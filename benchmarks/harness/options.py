@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Sequence
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib import import_module
@@ -113,7 +116,8 @@ def run(options: type[Options], args: argparse.Namespace, what: str = "benchmark
         args.out = args.out or RESULTS / f"{datetime.now(UTC).date().isoformat()}{options.FOLDER}"
     given = options.read(args)
     try:
-        code: int = getattr(import_module(options.MODULE), options.MAIN)(given)
+        with _interrupted_by_signals():
+            code: int = getattr(import_module(options.MODULE), options.MAIN)(given)
     except Exception as error:
         kinds = {kind.__name__ for kind in type(error).__mro__}  # by name: not all benchmarks can import all of these
         if kinds & {"TokenizerError", "ModelError"}:
@@ -122,6 +126,23 @@ def run(options: type[Options], args: argparse.Namespace, what: str = "benchmark
             raise
         raise CommandError(f"the {what} ended early: {error or 'a worker did not answer'}", FAILED) from error
     return code
+
+
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """Meanwhile SIGTERM and SIGHUP are Ctrl-C: what a benchmark has stopped or keeps busy is to be let go, too."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # below nohup, SIGHUP is ignored
+                before[number] = signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background
+            before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for taken, handler in before.items():
+            signal.signal(taken, handler)
 
 
 def _check_files(json: Path | None, out: Path | None) -> None:

@@ -1,0 +1,93 @@
+"""A benchmark that is told to end lets go what it has stopped, and keeps nothing busy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HOLDS = """
+import asyncio, sys
+from argparse import Namespace
+from benchmarks.harness.options import Options, run
+from benchmarks.serve.rounds import stopped
+
+class Held(Options):
+    FOLDER, MODULE = None, "__main__"
+
+async def hold():
+    async with stopped([int(sys.argv[1])]):
+        print("held", flush=True)
+        await asyncio.sleep(60)
+
+def main(_):
+    asyncio.run(hold())
+
+run(Held, Namespace(quick=False, json=None, out=None))
+"""
+SPINS = """
+import asyncio, os
+from benchmarks.chaos import faults
+
+async def spin():
+    os.cpu_count = lambda: 1
+    async with faults._busy_cores():
+        with open(f"/proc/self/task/{os.getpid()}/children") as children:
+            print(children.read(), flush=True)
+        await asyncio.sleep(60)
+
+asyncio.run(spin())
+"""
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="states of processes are read from /proc")
+
+
+def state(process: int) -> str:
+    """A letter; none of a process that is gone."""
+    stat = Path(f"/proc/{process}/stat")
+    return stat.read_text().rpartition(") ")[2][0] if stat.exists() else ""
+
+
+def becomes(process: int, *states: str) -> bool:
+    until = time.monotonic() + 20.0
+    while state(process) not in states and time.monotonic() < until:
+        time.sleep(0.01)
+    return state(process) in states
+
+
+@pytest.fixture
+def server() -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a group of its own, which waits."""
+    with subprocess.Popen(["sleep", "100"], start_new_session=True) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_servers_that_stand_still_go_on(server, number: signal.Signals, background: bool) -> None:
+    first = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" if background else ""
+    command = [sys.executable, "-c", first + HOLDS, str(server.pid)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout is not None and bench.stdout.readline() == "held\n"
+        assert becomes(server.pid, "T")
+        bench.send_signal(number)
+        bench.communicate(timeout=30)
+    assert becomes(server.pid, "S")
+
+
+def test_no_core_stays_busy_without_the_benchmark() -> None:
+    with subprocess.Popen([sys.executable, "-c", SPINS], stdout=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout is not None
+        (spinner,) = map(int, bench.stdout.readline().split())
+        assert becomes(spinner, "R")
+        bench.kill()
+    gone = becomes(spinner, "", "Z")
+    if not gone:
+        os.kill(spinner, signal.SIGKILL)
+    assert gone
