@@ -112,11 +112,13 @@ def difference(got: str, right: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """What a row must show, besides no failed request and no different text."""
+    """What a row must show, besides no failed or refused request and no different text."""
 
     text: str
     silence: float | None = None
     """Seconds that the longest silence stays below; None: no bound."""
+    refusals: bool = False
+    """Whether requests may be refused: there are more streams than places."""
 
 
 @dataclass(slots=True)
@@ -143,6 +145,8 @@ class FaultResult:
             found.append(f"a silence of {silence:.2f} s, wanted under {bound:g} s")
         if not self.tally.requests:
             found.append("nothing was asked for")
+        if self.tally.refused and not self.wanted.refusals:
+            found.append(f"{self.tally.refused} requests were refused")
         return [*found, *self.tally.complaints]
 
     @property

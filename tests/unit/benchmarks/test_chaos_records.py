@@ -9,10 +9,11 @@ from benchmarks.chaos import scenarios
 from benchmarks.chaos.faults import times_lost
 from benchmarks.chaos.routers import BREAK_SECONDS, NOTICED_SECONDS, noticed, objections, too_short
 from benchmarks.chaos.run import Footprint, against_growth, schedule
-from benchmarks.chaos.settings import body
+from benchmarks.chaos.settings import ChaosOptions, body
 from benchmarks.chaos.stage import Stage
 from benchmarks.chaos.workload import FaultResult, Reply, Requirement, Workload, tally
 from benchmarks.harness.proxy import Proxy
+from benchmarks.serve.client import BUSY_LATER
 from cluster.cli import main
 from speculation.events import Role
 
@@ -160,6 +161,14 @@ def test_a_row_holds_only_with_a_short_enough_silence_and_something_asked_for():
     assert outcome(Requirement(""), complete(0.5, 9.0)).holds
     assert outcome(Requirement("", 1.0), complete(0.5, 1.6)).problems == ["a silence of 1.10 s, wanted under 1 s"]
     assert outcome(Requirement("")).problems == ["nothing was asked for"]
+
+
+def test_a_row_holds_with_requests_refused_only_where_there_are_more_streams_than_places():
+    refused = [Reply(0, error=BUSY_LATER, ended=0.1)] * 99
+    assert outcome(Requirement("", refusals=True), complete(0.5), *refused).holds
+    assert outcome(Requirement(""), complete(0.5), *refused).problems == ["99 requests were refused"]
+    rows = scenarios.scenarios(ChaosOptions())
+    assert [row.name for row in rows if row.wanted.refusals] == ["overload"]
 
 
 def test_a_row_does_not_hold_with_a_failure_or_anything_else_to_complain_of():
