@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.engine.settings import LlamaShape
-from benchmarks.harness.options import Options, flag, known
+from benchmarks.harness.options import Options, check_stretched, flag, known
 from cluster.config.flags import count, number
 from cluster.console import BadInput
 
@@ -186,6 +186,7 @@ class GpuOptions(Options):
         known("--shape", self.shapes, SHAPES if self.device == "cuda" else [CPU_SHAPE], "shape")
         known("--placements", self.placements, PLACEMENTS, "placement")
         known("--drafters", self.drafters, DRAFTERS, "drafter")
+        check_stretched(self.sizes.hidden, self.sizes.layers)
         if self.records and not Path(self.records).is_dir():
             raise BadInput(f"--records {self.records}: no such folder")
         if self.device == "cuda" and not import_module("torch").cuda.is_available():

@@ -170,6 +170,17 @@ def between(name: str, value: float, least: float | None, most: float | None, wh
     raise BadInput(f"{name} must be {wanted}{why}, got {_word(value)}")
 
 
+HIDDEN, LAYERS, GROUP = 256, 6, 64
+"""Of the bundled target, which a benchmark stretches: its sizes, and those of the heads that share one for keys."""
+
+
+def check_stretched(hidden: int, layers: int) -> None:
+    """Refuse what the bundled target cannot be stretched to. Raises :class:`cluster.console.CommandError`."""
+    if hidden < HIDDEN or hidden % GROUP:
+        raise BadInput(f"--hidden must be a multiple of {GROUP} and at least {HIDDEN}, got {hidden}")
+    between("--layers", layers, LAYERS, None)
+
+
 def known(flag_name: str, given: Sequence[str], names: Iterable[str], kind: str) -> None:
     """Refuse a name that there is not. Raises :class:`cluster.console.CommandError`."""
     for name in given:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 
-from benchmarks.harness.options import FIGURES, Options, flag
+from benchmarks.harness.options import FIGURES, Options, check_stretched, flag
 from cluster.console import BadInput
 
 MAIN_ACCEPTANCE = 0.8
@@ -101,6 +101,7 @@ class SpeculationOptions(Options):
         """See :class:`benchmarks.harness.options.Options`."""
         if not self.quick and not find_spec("matplotlib"):
             raise BadInput("a full run draws plots, for which matplotlib is needed: pip install matplotlib")
+        check_stretched(self.hidden, self.layers)
         return self
 
     @property

@@ -1,6 +1,7 @@
 """``paceline bench``: mistakes are answered before anything is measured, and flags arrive."""
 
 import asyncio
+import json
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import torch
 
 from benchmarks import drafting
 from benchmarks.harness import options
-from benchmarks.harness.options import RESULTS
+from benchmarks.harness.options import GROUP, HIDDEN, LAYERS, RESULTS
 from benchmarks.harness.processes import WorkerPlan, running
 from cluster.cli import main
 from cluster.config.environment import CHECKOUT
@@ -63,6 +64,11 @@ MISTAKES = [
     (f"{GPU} --temperatures nan", "--temperatures 'nan': must be a number from 0 to 2"),
     (f"{GPU} --agreement 1.2", "--agreement must be 0 to 1, got 1.2"),
     (f"{GPU} --rounds 13", "--rounds must be 1 to 12, got 13"),
+    (f"{GPU} --hidden 1000", "--hidden must be a multiple of 64 and at least 256, got 1000"),
+    (f"{GPU} --layers 5", "--layers must be at least 6, got 5"),
+    ("bench speculation --quick --hidden 1000", "--hidden must be a multiple of 64 and at least 256, got 1000"),
+    ("bench speculation --quick --hidden 192", "--hidden must be a multiple of 64 and at least 256, got 192"),
+    ("bench speculation --quick --layers 3", "--layers must be at least 6, got 3"),
     (f"{GPU} --records /nowhere", "--records /nowhere: no such folder"),
     ("bench serve --url localhost:8000", "--url localhost:8000: not an address such as http://127.0.0.1:8000"),
     ("bench serve --url ftp://a", "--url ftp://a: not an address"),
@@ -114,6 +120,13 @@ def test_a_mistake_is_answered_in_one_line(command, words, started, capsys):
     assert words in said.err and "secret" not in said.err
     assert (said.err.count("\n"), said.out) == (1, "")
     assert not started
+
+
+def test_the_bundled_target_can_be_stretched_to_what_is_not_refused():
+    shape = json.loads((MODELS / "target" / "config.json").read_text())
+    groups = shape["num_attention_heads"] // shape["num_key_value_heads"]
+    assert (shape["hidden_size"], shape["num_hidden_layers"]) == (HIDDEN, LAYERS)
+    assert shape["head_dim"] * groups == GROUP
 
 
 def test_unknown_flags_and_benchmarks_are_refused(started, capsys):
