@@ -101,7 +101,8 @@ class Distillation:
         trainer = self._trainer()
         if not trainer.notes:
             self._report("measuring the draft as it is")
-        self._report(f"training on {sum(len(piece.ids) for piece in train)} tokens of data and the samples")
+        read, said = sum(len(piece.ids) for piece in train), sum(len(row.tokens) - row.start for row in written)
+        self._report(f"training on {read} tokens of data and {said} that the target wrote")
         loss = distillation_loss(
             pair.target.module, divergence=OBJECTIVES[options.objective], vocabulary=pair.vocabulary
         )

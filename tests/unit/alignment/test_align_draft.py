@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -103,8 +104,10 @@ def test_it_makes_a_draft_better_at_what_the_target_says(
     outcome = DistillationOutcome(**told(tmp_path / "out")["figures"])
     assert score(outcome.after) > score(outcome.before) + 0.01
     assert max(found for _, found in outcome.history) == pytest.approx(score(outcome.after))
-    said = capsys.readouterr().out
+    said, progress = capsys.readouterr()
     assert "before and after" in said
+    (written,) = re.findall(r"training on \d+ tokens of data and (\d+) that the target wrote", progress)
+    assert 0 < int(written) <= 1024
     assert f"{outcome.before['written at 1']['overlap']:.3f} → {outcome.after['written at 1']['overlap']:.3f}" in said
     drafts = [load(str(folder), dtype="float32") for folder in (pair / "draft", tmp_path / "out")]
     assert drafts[0].tokenizer_digest == drafts[1].tokenizer_digest
