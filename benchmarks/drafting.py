@@ -84,12 +84,13 @@ async def compared(
     places: bool = False,
     **where: object,
 ) -> list[dict[str, Any]]:
-    """What contenders come to in turn, behind ``where``; see :func:`take_turns`, :func:`rows`.
+    """What contenders come to in turn, behind ``where`` and how many rounds count.
 
-    ``places``: with the share of steps that kept a draft at the first place, the second, and so on.
+    See :func:`take_turns`, :func:`rows`. ``places``: with the share of steps that kept a draft at the first place, the
+    second, and so on.
     """
     runs = await take_turns(runners, batches, warm_up, skip)
-    found = [{**where, **row} for row in rows(runs, exact=exact)]
+    found = [{**where, "rounds": len(batches) - skip, **row} for row in rows(runs, exact=exact)]
     for row in found if places else ():
         kept = [commit.accepted for run in runs[row["contender"]] for commit in run.counted]
         row["steps_reaching_place"] = reached(kept, 4)

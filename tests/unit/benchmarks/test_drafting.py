@@ -15,6 +15,7 @@ from benchmarks import drafting, heads, remote_heads, step_costs
 from benchmarks.bench import PARTS, DraftingOptions
 from benchmarks.drafting import GOALS, NOT_COUNTED, REPETITION, Part, Row, Size
 from benchmarks.grammar_prompts import ROWS, edits, functions, rows
+from benchmarks.harness.measure import Batch, Run
 from benchmarks.harness.pair import BUNDLED, EAGLE, held_out
 from benchmarks.harness.report import Goal
 from speculation.messages import FeatureFormat, Source
@@ -98,6 +99,17 @@ def test_ways_to_draft_are_compared_in_chains(capsys: pytest.CaptureFixture[str]
         reached = row["steps_reaching_place"]
         assert 1.0 <= row["tokens_per_step"] <= 4.0 and len(reached) == 3
         assert reached == sorted(reached, reverse=True)
+
+
+async def test_a_row_says_how_many_rounds_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def take_no_turns(*_: object) -> dict[str, list[Run]]:
+        return {}
+
+    monkeypatch.setattr(drafting, "take_turns", take_no_turns)
+    monkeypatch.setattr(drafting, "rows", lambda _, exact: [{"contender": "plain"}])
+    batches = [Batch(((1, 2),), 8)] * len(rows())
+    found = await drafting.compared({}, batches, 0, skip=NOT_COUNTED, kind="rows")
+    assert found == [{"kind": "rows", "rounds": 6, "contender": "plain"}]
 
 
 @pytest.mark.parametrize("way", [remote_heads.LOCAL, "eagle remote", "draft model"])
