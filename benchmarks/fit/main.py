@@ -16,7 +16,9 @@ from benchmarks.fit.predict import Forecast, Known, Predictor, forecast
 from benchmarks.fit.serving import TargetText, Watched, spread, watch
 from benchmarks.fit.validate import validate
 from benchmarks.harness.processes import losses_unsaid
+from cluster.config.environment import on_cpu
 from cluster.console import say, stages
+from cluster.local.gpus import here
 from router.text.tokenizer import Tokenizer
 from simulation.agreement import AgreementPassage
 
@@ -73,8 +75,15 @@ def learned(
     return Known(costs, passages, kinds, watched.vocabulary, heads=watched.heads, away=options.away)
 
 
+def most_drafters(options: FitOptions) -> int:
+    """One for each GPU beside the target's. Of an only GPU, more would take what the target was measured with."""
+    gpus = 0 if on_cpu(options.device) else here()
+    return max(gpus - 1, 1) if gpus else predict.DRAFTERS[-1]
+
+
 def _predict(options: FitOptions, known: Known, progress: Callable[[str], None]) -> report.FitResult:
-    rough, fine = Predictor(known, options.seed, predict.ROUGH), Predictor(known, options.seed, predict.FINE)
+    most = most_drafters(options)
+    rough, fine = (Predictor(known, options.seed, tokens, most) for tokens in (predict.ROUGH, predict.FINE))
     forecasts: list[Forecast] = []
     for way in options.ways:
         progress(f"simulating {way}")

@@ -193,6 +193,8 @@ class Predictor:
     seed: int
     tokens: int
     """Simulated of all requests together, round and round the texts, besides those before anything counts."""
+    most_drafters: int = DRAFTERS[-1]
+    """That there is room for."""
     _reports: dict[tuple[Way, TargetLoad, int, str | None], Report] = field(default_factory=dict)
 
     def report(self, way: Way, load: TargetLoad = TargetLoad(), depth: int = DEPTH, kind: str | None = None) -> Report:
@@ -231,10 +233,10 @@ class Predictor:
         return self.speedup(without, load, depth) if without != PLAIN else 1.0
 
     def drafters(self, way: Way, sessions: int, rtt: float, depth: int) -> int:
-        """The fewest drafters that are enough; none for a way without a draft model."""
+        """The fewest drafters that are enough, of as many as have room; none for a way without a draft model."""
         if way.draft is None:
             return 0
-        counts = [count for count in DRAFTERS if count <= sessions]
+        counts = [count for count in DRAFTERS if count <= min(sessions, self.most_drafters)]
         rates = {count: self.report(way, TargetLoad(sessions, rtt, count), depth).rate for count in counts}
         return min(count for count, rate in rates.items() if rate >= (1 - ENOUGH) * max(rates.values()))
 

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import yaml
 
-from benchmarks.fit import predict, report
+from benchmarks.fit import main, predict, report
 from benchmarks.fit.command import DEPTH, FitOptions, Way
 from benchmarks.fit.predict import (
     Agreement,
@@ -145,6 +145,17 @@ def test_many_sessions_need_more_drafters_than_one():
     chosen = forecast(found, A, (0.0,), (4,))
     one, four = loads(found, chosen, 0.0, (1, 4))
     assert (one.sessions, four.sessions) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "most"), [("cuda", 1, 1), ("cuda", 2, 1), ("cuda", 4, 3), ("cuda", 0, 8), ("cpu", 4, 8)]
+)
+def test_no_more_drafters_are_asked_for_than_gpus_are_left(monkeypatch, device, gpus, most):
+    monkeypatch.setattr(main, "here", lambda: gpus)
+    assert main.most_drafters(FitOptions(device=device)) == most
+    dear = Costs({1: Curve.straight(VERIFY, 0.0)}, Curve.straight(0.02, 0.9), 0.0, 0.0)
+    found = replace(predictor(0.9, dear), most_drafters=most)
+    assert 1 <= found.drafters(A, 4, 0.0, 8) <= most
 
 
 def test_the_best_depth_is_the_smallest_that_is_as_good_as_the_best():
