@@ -8,6 +8,7 @@ named ``*.jsonl``, a line may also be a string.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from cluster.console import BadInput
 from router.errors import ApiError
+from router.generation import ServedModel
 from router.schema.prompts import chat_prompt
 from router.schema.request_schema import ChatBody
 from router.schema.structured import tools_of
@@ -55,7 +57,8 @@ class Prompt:
             raise PromptError(f"{self.where}: the model has no chat template; give a prompt instead of messages")
         try:
             body = ChatBody.read({"messages": list(self.messages), "tools": list(self.tools)})
-            return chat_prompt(body, tokenizer, tokenizer.size, tools_of(body, tokenizer)).tokens
+            model = ServedModel("", tokenizer.size, sys.maxsize, tokenizer.digest)  # what is too long is told later
+            return chat_prompt(body, tokenizer, model, tools_of(body, tokenizer)).tokens
         except ApiError as error:
             raise PromptError(f"{self.where}: {error.message}") from error
 
