@@ -1,10 +1,10 @@
 """How weights are made smaller when a model is loaded, and where that is possible.
 
 torchao decides the numbers; it is imported only where something is quantised. Decides which layers are quantised:
-every linear layer but the last, which maps to the vocabulary. Its errors reach the logits as they are: with the bundled
-target and int8-dynamic, quantising it as well raises the divergence from the original by 45 percent. Knows nothing
-about how quantised layers are multiplied fast: on a CPU that is :mod:`engine.layers.int8_linear`'s business, on a GPU
-:mod:`engine.layers.int8_kernels`'.
+every linear layer but the last, which maps to the vocabulary, and those that transformers itself splits over ranks. The
+last one's errors reach the logits as they are: with the bundled target and int8-dynamic, quantising it as well raises
+the divergence from the original by 45 percent. Knows nothing about how quantised layers are multiplied fast: on a CPU
+that is :mod:`engine.layers.int8_linear`'s business, on a GPU :mod:`engine.layers.int8_kernels`'.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers.distributed.utils import is_dtensor
 
 from engine.layers.int8_linear import has_kernel
 from engine.model import ModelError
@@ -61,7 +62,8 @@ def quantise(module: Any, quantization: str) -> int:
 
     last = module.get_output_embeddings()
     kept = set() if last is None else set(last.modules())  # a layer that is split over ranks has another inside
-    chosen = {id(layer) for layer in module.modules() if type(layer) is nn.Linear and layer not in kept}
+    plain = (layer for layer in module.modules() if type(layer) is nn.Linear and not is_dtensor(layer.weight))
+    chosen = {id(layer) for layer in plain if layer not in kept}
     quantize_(module, _config(quantization), filter_fn=lambda layer, _: id(layer) in chosen)
     return len(chosen)
 
@@ -78,7 +80,8 @@ def _short(dtype: torch.dtype) -> str:
 def _bytes(tensor: Tensor) -> int:
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.nbytes
-    return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    return sum(_bytes(part) for part in parts if isinstance(part, Tensor))  # one split over ranks names them, too
 
 
 def _config(quantization: str) -> AOBaseConfig:
