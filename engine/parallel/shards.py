@@ -64,6 +64,8 @@ class SummedEmbedding(nn.Module):
         self._own = len(weight_vD)
         # The last ranks may have no tokens; even then there has to be a row to look up.
         self._weight_vD = weight_vD if self._own else weight_vD.new_zeros(1, weight_vD.shape[1])
+        self.weight = weight_vD.new_empty(0)
+        """Empty, for models that ask for its device."""
 
     def forward(self, tokens_N: Tensor) -> Tensor:
         """``[...] -> [..., D]``, the same on every rank."""

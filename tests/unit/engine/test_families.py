@@ -1,7 +1,7 @@
 """Model families, as tiny random models: which are served, how, and that their text is transformers' own.
 
-Six of them run with every `make test`; `make families` (`pytest -m families`) runs all. Needs no network: the models
-are built from configurations. The windows are shorter than the prompts, so sliding layers slide.
+Six of them run with every `make test`; `make families` (`pytest -m families`) runs all, and some on ranks. Needs no
+network: the models are built from configurations. The windows are shorter than the prompts, so sliding layers slide.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import torch
 
 from engine.loading.loader import load
 from engine.model import CannotSpeculate, ModelError
+from engine.settings import EngineSettings
 from engine.stateful import StatefulCache, StatefulEngine
+from engine.step import Engine
+from tests.ranks import needs_no_gpu, on_ranks
 from tests.unit.engine.engine_models import (
     Stock,
     decode_plainly,
@@ -236,6 +239,8 @@ FAMILIES: dict[str, Family] = {
 }
 EVERY_RUN = ("llama", "qwen3", "gemma2", "gpt_oss", "mistral", "mixtral")
 """What is special: mistral, gemma2 and gpt_oss slide, gemma2 caps scores, gpt_oss has sinks, mixtral has experts."""
+ON_RANKS = ("llama4_text", "mixtral", "phi3", "deepseek_v3", "glm4_moe", "qwen3_moe")
+"""What is special: llama4_text looks at its embedding's weight; in all transformers splits some layers itself."""
 
 
 @pytest.mark.parametrize("name", EVERY_RUN)
@@ -247,6 +252,17 @@ def test_families_of_every_run(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name: str, tmp_path: Path) -> None:
     check(name, FAMILIES[name], tmp_path)
+
+
+@pytest.mark.families
+@needs_no_gpu
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_families_on_two_ranks(name: str, tmp_path: Path) -> None:
+    path = save_model(name, tmp_path, tie_word_embeddings=False, **FAMILIES[name].changes)
+    stock = Stock(path)
+    expected = stock.generate(PROMPT, NEW_TOKENS)
+    with on_ranks(EngineSettings(path, dtype="fp32", device="cpu", cache_tokens=512)) as engine:
+        check_text(engine, stock, expected)
 
 
 def check(name: str, family: Family, folder: Path) -> None:
@@ -269,7 +285,11 @@ def check(name: str, family: Family, folder: Path) -> None:
         return
     model = load(path, dtype="fp32", device="cpu", without_speculation=True)
     assert not model.no_speculation
-    text, logits_TV = decode_with_trees(slot_engine(model), PROMPT, NEW_TOKENS, expected)
+    check_text(slot_engine(model), stock, expected)
+
+
+def check_text(engine: Engine, stock: Stock, expected: list[int]) -> None:
+    text, logits_TV = decode_with_trees(engine, PROMPT, NEW_TOKENS, expected)
     assert text[:NEW_TOKENS] == expected
     stock_TV = stock([*PROMPT, *text])[len(PROMPT) - 1 : -1]
     torch.testing.assert_close(logits_TV, stock_TV, atol=2e-5 * float(stock_TV.abs().max()), rtol=1e-4)
