@@ -1,15 +1,17 @@
 """What a loaded model is, as the rest of the engine sees it.
 
-Decides nothing: a plain value that :mod:`engine.loading.loader` fills in. And what loading and training share.
+Decides nothing: a plain value that :mod:`engine.loading.loader` fills in. And what loading, heads and training share.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from transformers.utils.hub import cached_file
 
 from engine.attention.row_attention import RowAttention
 from engine.cache.kv_store import BLOCK
@@ -34,6 +36,17 @@ def first_line(error: BaseException | str) -> str:
 def kind_and_line(error: BaseException) -> str:
     """The same behind the name of its class."""
     return f"{type(error).__name__}: {first_line(error)}"
+
+
+def folder_of(model: str) -> Path:
+    """Where the files of a folder, or of a hub id that was loaded before, lie. Raises OSError."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    found = cached_file(model, "config.json", local_files_only=True)
+    if found is None:
+        raise FileNotFoundError(model)
+    return Path(found).parent
 
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -31,7 +31,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.eagle.config import CONFIG, EagleConfig
 from engine.eagle.head import EagleHead
-from engine.model import Model, ModelError, first_line, placed
+from engine.model import Model, ModelError, first_line, folder_of, placed
 
 WEIGHTS = "model.safetensors"
 PATTERNS = ("*.safetensors", "pytorch_model*.bin")
@@ -254,10 +254,9 @@ def _of_module(folder: Path, model: Model, name: str) -> Tensor:
 
 def _of_folder(folder: Path, target: str, name: str) -> Tensor:
     """From the target's safetensors; one that ties its layers has the embedding for both."""
-    place = Path(target).expanduser()
     wanted = [*TARGETS_NAMES[name], *(TARGETS_NAMES[EMBEDDING] if name == OUTPUT else ())]
     held: dict[str, Path] = {}
-    for file in sorted(place.glob("*.safetensors")) if target else ():
+    for file in _files_of(target):
         with safe_open(file, "pt") as stored:
             held |= dict.fromkeys(set(wanted) & set(stored.keys()), file)
     for candidate in wanted:
@@ -265,5 +264,13 @@ def _of_folder(folder: Path, target: str, name: str) -> Tensor:
             with safe_open(held[candidate], "pt") as stored:
                 tensor: Tensor = stored.get_tensor(candidate)
             return tensor
-    hint = f"{target} holds none in safetensors" if target else "name the target's folder"
+    hint = f"{target} holds none in safetensors here" if target else "name the target's folder"
     raise ModelError(f"{folder}: leaves {name!r} to the target, whose own is needed: {hint}")
+
+
+def _files_of(target: str) -> list[Path]:
+    """Its safetensors, as far as they are here."""
+    try:
+        return sorted(folder_of(target).glob("*.safetensors")) if target else []
+    except OSError:  # a hub id of which nothing was loaded
+        return []

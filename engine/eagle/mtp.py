@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from engine.attention.attention import NAME
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import Attend, EagleHead
-from engine.model import Model, ModelError
+from engine.model import Model, ModelError, folder_of
 
 MTP = "mtp"
 """In place of a head's folder: the model's own layer."""
@@ -129,7 +128,7 @@ def load_mtp(model: Model) -> MtpHead:
 def _stored(model: Model) -> dict[str, Tensor]:
     """The tensors of the layer behind the last, by their names in it."""
     prefix, found = f"model.layers.{model.layers}.", dict[str, Tensor]()
-    for file in sorted(Path(model.name).expanduser().glob("*.safetensors")):
+    for file in sorted(folder_of(model.name).glob("*.safetensors")):
         with safe_open(file, "pt") as stored:
             names = [name for name in sorted(stored.keys()) if name.startswith(prefix)]
             found |= {name.removeprefix(prefix): stored.get_tensor(name) for name in names}

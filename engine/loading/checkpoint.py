@@ -21,10 +21,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
-from transformers.utils.hub import cached_file
 
 from engine.loading.self_test import STOCK
-from engine.model import ModelError, first_line
+from engine.model import ModelError, first_line, folder_of
 from engine.parallel.group import Group
 from engine.settings import misplaced
 from speculation.messages import Loading, Progress
@@ -282,7 +281,7 @@ def revision_of(model: str, number_format: str) -> int:
     """
     digest = hashlib.blake2b(number_format.encode(), digest_size=8)
     try:
-        folder = _folder(model)
+        folder = folder_of(model)
         files = sorted({path for pattern in PATTERNS for path in folder.glob(pattern)})
         for path in files:
             digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
@@ -301,17 +300,6 @@ def head_revision(path: str, embedding_VD: Tensor) -> int:
     rows_S = torch.linspace(0, len(embedding_VD) - 1, SAMPLES, device=embedding_VD.device).long()
     sampled_SD = embedding_VD[rows_S].to(torch.bfloat16).cpu().contiguous()
     return revision_of(path, hashlib.blake2b(sampled_SD.view(torch.uint8).numpy().tobytes()).hexdigest())
-
-
-def _folder(model: str) -> Path:
-    """Where its files lie. Raises OSError."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    found = cached_file(model, "config.json", local_files_only=True)
-    if found is None:
-        raise FileNotFoundError(model)
-    return Path(found).parent
 
 
 def _sample(path: Path, digest: hashlib.blake2b) -> None:

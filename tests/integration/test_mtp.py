@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from engine.model import ModelError
 from engine.settings import EngineSettings
 from speculation.messages import Source
 from tests.eagle_heads import GREEDY, WARM, Watched, loop_of, opening, plain_texts, texts, watched
-from tests.unit.engine.engine_models import save_model
+from tests.unit.engine.engine_models import as_hub_id, save_model
 from tests.unit.engine.test_families import FAMILIES as KNOWN
 from tests.unit.engine.test_families import STATE
 
@@ -95,6 +96,15 @@ def test_texts_are_those_without(folders: tuple[Path, Path]) -> None:
     loop = loop_of(engine)
     assert texts(loop, openings) == plain_texts(engine.model, openings)
     assert loop.counters.offered_from[Source.EAGLE] > 50
+
+
+def test_a_model_of_a_hub_has_its_layer_there(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = engine_of(folders[1]).model
+    fetched = replace(model, name=as_hub_id(model.name, tmp_path, monkeypatch))
+    expected, found = (mtp.load_mtp(one).state_dict() for one in (model, fetched))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -70,6 +71,17 @@ def save_model(family: str, folder: Path, **changes: Any) -> str:
                 parameter.normal_(0.0, 0.15)
     module.save_pretrained(folder)
     return str(folder)
+
+
+def as_hub_id(folder: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The same model as ``Org/Tiny``, fetched from a hub into ``cache``."""
+    commit, files = "0" * 40, cache / "models--Org--Tiny"
+    (files / "refs").mkdir(parents=True)
+    (files / "refs" / "main").write_text(commit)
+    (files / "snapshots").mkdir()
+    (files / "snapshots" / commit).symlink_to(folder)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    return "Org/Tiny"
 
 
 def load_tiny(family: str, folder: Path, dtype: str = "fp32", *, by_rows: bool = False, **changes: Any) -> Model:

@@ -21,7 +21,7 @@ from engine.eagle.loading import load_alone, load_beside, read, save
 from engine.loading.loader import Model
 from engine.model import ModelError
 from engine.settings import EngineSettings
-from tests.unit.engine.engine_models import load_tiny, save_model
+from tests.unit.engine.engine_models import as_hub_id, load_tiny, save_model
 
 HIDDEN, VOCABULARY, DRAFT = 64, 256, 96
 HEADS, KV_HEADS, SIZE, INNER = 4, 2, 16, 80
@@ -219,7 +219,7 @@ def test_norms_of_newer_heads_are_where_they_are_told(tmp_path: Path) -> None:
     torch.testing.assert_close(state, normed)
 
 
-def test_what_is_left_out_is_the_targets(model: Model, tmp_path: Path) -> None:
+def test_what_is_left_out_is_the_targets(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = tensors()
     own: Any = model.module
     embedding, output = own.get_input_embeddings().weight, own.get_output_embeddings()
@@ -231,9 +231,12 @@ def test_what_is_left_out_is_the_targets(model: Model, tmp_path: Path) -> None:
     states = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         torch.testing.assert_close(head.logits(states), output(states)[:, ids], atol=1e-5, rtol=1e-5)
-        alone = load_alone(str(folder), model.name, CPU, torch.float32)
-        torch.testing.assert_close(alone.logits(states), head.logits(states))
-        torch.testing.assert_close(alone.embed(torch.arange(9)), embedding[:9])
+        for target in (model.name, as_hub_id(model.name, tmp_path / "hub", monkeypatch)):
+            alone = load_alone(str(folder), target, CPU, torch.float32)
+            torch.testing.assert_close(alone.logits(states), head.logits(states))
+            torch.testing.assert_close(alone.embed(torch.arange(9)), embedding[:9])
+    with pytest.raises(ModelError, match=r"leaves 'embed_tokens.weight' to the target.*Org/Other holds none.*here"):
+        load_alone(str(folder), "Org/Other", CPU, torch.float32)
     with pytest.raises(ModelError, match=r"leaves 'embed_tokens.weight' to the target.*name the target's folder"):
         load_alone(str(folder), "", CPU, torch.float32)
 
