@@ -67,7 +67,7 @@ def load_alone(path: str, target: str, device: torch.device, dtype: torch.dtype)
     ``target`` may be empty if the checkpoint leaves nothing to it.
     """
     folder = Path(path).expanduser()
-    return _ready(read(folder, lambda name: _of_folder(folder, target, name)), device, dtype)
+    return _ready(read(folder, lambda name: targets_own(folder, target, name)), device, dtype)
 
 
 def check_fit(path: str, model: Model) -> None:
@@ -249,11 +249,14 @@ def _of_module(folder: Path, model: Model, name: str) -> Tensor:
     weight: Any = getattr(layers[name], "weight", None)
     if type(getattr(weight, "data", None)) is Tensor and weight.is_floating_point() and weight.numel():
         return torch.Tensor.detach(weight)
-    return _of_folder(folder, model.name, name)
+    return targets_own(folder, model.name, name)
 
 
-def _of_folder(folder: Path, target: str, name: str) -> Tensor:
-    """From the target's safetensors; one that ties its layers has the embedding for both."""
+def targets_own(folder: Path, target: str, name: str) -> Tensor:
+    """:data:`EMBEDDING` or :data:`OUTPUT` from the target's safetensors, which the head in ``folder`` needs.
+
+    A target that ties its layers has the embedding for both. Raises ModelError.
+    """
     wanted = [*TARGETS_NAMES[name], *(TARGETS_NAMES[EMBEDDING] if name == OUTPUT else ())]
     held: dict[str, Path] = {}
     for file in _files_of(target):

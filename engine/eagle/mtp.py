@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from engine.attention.attention import NAME
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import Attend, EagleHead
+from engine.eagle.loading import EMBEDDING, OUTPUT, targets_own
 from engine.model import Model, ModelError, folder_of
+from engine.parallel.shards import GatheredLinear, SummedEmbedding, plain_linear
 
 MTP = "mtp"
 """In place of a head's folder: the model's own layer."""
@@ -53,8 +55,8 @@ class MtpHead(EagleHead):
         # Not parts of this one: a tuple hides them.
         self._target: tuple[Any, Any, Any, Callable[..., Any]] = (
             base.norm,
-            base.embed_tokens,
-            model.module.get_output_embeddings(),  # type: ignore[operator]
+            _whole(model, base.embed_tokens, EMBEDDING),
+            _whole(model, model.module.get_output_embeddings(), OUTPUT),  # type: ignore[operator]
             base.rotary_emb,
         )
         self.layer, self.norm = layer, norm  # type: ignore[assignment]
@@ -123,6 +125,16 @@ def load_mtp(model: Model) -> MtpHead:
         )
     head = MtpHead(model, loaded.model.layers[0].to(model.device), own, loaded.model.norm.to(model.device))
     return head.eval().requires_grad_(False)
+
+
+def _whole(model: Model, layer: Any, name: str) -> Any:
+    """``layer``, or all of one that is split over ranks once more: this one is on rank 0 alone."""
+    if not isinstance(layer, SummedEmbedding | GatheredLinear):
+        return layer
+    weight_VD = targets_own(folder_of(model.name), model.name, name).to(model.device, model.dtype)
+    if name == OUTPUT:
+        return plain_linear(weight_VD, None)
+    return nn.Embedding.from_pretrained(weight_VD)  # type: ignore[no-untyped-call]
 
 
 def _stored(model: Model) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from engine.build import build_target
 from engine.eagle import mtp
 from engine.interface import StepEngine
 from engine.model import ModelError
+from engine.parallel import group
 from engine.settings import EngineSettings
 from speculation.messages import Source
 from tests.eagle_heads import GREEDY, WARM, Watched, loop_of, opening, plain_texts, texts, watched
+from tests.ranks import needs_no_gpu, on_ranks
 from tests.unit.engine.engine_models import as_hub_id, save_model
 from tests.unit.engine.test_families import FAMILIES as KNOWN
 from tests.unit.engine.test_families import STATE
@@ -45,8 +48,12 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return whole, folder
 
 
+def settings_of(folder: Path) -> EngineSettings:
+    return EngineSettings(str(folder), dtype="fp32", device="cpu", cache_tokens=512, eagle="mtp")
+
+
 def engine_of(folder: Path) -> StepEngine:
-    return build_target(EngineSettings(str(folder), dtype="fp32", device="cpu", cache_tokens=512, eagle="mtp"))
+    return build_target(settings_of(folder))
 
 
 def reference(whole: Path, folder: Path, tokens: list[int]) -> Tensor:
@@ -96,6 +103,22 @@ def test_texts_are_those_without(folders: tuple[Path, Path]) -> None:
     loop = loop_of(engine)
     assert texts(loop, openings) == plain_texts(engine.model, openings)
     assert loop.counters.offered_from[Source.EAGLE] > 50
+
+
+@needs_no_gpu
+@pytest.mark.thorough
+def test_on_two_ranks_it_says_what_it_says_on_one(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "COMPUTING", timedelta(seconds=20))  # so long it hangs if it asks ranks for anything
+    alone = engine_of(folders[1])
+    openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(4)]
+    one = loop_of(alone)
+    expected = texts(one, openings)
+    with on_ranks(settings_of(folders[1])) as engine:
+        two = loop_of(engine)
+        assert texts(two, openings) == expected
+    offered, accepted = two.counters.offered_from[Source.EAGLE], two.counters.accepted_from[Source.EAGLE]
+    assert offered == one.counters.offered_from[Source.EAGLE] > 50
+    assert accepted == one.counters.accepted_from[Source.EAGLE]
 
 
 def test_a_model_of_a_hub_has_its_layer_there(
