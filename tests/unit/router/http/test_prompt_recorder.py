@@ -113,7 +113,7 @@ async def test_a_recorded_chat_with_tools_is_encoded_as_it_was_served(tmp_path: 
     weather = {"name": "weather", "description": None, "parameters": {"type": "object"}}
     body = {"messages": messages, "tools": [{"type": "function", "function": weather}]}
     chat = ChatBody.read({"model": "m"} | body)
-    asked = chat_prompt(chat, served, served.size, tools_of(chat, served))
+    asked = chat_prompt(chat, served, ServedModel("m", served.size, 1 << 20, 0), tools_of(chat, served))
     lines = RecordedPrompt("m", json.dumps(body).encode(), [asked], served).lines()
     (tmp_path / "prompts-1.jsonl").write_bytes(b"".join(lines))
     (passage,) = (one for held_out in (True, False) for one in find_data([tmp_path]).passages(0, held_out=held_out))
