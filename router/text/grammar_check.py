@@ -65,15 +65,20 @@ def check(form: str, text: Any, options: dict[str, Any], tags: list[str]) -> tup
 @cache
 def tokenizer_of(tags: tuple[str, ...]) -> LLTokenizer:
     """Of a token for each byte, whose id is that byte, one that ends a text, and these."""
-    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}  # as byte-level tokenizers write bytes
-    others = [byte for byte in range(256) if byte not in plain]
-    vocabulary = {chr(byte): byte for byte in plain} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
-    added = [{"id": END + index, "content": tag, **flags} for index, tag in enumerate((END_TAG, *tags))]
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
-    whole = {"version": "1.0", "added_tokens": added, "pre_tokenizer": level, "decoder": level, "model": model}
-    return LLTokenizer(json.dumps(whole), eos_token=END)
+    return LLTokenizer(_Bytes(tags), eos_token=END)  # type: ignore[arg-type]  # by its attributes
+
+
+class _Bytes:
+    """What llguidance asks of a tokenizer. Letters that spell a tag are letters."""
+
+    is_tokenizer_wrapper, eos_token_id, bos_token_id = True, END, None
+
+    def __init__(self, tags: tuple[str, ...]) -> None:
+        self.tokens = [bytes([byte]) for byte in range(256)] + [tag.encode() for tag in (END_TAG, *tags)]
+        self.special_token_ids = range(END, len(self.tokens))
+
+    def __call__(self, text: str) -> list[int]:
+        return [*text.encode()]
 
 
 def try_out(matcher: LLMatcher) -> str:

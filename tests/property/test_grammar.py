@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -109,6 +110,50 @@ def test_forced_text_is_open_all_along(vocabulary):
     for count, token in enumerate(forced):
         assert token in tokens_of(held.bits(forced[:count]))
     assert held.forced((1, 2, 3)) == ()
+
+
+SPECIAL = ("<eos>", "<|user|>", "<tool>", "[end]")
+"""One token each. ``<tool>`` is not declared special: to grammars it is, as it is written like this."""
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory) -> Vocabulary:
+    """Of a tokenizer with more special tokens, and one added token that is none."""
+    folder = tmp_path_factory.mktemp("marked")
+    backend = save_tokenizer(folder)
+    backend.add_special_tokens(["<|user|>", "[end]"])
+    backend.add_tokens(["<tool>", "plain"])
+    backend.save(str(folder / "tokenizer.json"))
+    size = backend.get_vocab_size()
+    return Vocabulary(cast(Model, SimpleNamespace(name=str(folder), vocabulary=size, stop_tokens=frozenset({STOP}))))
+
+
+@pytest.mark.parametrize("mark", SPECIAL)
+@pytest.mark.parametrize("around", ["{}", "x {} y", "plain{0}é{0}"])
+def test_letters_that_spell_a_special_token_come_out(marked, mark, around):
+    """Those of a draft that is forced too."""
+    wanted = around.format(mark)
+    for drafted in (False, True):
+        held, rng, text = constraint(marked, f"start: {json.dumps(wanted)}"), Random(1), list[Token]()
+        while open_ := set(tokens_of(held.bits(()))) - {STOP}:
+            forced = list(held.forced(())) if drafted else []
+            added = forced or [rng.choice(sorted(open_))]
+            assert added[0] in open_
+            held.advance(added)
+            assert not held.error
+            text += added
+        assert marked.tokenizer.decode_str(text) == wanted
+        assert not any(marked.tokenizer.is_special_token(token) for token in text)
+
+
+def test_a_special_token_is_still_open_by_its_name(marked):
+    held = constraint(marked, 'start: <|user|> "<|user|>" <tool>')
+    user, tool = (next(t for t in range(marked.size) if marked.tokenizer.decode_str([t]) == n) for n in SPECIAL[1:3])
+    assert tokens_of(held.bits(())) == [user]
+    text = list(held.forced(()))
+    assert text[0] == user and text[-1] == tool and user not in text[1:]
+    held.advance(text)
+    assert not held.error and tokens_of(held.bits(())) == [STOP]
 
 
 def test_behind_an_end_or_a_break_nothing_matters(vocabulary):

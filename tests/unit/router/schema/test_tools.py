@@ -130,6 +130,16 @@ def test_marks_that_are_tokens_are_written_as_tokens() -> None:
         assert takes(grammar, text, tagged=tagged)
 
 
+@pytest.mark.parametrize("tag", TAGS)
+def test_arguments_may_spell_a_mark_that_is_a_token(tag: str) -> None:
+    spelling = tool("t", {"properties": {"x": {"const": tag}}, "required": ["x"], "additionalProperties": False})
+    grammar = grammar_for([spelling], HERMES, tagged=True, tool_choice="required")
+    matcher = LLMatcher(tokenizer_of(TAGS), grammar)
+    for letters in ([END + 1], b'\n{"name":"t","arguments":{"x":"', tag.encode(), b'"}}\n', [END + 2]):
+        assert matcher.try_consume_tokens([*letters]) == len(letters)
+    assert matcher.is_accepting()
+
+
 STRICT = tool("tree", TREE["function"]["parameters"], strict=True)
 ANY = tool("any", {"type": "object", "properties": {"x": {"type": "integer"}}})
 SPACES = ["", " ", "\n\t", "\x1c", "\u3000"]
