@@ -16,6 +16,7 @@ Tensor legend: as in :mod:`engine.levels.level_memory`; R rows of the first leve
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
 from itertools import product
 from typing import TypeVar
@@ -135,7 +136,7 @@ class Levels(ABC):
         max_leaves, width, tiny = self.leaves, self.width, torch.finfo(self._dtype).tiny
         reals: list[list[float]] = []
         wholes: list[list[int]] = []
-        tail: list[int] = []
+        tail = array("i")  # tables of long texts, copied at once
         sources = [0] * memory.count
         for number, growth in enumerate(growths):
             sampling, leaves = growth.sampling, growth.leaves[:max_leaves]
@@ -143,11 +144,11 @@ class Levels(ABC):
             places = [*above, *_padded(growth.places, width, NOWHERE)]
             homes = [place.home for place in places]
             table = memory.tail_start + len(tail)
-            tail += growth.blocks[: -(-max(homes) // self._layers.attention.page)]
+            tail.extend(growth.blocks[: -(-max(homes) // self._layers.attention.page)])
             branches = []
             for place in places:
                 branches.append(memory.tail_start + len(tail))
-                tail += place.branch
+                tail.extend(place.branch)
             sources[number * width : number * width + len(growth.rows)] = growth.rows
             # In the order of the fields.
             temperature = 0.0 if sampling.greedy else max(sampling.temperature, tiny)
@@ -168,9 +169,9 @@ class Levels(ABC):
         sources: Sequence[int],
         reals: Sequence[Sequence[float]],
         wholes: Sequence[Sequence[int]],
-        tail: Sequence[int],
+        tail: array[int],
     ) -> None:
-        """``reals``, ``wholes``: by session, its floating-point numbers and its integers."""
+        """``reals``, ``wholes``: by session, its floating-point numbers and its integers; ``tail``: of 32 bits."""
         first = memory.count + len(memory.odds_F)  # of the sessions' numbers
         fixed = first + memory.record_NS.numel()
         size = fixed + -(-len(tail) // 2)
