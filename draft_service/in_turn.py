@@ -20,7 +20,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from draft_service.lookahead import Lookahead, LookaheadLimits
-from draft_service.sequence import DraftBatchEntry, DraftSequence
+from draft_service.sequence import DraftBatchEntry, DraftSequence, read_on
 from engine.shaping.shaping import Shaping
 from speculation.drafting.draft_session import Candidate, DraftLimits
 from speculation.frozen import frozen
@@ -172,12 +172,9 @@ class InTurn(Lookahead):
 
     def _read(self, running: Iterable[DraftSequence]) -> Outgoing:
         """Get on with texts of which much is not in the cache, by so many tokens together as the limits say."""
-        started, entries, tokens = time.perf_counter(), list[DraftBatchEntry](), 0
-        for sequence in running:
-            if tokens < self._limits.prefill and self._is_behind(sequence):
-                entries.append(self._read_on(sequence, sequence.frontier(self._engine.model.context)))
-                tokens += len(entries[-1].tokens)
-        return self._expand(entries, started)
+        started, context, most = time.perf_counter(), self._engine.model.context, self._limits.prefill
+        behind = {sequence: sequence.frontier(context) for sequence in running if self._is_behind(sequence)}
+        return self._expand(read_on(behind, most, most, self.counters), started)
 
     def _is_behind(self, sequence: DraftSequence) -> bool:
         """Whether it has more to read than a level reads on the way."""
@@ -209,7 +206,7 @@ class InTurn(Lookahead):
         for place in places:
             chosen.setdefault(place.sequence, []).append(place.node)
         return [
-            self._read_on(sequence, nodes)
+            DraftBatchEntry.reading(sequence, nodes, self._limits.prefill, self.counters)
             if nodes[0] is sequence.session.trie.root
             else DraftBatchEntry.below(sequence, nodes)
             for sequence, nodes in chosen.items()

@@ -23,6 +23,7 @@ from draft_service.sequence import (
     DraftSequence,
     Reader,
     candidates_of,
+    read_on,
     rows_drawn_at,
     withdrawn,
 )
@@ -37,7 +38,6 @@ from engine.step import Engine
 from speculation.demand import DraftDemand
 from speculation.drafting.draft_session import Candidate, DraftLimits, DraftSession, Sync
 from speculation.messages import (
-    ANCHOR,
     Close,
     Load,
     Open,
@@ -72,7 +72,7 @@ class LookaheadLimits:
     prefill: int = 512
     """Most committed tokens computed for one session in one step, ..."""
     step_prefill: int = 2048
-    """... and of all sessions together, or one session's share more."""
+    """... and of all sessions together, but for one token of each that misses no more."""
     prefill_from: int = 32
     """Committed tokens missing in the cache of a session that drafts nothing, before they are computed all the same."""
     draft: DraftLimits = DraftLimits()
@@ -275,35 +275,22 @@ class Lookahead:
 
     def _plan(self) -> list[DraftBatchEntry]:
         """Missing committed tokens are computed first; of the draft places, as many as pay are expanded."""
-        entries: list[DraftBatchEntry] = []
+        waiting: dict[DraftSequence, Sequence[Node]] = {}
         frontiers: dict[DraftSequence, Sequence[Node]] = {}
-        context, room = self._engine.model.context, self._limits.step_prefill
+        context, limits = self._engine.model.context, self._limits
         for sequence in self._sequences.values():
             if sequence in self._compiling:
                 continue
             frontier, missing = sequence.frontier(context), sequence.num_uncomputed_tokens
-            behind = missing >= self._limits.prefill_from and len(sequence.text.tokens) <= context
+            behind = missing >= limits.prefill_from and len(sequence.text.tokens) <= context
             if frontier and frontier[0] is not sequence.session.trie.root:
                 frontiers[sequence] = frontier
-            elif (frontier or behind) and (room > 0 or missing <= 1):  # those opened first come first
-                entries.append(self._read_on(sequence, frontier))
-                room -= len(entries[-1].tokens)
+            elif frontier or behind:
+                waiting[sequence] = frontier
+        entries = read_on(waiting, limits.step_prefill, limits.prefill, self.counters)
         scheduled = sum(len(entry.tokens) for entry in entries)
-        chosen = best_places(frontiers, self._limits.batch, scheduled, len(entries), self._cost)
+        chosen = best_places(frontiers, limits.batch, scheduled, len(entries), self._cost)
         return entries + [DraftBatchEntry.below(sequence, nodes) for sequence, nodes in chosen.items()]
-
-    def _read_on(self, sequence: DraftSequence, frontier: Sequence[Node]) -> DraftBatchEntry:
-        """Feed the committed tokens that the cache lacks; once that is all, expand ``frontier``: their end, if any."""
-        if sequence.num_uncomputed_tokens == 0:
-            # The root's own logits are gone: feed its token again.
-            sequence.cached.truncate(sequence.cached.length - 1)
-        elif sequence.num_uncomputed_tokens > 1:
-            self.counters.reused += sequence.cached.reuse()
-        start, pending = sequence.cached.length, sequence.cached.pending
-        tokens = sequence.text.tokens[start : start + self._limits.prefill]
-        complete = start + len(tokens) == len(sequence.text.tokens)
-        parents = [ANCHOR, *range(pending, pending + len(tokens) - 1)]
-        return DraftBatchEntry(sequence, tokens, parents, frontier if complete else ())
 
     def _compute(self, entries: Sequence[DraftBatchEntry]) -> Outgoing:
         """Run the entries in one forward and commit what it found.

@@ -8,8 +8,9 @@ Tensor legend: R rows of the step, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from torch import Tensor
 
@@ -209,6 +210,22 @@ class DraftBatchEntry:
         return not self.expands or self.expands[0] is self.sequence.session.trie.root
 
     @classmethod
+    def reading(
+        cls, sequence: DraftSequence, frontier: Sequence[Node], most: int, counters: DraftCounters
+    ) -> DraftBatchEntry:
+        """Feed ``most`` committed tokens that the cache lacks; once that is all, expand ``frontier``: their end."""
+        if sequence.num_uncomputed_tokens == 0:
+            # The root's own logits are gone: feed its token again.
+            sequence.cached.truncate(sequence.cached.length - 1)
+        elif sequence.num_uncomputed_tokens > 1:
+            counters.reused += sequence.cached.reuse()
+        start, pending = sequence.cached.length, sequence.cached.pending
+        tokens = sequence.text.tokens[start : start + most]
+        complete = start + len(tokens) == len(sequence.text.tokens)
+        parents = [ANCHOR, *range(pending, pending + len(tokens) - 1)]
+        return cls(sequence, tokens, parents, frontier if complete else ())
+
+    @classmethod
     def below(cls, sequence: DraftSequence, nodes: Sequence[Node]) -> DraftBatchEntry:
         """Go on from draft ``nodes``, whose parents are computed."""
         root = sequence.session.trie.root
@@ -248,6 +265,25 @@ class DraftBatchEntry:
         paths = [[above.token for above in node.path_from(root)] for node in self.expands]
         paths += [[*paths[0], *self.guesses.tokens[: guess.end]] for guess in self.guesses.nodes]
         return [shaping.after(path) for path in paths]
+
+
+def read_on(
+    waiting: Mapping[DraftSequence, Sequence[Node]], room: int, most: int, counters: DraftCounters
+) -> list[DraftBatchEntry]:
+    """Read on with ``waiting`` texts, given with their frontiers: ``room`` tokens together, ``most`` of each.
+
+    Half of the room goes to those that lack least, so that none waits behind long texts; what is left to those that
+    come first, so that none starves. A single token is always read: its session drafts already.
+    """
+    entries: dict[DraftSequence, DraftBatchEntry] = {}
+    shortest = sorted(islice(waiting, 1, None), key=lambda sequence: sequence.num_uncomputed_tokens)
+    for order, reserved in ((shortest, room // 2), (waiting, 0)):
+        for sequence in order:
+            if sequence not in entries and (room > reserved or sequence.num_uncomputed_tokens <= 1):
+                at_once = max(min(most, room - reserved), 1)
+                entries[sequence] = DraftBatchEntry.reading(sequence, waiting[sequence], at_once, counters)
+                room -= len(entries[sequence].tokens)
+    return [entries[sequence] for sequence in waiting if sequence in entries]
 
 
 def rows_drawn_at(logits_RV: Tensor, entries: Sequence[DraftBatchEntry]) -> Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from draft_service import lookahead
+from draft_service.in_turn import InTurn
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.sequence import DraftSequence
 from draft_service.staged_drafting import Ask, Guesser, Lookup, StagedDrafting
@@ -36,6 +37,7 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
+from speculation.verifying.payoff import DraftTurn
 from tests.thorough import mostly_thorough
 from tests.unit.engine.engine_models import TINY, load_tiny, random_tokens
 from transport.worker import Outgoing
@@ -310,5 +312,40 @@ def test_a_step_reads_no_more_prompts_than_it_has_room_for_and_none_starves(mode
     while not all(drafts(worker, number) for number in range(1, 9)):
         sizes.append(sum(len(entry.tokens) for entry in worker._plan() if len(entry.tokens) > 1))
         assert worker.step() is not None
-    assert max(sizes) <= 24 + LIMITS.prefill
+    assert max(sizes) <= 24
+    close(worker)
+
+
+def test_no_session_waits_behind_long_prompts(model: Model) -> None:
+    """Neither a new one nor one whose target went another way."""
+    worker, text = drafter(model), tuple(random_tokens(12, seed=6))
+    worker._limits = replace(LIMITS, step_prefill=2 * LIMITS.prefill)
+    worker.receive(ROUTER, opened(6, text))
+    settle(worker)
+    for number in range(1, 5):
+        worker.receive(ROUTER, opened(number, random_tokens(CONTEXT - 4, seed=number)))
+    worker.receive(ROUTER, opened(5, random_tokens(12, seed=5)))
+    other = next(token for token in range(20) if (token,) not in drafts(worker, 6))
+    worker.receive(ROUTER, verified(6, text, other, other))
+    for _ in range(2):
+        worker.step()
+    assert drafts(worker, 5)
+    assert drafts(worker, 6)
+    assert not any(drafts(worker, number) for number in range(1, 5))
+    settle(worker)
+    assert all(drafts(worker, number) for number in range(1, 5))
+    close(worker)
+
+
+def test_in_turn_no_session_waits_behind_long_prompts(model: Model) -> None:
+    cache = KVCache(model.layers, 1024, block=model.block, dtype=model.dtype, device=model.device)
+    limits = replace(LIMITS, prefill_from=8)
+    worker = InTurn(Engine(model, cache, invariant=False), Welcome("draft", "tiny", VOCABULARY, CONTEXT), limits)
+    for number, length in enumerate([CONTEXT - 4] * 4 + [12], start=1):
+        worker.receive(ROUTER, opened(number, random_tokens(length, seed=number)))
+    keys = [(ROUTER, SessionId(number)) for number in range(1, 6)]
+    for turn in range(20):
+        worker.draft(keys, dict.fromkeys(keys, 0.5), DraftTurn(5, 1.0, 0.0), probe=True)
+        assert drafts(worker, 5) or turn < 1
+    assert all(drafts(worker, number) for number in range(1, 6))
     close(worker)
