@@ -22,6 +22,7 @@ from draft_service.sequence import (
     DraftCounters,
     DraftSequence,
     Reader,
+    Text,
     candidates_of,
     read_on,
     rows_drawn_at,
@@ -156,15 +157,20 @@ class Lookahead:
             self._drop(sequence, "opened again")
         if why := self._reason_to_refuse(opened.tokens):
             return _refused(link, opened, RefusalCode.INVALID, why)
+        # Before a session is made of it, which takes long for a long text. A text that is translated may be shorter.
+        size, cache = len(opened.tokens) if self._reader.text is Text else 0, self._engine.cache
+        if size > cache.capacity:
+            why = f"a text of {size} tokens; the draft cache has room for {cache.capacity}"
+            return _refused(link, opened, RefusalCode.INVALID, why)
         no_room = _refused(link, opened, RefusalCode.OVERLOADED, "no room for another session")
-        if len(self._sequences) >= self._limits.sessions:
+        if len(self._sequences) >= self._limits.sessions or size > cache.free_tokens:
             return no_room
         limits, vocabulary = self._limits.draft, self._welcome.vocabulary
         session = DraftSession(
             opened, vocabulary=vocabulary, limits=limits, calibration=self._calibration, resting=self._resting
         )
         text = self._reader.text(session.tokens)
-        if len(text.tokens) > self._engine.cache.free_tokens:
+        if len(text.tokens) > cache.free_tokens:
             return no_room
         session.outcomes = [] if self._recorder else None
         session_log = SessionLog(log, opened.session, opened.request_options.request)

@@ -194,13 +194,14 @@ def test_preempted_sessions_make_room_and_are_read_again(
 def test_a_small_draft_cache_costs_drafts_only(
     model: Model, likeness: Model, expected: dict[int, list[Token]], capacity: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sessions without room go on without drafts, and are tried again."""
+    """Sessions without room go on without drafts, and are tried again unless there will never be any."""
     monkeypatch.setattr(draft_model, "RETRY_AFTER", 2)
     drafter = drafter_of(engine_of(likeness, capacity, invariant=False))
     loop = loop_of(model, drafter)
     assert texts(loop, mixed()) == expected
     assert loop.counters.draft_left_out and loop.counters.draft_faults == 0
     assert bool(loop.counters.accepted_from[Source.DRAFT]) is (capacity > 8)
+    assert (loop.counters.draft_left_out == len(expected)) is (capacity == 8)
     assert_empty(drafter)
 
 

@@ -303,6 +303,22 @@ def test_a_worker_that_is_told_to_rest_drafts_nothing_for_a_new_session_until_it
         prompt = (*prompt, 9)
 
 
+def test_a_text_without_room_is_refused_before_a_session_is_made_of_it(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For good where it can never have room."""
+    worker = drafter(model)
+    held = worker._engine.cache.sequence()
+    held.append([-1] * 600)
+    monkeypatch.setattr(lookahead, "DraftSession", None)
+    codes = {500: RefusalCode.OVERLOADED, 1024: RefusalCode.OVERLOADED, 1025: RefusalCode.INVALID}
+    for length, code in codes.items():
+        ((_, refused),) = worker.receive(ROUTER, opened(1, [5] * length))
+        assert isinstance(refused, Refused) and refused.code is code
+    held.free()
+    close(worker)
+
+
 def test_a_step_reads_no_more_prompts_than_it_has_room_for_and_none_starves(model: Model) -> None:
     worker = drafter(model)
     worker._limits = replace(LIMITS, step_prefill=24)
