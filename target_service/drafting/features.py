@@ -25,11 +25,13 @@ from target_service.drafting.state_reader import StateReader, fused_states, kept
 from target_service.sequence import BatchEntry, TargetSequence
 from target_service.step_account import TargetCounters
 from target_service.verdicts import Verdict
+from transport.codec_parts import MAX_FEATURE_BYTES
 from transport.worker import Outgoing
 
 KEPT = 256
 """Tokens of a session whose features are kept, and sent to a drafter that comes: 2 MiB of 4096 numbers in bf16."""
 SENT_AT_ONCE = 64
+"""Tokens in a message, or fewer of a wide head: a peer reads no more than :data:`.MAX_FEATURE_BYTES` of values."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,10 +106,11 @@ class FeatureSender(StateReader):
         values, scales = packed(states_ND, how)
         (count, width), first = states_ND.shape, 0
         value_bytes, scale_bytes = len(values) // count, len(scales) // count  # of a row
+        at_once = max(1, min(SENT_AT_ONCE, MAX_FEATURE_BYTES // value_bytes))
         for sequence, position, part_ND in parts:
             opened, end = sequence.session.opened, first + len(part_ND)
-            for start in range(first, end, SENT_AT_ONCE):
-                stop, at = min(start + SENT_AT_ONCE, end), position + start - first
+            for start in range(first, end, at_once):
+                stop, at = min(start + at_once, end), position + start - first
                 mine = values[start * value_bytes : stop * value_bytes]
                 scaled = scales[start * scale_bytes : stop * scale_bytes]
                 message = Features(opened.session, opened.epoch, at, self._fingerprint, width, mine, how, scaled)
