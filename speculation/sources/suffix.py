@@ -23,7 +23,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from speculation.frozen import frozen
@@ -92,11 +92,11 @@ class _Text:
     """Places of it that are in the index: those of its first tokens."""
     number: int = 0
     """Its own, from when it is in the index."""
+    key: int = field(init=False)
+    """The same for all texts that say the same in one scope. Kept: a long text needs it at each that it evicts."""
 
-    @property
-    def key(self) -> int:
-        """The same for all texts that say the same in one scope."""
-        return hash((self.scope, tuple(self.tokens)))
+    def __post_init__(self) -> None:
+        self.key = hash((self.scope, self.tokens.tobytes()))
 
     def contexts(self, first: int, until: int) -> Iterator[tuple[int, int]]:
         """The keys of its places ``first`` to ``until``, each with the place as it is in the index."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from speculation.messages import Token
+from speculation.sources import suffix
 from speculation.sources.suffix import CONTEXTS, COUNTED, PLACES, SHORTEST, SuffixLookup, SuffixStore
 
 SEEDS = range(12)
@@ -107,6 +108,21 @@ def test_work_is_what_it_is_told_to_be() -> None:
         store.work(50)
     assert store.idle
     assert store.counters.indexed == 2000
+
+
+def test_a_text_is_hashed_once_however_many_make_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = filled(*[range(first, first + 10) for first in range(300)], capacity=4000)
+    hashed: list[int] = []
+
+    def counted(what: tuple[str, Sequence[Token]]) -> int:
+        hashed.append(len(what[1]))
+        return hash(what)
+
+    monkeypatch.setattr(suffix, "hash", counted, raising=False)
+    store.record("", range(1000), 0)
+    finish(store)
+    assert store.counters.forgotten >= 1000
+    assert sum(size > max(CONTEXTS) for size in hashed) == 1
 
 
 def test_what_was_of_use_stays_the_longest() -> None:
