@@ -188,6 +188,7 @@ class _Target:
         session = self._planner.session(
             opened, request.text.vocabulary, [one for one in (head, outputs) if one is not None]
         )
+        session.index(len(opened.tokens), computed=len(opened.tokens))
         fed = drafter is not None and self._world.setting.features
         self._held[opened.session] = _Verified(session, request, slot, drafter, head, fed)
         self._wake()

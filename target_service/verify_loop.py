@@ -362,7 +362,7 @@ class VerifyLoop:
                 return self._commit(entry, verdict, logprobs, times)
             case None:
                 sequence.cached.advance(range(entry.num_scheduled_tokens))
-                sequence.session.index(sequence.cached.length)
+                sequence.session.index(sequence.cached.length, entry.num_scheduled_tokens)
                 self.counters.prefilled += entry.num_scheduled_tokens
                 return []
 

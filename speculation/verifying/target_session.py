@@ -42,6 +42,11 @@ FORCED_CONFIDENCE = 0.9
 """That forced text is tokenised as proposed, for a start."""
 SURE = confidence(16)
 """Confidence from which on a source at the target may take the one place of a chain before a draft model does."""
+READ_AT_ONCE = 1024
+"""Tokens that a source reads with a step at most, unless the step computed more: some 5 us each, which all sessions of
+the worker wait for. Where a long prompt was found in the cache, it comes to its end over the steps after."""
+SKIMS = frozenset({Source.PREDICTION, Source.SUFFIX})
+"""Sources that pass over a prompt for nothing, however long, and so need not wait to be asked."""
 
 
 @dataclass(slots=True)
@@ -116,7 +121,7 @@ class TargetSession:
         self._drafted_chain = self.chains and Source.DRAFT in speculation.sources
         known = local_sources(opened) if sources is None else sources
         self._sources = [one for one in known if speculation.allows(one.source)]
-        self._read = 0  # committed tokens that these have seen
+        self._read = [0] * len(self._sources)  # committed tokens that each of these has seen
         self._suggested = -1  # position at which they were asked last
 
     @property
@@ -191,19 +196,27 @@ class TargetSession:
         self._tree = NO_DRAFTS
         return self._tree
 
-    def index(self, end: int) -> None:
-        """Let the sources here see the tokens before ``end``: a long prompt is read as it is prefilled."""
-        fresh, self._read = self.trie.tokens[self._read : end], max(self._read, end)
-        for one in self._sources:
-            one.extend(fresh)
+    def index(self, end: int, computed: int = 0) -> None:
+        """Let the sources here see the tokens before ``end``: a long prompt is read as it is prefilled.
+
+        As many as the step at hand ``computed``, or :data:`READ_AT_ONCE`.
+        """
+        for number, one in enumerate(self._sources):
+            read = self._read[number]
+            until = end if one.source in SKIMS else min(end, read + max(computed, READ_AT_ONCE))
+            if until > read:
+                one.extend(self.trie.tokens[read:until])
+                self._read[number] = until
 
     def _suggest(self) -> None:
-        """Ask the sources here how the text goes on, and draft what they say, the surest first."""
-        if not self._sources or self._suggested == self.trie.position:
+        """Ask the sources here that have read all of the text how it goes on, and draft what the surest say first."""
+        position = self.trie.position
+        if not self._sources or self._suggested == position:
             return
-        self.index(self.trie.position)
-        self._suggested = self.trie.position
-        found = [(one.source, one.propose(min(one.depth, self.room))) for one in self._sources]
+        self.index(position)
+        self._suggested = position
+        ready = [one for one, read in zip(self._sources, self._read, strict=True) if read == position]
+        found = [(one.source, one.propose(min(one.depth, self.room))) for one in ready]
         found = [(source, suggestion) for source, suggestion in found if suggestion.tokens]
         for source, suggestion in sorted(found, key=lambda pair: -pair[1].confidence[0]):
             if not self._drafted_chain or suggestion.confidence[0] >= SURE:

@@ -28,9 +28,10 @@ from speculation.messages import (
     Token,
     Verification,
 )
+from speculation.sources.registry import LocalSource
 from speculation.trie import VerificationTree
 from speculation.verifying.planner import Asked, Planner
-from speculation.verifying.target_session import TargetSession
+from speculation.verifying.target_session import READ_AT_ONCE, TargetSession
 
 PROMPT = (1, 2, 3)
 VOCABULARY = 100
@@ -256,3 +257,54 @@ def test_a_prediction_is_not_read_into_the_prompt(text: list[Token]) -> None:
     one = session(PROMPT * 3, PREDICTION)
     one.index(2)
     assert one.candidates(2).tokens == PROMPT[:2]
+
+
+# -- long prompts ------------------------------------------------------------------------------------------------------
+
+
+class Reads(Says):
+    """Keeps what it is told, and in parts of which size."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__((7, 8), (0.9, 0.8), source)
+        self.read: list[Token] = []
+        self.parts: list[int] = []
+
+    def extend(self, tokens: Sequence[Token]) -> None:
+        self.read += tokens
+        self.parts.append(len(tokens))
+
+
+LONG = [1 + i % 50 for i in range(5000)]
+
+
+def reading(*sources: LocalSource) -> TargetSession:
+    long = replace(opened(generated=LONG), limits=Limits(2 * len(LONG)))
+    return TargetSession(long, vocabulary=VOCABULARY, sources=sources)
+
+
+def test_a_long_prompt_found_in_the_cache_is_read_over_several_steps_and_only_then_a_source_is_asked() -> None:
+    source = Reads(Source.LOOKUP)
+    one = reading(source)
+    while len(source.read) + READ_AT_ONCE < len(one.tokens):
+        before = len(source.parts)
+        assert told(verify(one, [9])) == ["target"]
+        assert source.parts[before:] == [READ_AT_ONCE]
+    assert one.candidates(8).tokens == (7, 8)
+    assert source.read == one.tokens
+
+
+def test_a_prompt_that_is_computed_is_read_with_it() -> None:
+    source = Reads(Source.LOOKUP)
+    one = reading(source)
+    for end in (3000, len(one.tokens)):
+        one.index(end, computed=3000)
+        assert source.read == one.tokens[:end]
+    assert one.candidates(8).tokens == (7, 8)
+    one.index(10)
+    assert source.parts == [3000, 2003]
+
+
+def test_a_source_that_skims_its_prompt_is_asked_at_once_while_others_read() -> None:
+    one = reading(Reads(Source.LOOKUP), Says((9,), (0.9,), Source.PREDICTION), Says((10,), (0.8,), Source.SUFFIX))
+    assert one.candidates(8).tokens == (9, 10)
