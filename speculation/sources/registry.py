@@ -26,10 +26,10 @@ A source of your own is one module, which targets are started with (``target.sou
     register(Again.source, Again)
 
 It reads what is committed and is asked once at every place, just before a step that could verify its drafts, so it
-should answer in microseconds. Everything else knows it by its name: what its drafts are worth is learned, what became
-of them is counted and told, and requests may ask for it or leave it out. It makes decoding faster or does nothing,
-never different: one that raises, or says what is no suggestion, is not asked again in that session
-(:attr:`Guarded.fault`).
+should answer in microseconds. Of a long prompt found in the cache it is told over several steps, and asked after them.
+Everything else knows it by its name: what its drafts are worth is learned, what became of them is counted and told, and
+requests may ask for it or leave it out. It makes decoding faster or does nothing, never different: one that raises, or
+says what is no suggestion, is not asked again in that session (:attr:`Guarded.fault`).
 
 Names are few and never come from a request, so they can label metrics.
 """
