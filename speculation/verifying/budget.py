@@ -78,6 +78,9 @@ class StepCost:
     """Larger steps are prefill and teach nothing about drafts."""
     MEMORY = 2000
     """Steps after which a size that did not occur again is forgotten, and so gets tried again."""
+    DOUBTED = 128
+    """The same of a size that was measured only once: what held up that one step may have been anything. Measured again
+    it is believed. Not of the smallest, which the others are weighed against."""
     STALE = 4
     """Steps after which a size that did not occur again is taken to have changed as those that did: what was measured
     on a machine that was busy for a moment would keep it from ever being tried again."""
@@ -95,7 +98,7 @@ class StepCost:
         self._branched_at = 0
         self._measured = dict(believed)
         self._seen = dict.fromkeys(believed, 0)
-        self._times = dict.fromkeys(believed, 0)  # how often each size was measured
+        self._times = dict.fromkeys(believed, 0)  # how often each size was measured, also of those doubted since
         self._steps = 0
         self._sizes: list[int] = []
         self._costs: list[float] = []
@@ -121,11 +124,21 @@ class StepCost:
         self._times[tokens] = self._times.get(tokens, 0) + 1
         self._steps += 1
         self._seen[tokens] = self._steps
-        for size in [size for size, step in self._seen.items() if step < self._steps - self.MEMORY]:
-            del self._measured[size], self._seen[size], self._times[size]
-        if self._steps > self._branched_at + self.MEMORY:
-            self._branched = None
+        self._forget()
         self._sort()
+
+    def _forget(self) -> None:
+        """Have sizes tried again that did not occur for long."""
+        smallest = min(size for size in self._seen if self._times[size])
+        for size, step in list(self._seen.items()):
+            once = self._times[size] == 1 and size != smallest
+            if step < self._steps - (self.DOUBTED if once else self.MEMORY):
+                del self._measured[size], self._seen[size]
+                if not once:
+                    del self._times[size]
+        once = self._branched is not None and self._branched._steps == 1
+        if self._steps > self._branched_at + (self.DOUBTED if once else self.MEMORY):
+            self._branched = None
 
     def _sort(self) -> None:
         self._sizes = sorted(self._measured)
@@ -166,7 +179,7 @@ class StepCost:
     def measured_up_to(self, tokens: int) -> bool:
         """Whether a step of at most so many tokens was measured: else the cost of larger ones stands for it."""
         rows = rows_for(tokens, self._row_classes)
-        return any(times and size <= rows for size, times in self._times.items())
+        return any(self._times[size] and size <= rows for size in self._measured)
 
     def _at(self, tokens: int) -> float:
         if not self._sizes:

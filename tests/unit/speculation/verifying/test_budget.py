@@ -178,6 +178,37 @@ def test_a_size_that_no_longer_occurs_is_forgotten_and_so_tried_again():
     assert choose([[0.9] * 8], 1, cost) == [8]
 
 
+def test_a_size_that_was_measured_once_is_soon_tried_again_and_then_believed():
+    cost = learned(0.02)
+    for dear in (False, True):
+        cost.observe(9, 1.0)
+        for _ in range(StepCost.DOUBTED + 1):
+            cost.observe(1, 0.02)
+        assert (cost(9) > 0.5) is dear
+    for _ in range(StepCost.MEMORY):
+        cost.observe(1, 0.02)
+    assert cost(9) < 0.05
+
+
+def test_the_smallest_size_is_not_doubted():
+    cost = learned(0.02)
+    for _ in range(2 * StepCost.DOUBTED):
+        cost.observe(9, 0.08)
+    assert cost(1) < 0.03 and cost.measured_up_to(1)
+    for _ in range(StepCost.MEMORY):
+        cost.observe(9, 0.08)
+    assert not cost.measured_up_to(1)
+
+
+def test_a_single_step_whose_drafts_branched_is_not_believed_for_long():
+    cost = learned(0.02)
+    cost.observe(9, 1.0, branched=True)
+    for _ in range(StepCost.DOUBTED + 1):
+        assert cost(9, branched=True) == 1.0
+        cost.observe(9, 0.03)
+    assert not cost.knows_branched
+
+
 def test_something_is_always_worth_doing_when_nothing_is_certain():
     assert best_prefix([0.5, 0.1], 0.0, 0, FLAT) == 2
     assert best_prefix([0.5, 0.1], 0.0, 0, LINEAR) == 1
