@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 LIBRARY = "libnvidia-ml.so.1"
-OK, LOST = 0, 15
+OK, NOT_OURS, LOST = 0, 4, 15
 """Of NVML's return codes."""
 
 
@@ -24,17 +24,19 @@ def fault(nvml: Any) -> str:
     for name, code in (("nvmlInit", nvml.nvmlInit_v2()), ("count", nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)))):
         if code != OK:
             return f"the driver does not answer ({name}: {code})"
-    if not count.value:
-        return "the driver knows no GPU"
+    ours = False
     for index in range(count.value):
         handle, degrees = ctypes.c_void_p(), ctypes.c_uint()
         code = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
+        if code == NOT_OURS:  # it is another container's
+            continue
+        ours = True
         if code == OK:
             code = nvml.nvmlDeviceGetTemperature(handle, 0, ctypes.byref(degrees))
             code = code if code == LOST else OK  # some have no such sensor
         if code != OK:
             return f"GPU {index} does not answer ({'lost' if code == LOST else code})"
-    return ""
+    return "" if ours else "the driver knows no GPU"
 
 
 def main() -> int:

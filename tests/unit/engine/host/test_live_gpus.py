@@ -43,6 +43,9 @@ class FakeNvml:
         (FakeNvml(), ""),
         (FakeNvml(temperature=3), ""),  # no such sensor
         (FakeNvml(handles={1: 15}), "GPU 1 does not answer (lost)"),
+        (FakeNvml(handles={1: 4}), ""),  # another container's
+        (FakeNvml(handles={0: 4, 1: 15}), "GPU 1 does not answer (lost)"),
+        (FakeNvml(handles={0: 4, 1: 4}), "the driver knows no GPU"),
         (FakeNvml(handles={0: 999}), "GPU 0 does not answer (999)"),
         (FakeNvml(temperature=15), "GPU 0 does not answer (lost)"),
         (FakeNvml(init=999), "the driver does not answer (nvmlInit: 999)"),
