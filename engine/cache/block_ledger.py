@@ -35,6 +35,10 @@ class BlockLedger:
         """How many sequences hold a block."""
         return self._holders[block]
 
+    def is_empty(self, block: int) -> bool:
+        """Whether nobody holds a block, nor can find it."""
+        return bool(self._empty[block])
+
     def is_own(self, block: int) -> bool:
         """Whether only one sequence holds a block, and no other one can find it."""
         return self._holders[block] == 1 and block not in self.known

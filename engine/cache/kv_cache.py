@@ -72,9 +72,12 @@ class KVCache:
     def take_moves(self) -> list[Move]:
         """What ``store.move`` has to do, at once, before the next forward writes anything; then it counts as done.
 
-        Appending may add moves too: take them after the last append.
+        Appending may add moves too: take them after the last append. What was to come into a block that was given back
+        since is not copied, or steps that fail for want of memory would leave ever more to copy; its slots are cleared,
+        as some of them may have had to be.
         """
-        return self.moves.take()
+        is_empty, block = self.ledger.is_empty, self.block
+        return [(CLEAR if is_empty(home // block) else source, home) for source, home in self.moves.take()]
 
     def validate(self) -> None:
         """Assert that every block is free, or held exactly as often as there are sequences with it."""

@@ -135,8 +135,11 @@ def _move_one_by_one(everything: Sequence[Tensor], moves: Sequence[Move]) -> Non
     copies = [move for move in moves if move[0] != CLEAR]
     sources_M, destinations_M = (upload([move[end] for move in copies], device) for end in (0, 1))
     cleared_C = upload([slot for source, slot in moves if source == CLEAR], device)
-    moved = [stored.index_select(0, sources_M) for stored in everything]
-    for stored, moved_MHD in zip(everything, moved, strict=True):
+    # Of one tensor at a time, and allocated before the first is written.
+    kept = everything[0].new_empty(len(copies) * max(stored[0].numel() for stored in everything))
+    for stored in everything:
+        moved_MHD = kept[: len(copies) * stored[0].numel()].view(len(copies), *stored.shape[1:])
+        torch.index_select(stored, 0, sources_M, out=moved_MHD)
         stored.index_copy_(0, destinations_M, moved_MHD)
         if len(cleared_C):
             stored.index_fill_(0, cleared_C, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.cache.kv_cache import CachedSequence, KVCache
+from engine.cache.kv_store import CLEAR
 from speculation import digest as digests
 
 TEXT = list(range(100, 200))
@@ -88,6 +89,23 @@ def test_a_part_of_a_block_is_copied_once_it_is_written_to() -> None:
     source, destination = one.blocks[1] * 4, two.blocks[1] * 4
     assert cache.take_moves() == [(source, destination), (source + 1, destination + 1)]
     cache.validate()
+
+
+def test_what_was_to_be_copied_for_a_sequence_that_is_gone_is_copied_no_more() -> None:
+    """However often steps fail for want of memory, what they leave is to be copied for those that are still there."""
+    cache = make()
+    cached(cache, TEXT[:9])
+    kept, gone = (cache.sequence([*TEXT[:6], number, 2, 3]) for number in (1, 7))
+    for sequence in (kept, gone):
+        sequence.reuse()
+        compute(sequence, 1)
+    moves = cache.take_moves()
+    assert len(moves) == 4
+    cache.moves.note(moves)  # they were not made
+    block = gone.blocks[1]
+    gone.free()
+    ours, theirs = [move for move in moves if move[1] // 4 != block], [move for move in moves if move[1] // 4 == block]
+    assert cache.take_moves() == [*ours, *((CLEAR, slot) for _, slot in theirs)]
 
 
 def test_a_few_tokens_are_not_worth_a_copy() -> None:
