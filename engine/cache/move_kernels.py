@@ -24,8 +24,11 @@ BLOCK = 512
 SCRATCH = 64 << 20
 """Bytes of sources that are kept at a time, unless those of one tensor are more."""
 
+VARYING = ("first", "C", "M")
+"""Arguments that differ from step to step: nothing is compiled anew for some of them."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=VARYING)
 def _read(address_N, words_N, moves_2M, kept_KCW, first, C, W: tl.constexpr, BLOCK: tl.constexpr):
     """A program is a move from a slot in a tensor."""
     m, k = tl.program_id(0), tl.program_id(1)
@@ -37,7 +40,7 @@ def _read(address_N, words_N, moves_2M, kept_KCW, first, C, W: tl.constexpr, BLO
         tl.store(kept + at, tl.load(stored + at, mask=at < words), mask=at < words)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _write(address_N, words_N, moves_2M, kept_KCW, first, C, M, W: tl.constexpr, BLOCK: tl.constexpr):
     """A program is a move in a tensor. Behind those from slots are those of zeros."""
     m, k = tl.program_id(0), tl.program_id(1)

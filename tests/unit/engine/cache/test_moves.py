@@ -94,11 +94,13 @@ from triton.compiler import ASTSource
 from engine.cache import move_kernels as kernels
 
 types = dict.fromkeys(("address_N", "words_N", "moves_2M"), "*i64") | {"kept_KCW": "*i32"}
-types |= dict.fromkeys(("first", "C", "M"), "i32")
+types |= dict.fromkeys(kernels.VARYING, "i32")
 for kernel in (kernels._read, kernels._write):
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs={"W": 700, "BLOCK": kernels.BLOCK})
     triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    for parameter in kernel.params:
+        assert parameter.is_constexpr or parameter.do_not_specialize == (types[parameter.name] == "i32")
 """
 
 
