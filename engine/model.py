@@ -97,6 +97,11 @@ class Model:
         return 0 if self.attention is None else self.attention.spare
 
     @property
+    def kernels(self) -> bool:
+        """Whether kernels of our own compute its steps on CUDA."""
+        return self.attention is not None and self.attention.replayed
+
+    @property
     def kind(self) -> str:
         """The model type, as configurations call it."""
         kind: str = getattr(self.config, "model_type", type(self.module).__name__)

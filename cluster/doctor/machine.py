@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 
 from cluster.config.config import Config, max_replicas_of
-from cluster.config.environment import expanded
+from cluster.config.environment import expanded, variable
 from cluster.config.pools import NO_QUANTIZATION, DraftConfig, Pool, TargetConfig, chosen_threads
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.models import WeightsError, read_weights
@@ -99,6 +100,16 @@ def check_driver(devices: Devices, config: Config) -> Iterator[Finding]:
         yield ok("gpu", "none; the CPU computes")
 
 
+def check_compiler(devices: Devices, headers: Path | None = None) -> Iterator[Finding]:
+    """Whether Triton can compile what launches our kernels, which it does at their first use."""
+    headers = headers or Path(sysconfig.get_path("include"))
+    compiler = variable("CC") or shutil.which("gcc") or shutil.which("clang")
+    missing = "C compiler" if not compiler else "" if (headers / "Python.h").exists() else f"Python.h in {headers}"
+    if devices.gpus and missing:
+        text = f"there is no {missing}, so our kernels cannot be launched: steps on GPUs are slower, and not exact"
+        yield warning("compiler", text, "install gcc and Python's headers (gcc, libc6-dev, python3-dev)")
+
+
 def check_memory(needs: Iterable[DeviceNeed], devices: Devices) -> Iterator[Finding]:
     """Whether weights and a cache fit: each rank on a GPU, or in main memory beside all others that compute there."""
     needs = list(needs)
@@ -179,6 +190,7 @@ def check_devices(config: Config) -> Iterator[Finding]:
     """What a Paceline that is to run here computes with, and whether it fits."""
     devices = seen()
     yield from check_driver(devices, config)
+    yield from check_compiler(devices)
     yield from check_memory(needs(divided(config, len(devices.gpus)), devices), devices)
 
 

@@ -42,10 +42,11 @@ class KVCache:
         *,
         block: int = BLOCK,
         spare: int = 0,
+        kernels: bool = False,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """``spare``: see :class:`engine.cache.kv_store.KVStore`."""
+        """``spare``, ``kernels``: see :class:`engine.cache.kv_store.KVStore`."""
         if capacity < 1 or block < 1:
             raise ValueError(f"capacity and block must be positive, got {capacity} and {block}")
         blocks = -(-capacity // block)
@@ -54,7 +55,7 @@ class KVCache:
         self.ledger = BlockLedger(blocks)
         self.moves = Moves()
         self.sequences: set[CachedSequence] = set()
-        self.store = KVStore(layers, self.capacity, dtype=dtype, device=device, spare=spare)
+        self.store = KVStore(layers, self.capacity, dtype=dtype, device=device, spare=spare, kernels=kernels)
 
     @property
     def free_tokens(self) -> int:

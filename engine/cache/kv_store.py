@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,16 +67,27 @@ class KVStore:
     """
 
     def __init__(
-        self, layers: int, slots: int, *, dtype: torch.dtype, device: torch.device | str, spare: int = 0
+        self,
+        layers: int,
+        slots: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        spare: int = 0,
+        kernels: bool = False,
     ) -> None:
-        """``spare``: slots behind the others that are nobody's, for what pads a step."""
+        """``spare``: slots behind the others that are nobody's, for what pads a step.
+
+        ``kernels``: move by kernels of our own on CUDA, since they can be launched here.
+        """
         self.slots = slots
         self.spare = spare
         self.dtype = dtype
         self.device = torch.device(device)
         self._keys: list[Tensor | None] = [None] * layers
         self._values: list[Tensor | None] = [None] * layers
-        self._mover: SlotMover | None = None  # on CUDA
+        self._kernels = kernels and self.device.type == "cuda"
+        self._mover: SlotMover | None = None
 
     def write(self, layer: int, slots_T: Tensor, key_1HTD: Tensor, value_1HTE: Tensor) -> tuple[Tensor, Tensor]:
         """Store one layer's keys and values; return all of that layer's, ``[S, H, D]`` and ``[S, H, E]``."""
@@ -112,7 +122,7 @@ class KVStore:
         everything = [stored for stored in (*self._keys, *self._values) if stored is not None]
         if not moves or not everything:
             return
-        if self.device.type == "cuda" and find_spec("triton"):
+        if self._kernels:
             self._move_together(everything, moves)
         else:
             _move_one_by_one(everything, moves)

@@ -2,5 +2,5 @@
 
 A step is a list of rows (:mod:`engine.attention.rows`), padded to a few sizes; :mod:`engine.attention.row_attention`
 computes their attention. Where these cannot run, or compute wrong, :mod:`engine.forward` computes sequence by
-sequence.
+sequence, and slots of the cache are moved by torch.
 """

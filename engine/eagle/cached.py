@@ -101,6 +101,7 @@ class CachedHead:
             capacity,
             block=attention.page,
             spare=ROWS_AT_ONCE if by_rows else 0,
+            kernels=by_rows,
             dtype=weight.dtype,
             device=weight.device,
         )

@@ -155,7 +155,15 @@ class SelfTest:
         model = self.model
         block = model.block
         capacity = max(128, 4 * block)
-        cache = KVCache(model.layers, capacity, block=block, spare=model.spare, dtype=model.dtype, device=model.device)
+        cache = KVCache(
+            model.layers,
+            capacity,
+            block=block,
+            spare=model.spare,
+            kernels=model.kernels,
+            dtype=model.dtype,
+            device=model.device,
+        )
         engine = Engine(model, cache)
         trunk, other = cache.sequence(), cache.sequence()
         a, b = self.trunk, self.other

@@ -161,6 +161,15 @@ def setuptools_says() -> tuple[list[str], dict[str, list[str]]]:
     return said["packages"], said["package-data"]
 
 
+def test_image_can_launch_kernels() -> None:
+    """Triton compiles what launches them with a C compiler, the headers of the C library and Python's."""
+    text = DOCKERFILE.read_text()
+    last = instructions(text[text.rindex("\nFROM ") :])
+    (installed,) = [argument for word, argument in last if word == "RUN" and "apt-get install" in argument]
+    assert {"gcc", "libc6-dev"} <= set(installed.split())
+    assert ("COPY", "--from=dependencies /usr/local /usr/local") in last, "Python's headers"
+
+
 def test_image_tells_ray_what_the_manifests_tell_it() -> None:
     """Nodes that are started by hand from the image serve as those of KubeRay do."""
     said = dict(

@@ -283,6 +283,20 @@ def test_one_gpu_is_shared_as_at_the_start(monkeypatch):
     assert [need.share for need in judged] == [0.8, 0.2]
 
 
+def test_kernels_need_a_compiler_where_there_are_gpus(tmp_path, monkeypatch):
+    there, none = machine.Devices(True, "13.0", [LARGE], GIB), machine.Devices(False, None, [], GIB)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
+    assert f"there is no Python.h in {tmp_path}" in only(machine.check_compiler(there, tmp_path))
+    (tmp_path / "Python.h").touch()
+    assert not list(machine.check_compiler(there, tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "there is no C compiler" in only(machine.check_compiler(there, tmp_path))
+    assert not list(machine.check_compiler(none, tmp_path))
+    monkeypatch.setenv("CC", "tcc")
+    assert not list(machine.check_compiler(there, tmp_path))
+
+
 def test_what_a_model_needs():
     config = Config(target=TargetConfig(dtype="fp32", tensor_parallel_size=2, replicas=3, cache_tokens=1000))
     target, draft = machine.needs(config, machine.Devices(False, None, [], GIB))

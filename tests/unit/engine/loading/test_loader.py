@@ -23,12 +23,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from cluster.config.checks import CheckError, check_model
 from engine.attention import attention, row_attention
+from engine.cache.kv_store import KVStore
 from engine.cpu.rows import CpuRows
 from engine.cpu.thread_choice import COUNTS
 from engine.layers.linear import PackedLinear, can_pack
 from engine.loading import checkpoint, loader
 from engine.loading.loader import ModelError, load
 from speculation.messages import Loading
+from tests.by_rows import PlainRows
 from tests.unit.engine.engine_models import save_model
 
 SERVED = ["llama", "qwen3", "mistral", "gemma2", "gpt2", "gpt_oss"]
@@ -100,6 +102,26 @@ def test_a_gpu_gets_the_weights_straight_from_the_files(llama: Path, monkeypatch
     assert all(torch.equal(tensor, expected[name]) for name, tensor in straight.state_dict().items())
     assert not straight.training and not any(weight.requires_grad for weight in straight.parameters())
     assert not any(hasattr(module, "_hf_hook") for module in straight.modules()), "steps run through hooks"
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_a_model_speculates_where_no_kernel_can_be_launched(by_rows: bool, llama: Path, monkeypatch) -> None:
+    """Then torch attends, and moves slots, as it does where kernels are ruled out."""
+    made = KVStore.__init__
+
+    def as_on_a_gpu(self: KVStore, *args: Any, kernels: bool = False, **how: Any) -> None:
+        made(self, *args, kernels=kernels, **how)
+        self._kernels = kernels
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(KVStore, "__init__", as_on_a_gpu)
+    monkeypatch.setattr(KVStore, "_move_together", fail)
+    monkeypatch.setattr(loader, "find_attention", lambda *_: PlainRows(2))
+    monkeypatch.setattr(loader.Treatment, "in_cpp", lambda *_: False)
+    model = load(str(llama), device="cpu", dtype="fp32", by_rows=by_rows)
+    assert not model.no_speculation and not model.kernels
 
 
 def test_auto_dtype_follows_the_processor(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
