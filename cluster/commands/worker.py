@@ -15,7 +15,7 @@ from cluster.config.security import check_security, identity
 from cluster.config.serving import start_worker, worker_config
 from cluster.config.settings import DEFAULT_POOL
 from cluster.console import FAILED, BadInput, CommandError, complain, stages, tell
-from cluster.processes.imports import import_worker
+from cluster.processes.imports import import_worker, on_own_gpu
 from cluster.processes.logs import add_flags, set_up
 from cluster.processes.rank_processes import RankProcesses
 from cluster.processes.starting import READY, STOPPING, notify
@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     shared = args.role == "target" and config.draft.placement == SHARED and config.drafts_with_models
     settings = config.target if args.role == "target" else config.draft
     checks.check_loaded(settings, config.draft if shared else None, NAMED)
-    return asyncio.run(_serve(Role(args.role), config, args.listen))
+    role = Role(args.role)
+    return asyncio.run(_serve(role, on_own_gpu(config, role), args.listen))
 
 
 def _translating(config: Config, role: str) -> Config:

@@ -58,6 +58,14 @@ def on_cpu(device: str) -> bool:
     return device == "cpu" or (device == "auto" and not may_have_gpus())
 
 
+def visible_gpu(number: int) -> str:
+    """What CUDA calls the GPU of this number among those that may be seen; empty where there is none."""
+    if VISIBLE_GPUS not in os.environ:
+        return str(number)
+    visible = variable(VISIBLE_GPUS).split(",")
+    return visible[number] if number < len(visible) else ""
+
+
 def expanded(path: str) -> Path:
     """With the home folder that ``~`` stands for; as it is written where nobody has such a home."""
     return Path(os.path.expanduser(path))

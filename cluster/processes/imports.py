@@ -7,6 +7,8 @@ transformers imports whatever is installed and some model might need: distribute
 for quantised and for scattered weights. That is a third of the time. A worker whose model is read whole, as it is,
 needs none of it, and says so; whether that holds is decided here, by settings and the model's folder. And it reads the
 source of all its models twice, to list what they define, for 0.6 s each time.
+
+And which GPU they find is decided before they come.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -24,8 +29,9 @@ from types import ModuleType
 from typing import Any
 
 from cluster.config.config import Config
-from cluster.config.environment import expanded, on_cpu
+from cluster.config.environment import VISIBLE_GPUS, expanded, on_cpu, visible_gpu
 from cluster.config.pools import SHARED, DraftConfig, TargetConfig
+from cluster.config.settings import CheckError
 from speculation.events import Role
 
 UNUSED = ("accelerate", "torchao")
@@ -54,6 +60,31 @@ def import_worker(config: Config, role: Role) -> None:
             do_without()
         list_models_once()
         importlib.import_module(f"{role}_service.service")
+
+
+def on_own_gpu(config: Config, role: Role) -> Config:
+    """The same, in a process that from now on sees no GPU but the one that its device names, as ``cuda:1``.
+
+    Kernels are launched on a thread's current GPU, which is the first that the process sees. Comes before PyTorch.
+    Raises :class:`cluster.config.settings.CheckError`.
+    """
+    sections = {"target"} if role is Role.TARGET else {"draft"}
+    if config.draft.placement == SHARED:
+        sections.add("draft")
+    workers: dict[str, TargetConfig | DraftConfig] = {name: getattr(config, name) for name in sections}
+    named = {name: worker for name, worker in workers.items() if re.fullmatch(r"cuda:\d+", worker.device)}
+    numbers = {worker.device for worker in named.values()}
+    if not numbers or workers[role.value].tensor_parallel_size > 1:  # ranks take one each of those that are seen
+        return config
+    if len(numbers) > 1:
+        both = f"target.device is {config.target.device}, draft.device is {config.draft.device}"
+        raise CheckError(f"{both}, but a draft model in its target's process computes on the same GPU; leave one out")
+    gpu = visible_gpu(int(numbers.pop().removeprefix("cuda:")))
+    if not gpu:
+        return config  # torch says that there is no such GPU
+    os.environ[VISIBLE_GPUS] = gpu
+    there: dict[str, Any] = {name: replace(worker, device="cuda") for name, worker in named.items()}
+    return replace(config, **there)
 
 
 def reads_plain_weights(config: Config, role: Role) -> bool:

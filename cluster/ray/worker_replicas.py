@@ -23,7 +23,7 @@ from cluster.config.security import check_worker_exposure, identity
 from cluster.config.serving import start_worker, worker_config
 from cluster.discovery import ENDPOINT
 from cluster.placement import APPLICATION, ROUTER, need
-from cluster.processes.imports import import_worker
+from cluster.processes.imports import import_worker, on_own_gpu
 from cluster.ray.metrics import copy_metrics
 from cluster.ray.parts import known
 from cluster.ray.ranks import RayRanks
@@ -53,6 +53,7 @@ class ServedWorker:
         role, own, wanted = pool.role, worker_config(config, pool), need(pool, config)
         certified = identity(config, role.value)
         ranks = RayRanks(wanted) if wanted.ranks > 1 else None
+        own = on_own_gpu(own, role)
         import_worker(own, role)
         from transport.worker import Door
 

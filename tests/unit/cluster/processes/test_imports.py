@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,9 +10,10 @@ from dataclasses import replace
 import pytest
 
 from cluster.config.config import Config
-from cluster.config.environment import CHECKOUT
+from cluster.config.environment import CHECKOUT, VISIBLE_GPUS
 from cluster.config.pools import DraftConfig, TargetConfig
-from cluster.processes.imports import reads_plain_weights, uncollected
+from cluster.config.settings import CheckError
+from cluster.processes.imports import on_own_gpu, reads_plain_weights, uncollected
 from speculation.events import Role
 
 FRESH = """
@@ -51,6 +53,45 @@ router_settings(Config())
 assert not {"torch", "transformers", "ray"} & set(sys.modules)
 """
 """What ``paceline up --backend local`` and the router import."""
+
+
+@pytest.mark.parametrize(
+    ("role", "target", "draft", "visible", "seen", "devices"),
+    [
+        (Role.TARGET, "cuda:1", "auto", "3,5", "5", ("cuda", "auto")),
+        (Role.DRAFT, "cuda:0", "cuda:1", None, "1", ("cuda:0", "cuda")),
+        (Role.DRAFT, "cuda:1", "auto", "3,5", "3,5", ("cuda:1", "auto")),
+        (Role.TARGET, "cuda:2", "auto", "3,5", "3,5", ("cuda:2", "auto")),
+        (Role.TARGET, "cuda:1", "auto", "", "", ("cuda:1", "auto")),
+        (Role.TARGET, "cuda", "cpu", "3,5", "3,5", ("cuda", "cpu")),
+    ],
+)
+def test_a_worker_sees_the_gpu_that_its_device_names(role, target, draft, visible, seen, devices, monkeypatch):
+    """It is the first it sees, on which every thread launches what it has to."""
+    monkeypatch.setenv(VISIBLE_GPUS, "")  # restored in the end, whatever is set meanwhile
+    monkeypatch.delenv(VISIBLE_GPUS)
+    if visible is not None:
+        monkeypatch.setenv(VISIBLE_GPUS, visible)
+    config = on_own_gpu(Config(target=TargetConfig(device=target), draft=DraftConfig(device=draft)), role)
+    assert os.environ[VISIBLE_GPUS] == seen
+    assert (config.target.device, config.draft.device) == devices
+
+
+def test_two_models_of_a_process_share_the_gpu_that_one_of_them_names(monkeypatch):
+    monkeypatch.setenv(VISIBLE_GPUS, "3,5")
+    config = on_own_gpu(
+        Config(target=TargetConfig(device="cuda:1"), draft=DraftConfig(placement="shared")), Role.TARGET
+    )
+    assert (config.target.device, config.draft.device, os.environ[VISIBLE_GPUS]) == ("cuda", "auto", "5")
+    monkeypatch.setenv(VISIBLE_GPUS, "3,5")
+    beside = Config(target=TargetConfig(device="cpu"), draft=DraftConfig(device="cuda:1", placement="shared"))
+    config = on_own_gpu(beside, Role.TARGET)
+    assert (config.target.device, config.draft.device, os.environ[VISIBLE_GPUS]) == ("cpu", "cuda", "5")
+    apart = Config(target=TargetConfig(device="cuda:0"), draft=DraftConfig(device="cuda:1", placement="shared"))
+    with pytest.raises(CheckError, match=r"is cuda:0, draft\.device is cuda:1, but a draft model in its target's"):
+        on_own_gpu(apart, Role.TARGET)
+    ranks = Config(target=TargetConfig(device="cuda:0", tensor_parallel_size=2))
+    assert on_own_gpu(ranks, Role.TARGET) == ranks
 
 
 def test_nothing_is_collected_meanwhile_and_what_is_there_is_never_looked_at_again():
