@@ -377,6 +377,8 @@ class VerifyLoop:
         assert entry.tree is not None
         started, ended = times
         sequence, scheduled = entry.sequence, entry.num_scheduled_tokens
+        if scheduled > 1:  # the end of a prompt
+            sequence.session.index(len(sequence.session.tokens), scheduled)
         commit = sequence.settle(accepted, started, ended)
         verification = commit.verification
         sequence.cached.commit([*range(scheduled), *[scheduled + i for i in commit.kept]])

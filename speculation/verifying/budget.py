@@ -95,7 +95,7 @@ class StepCost:
         assert list(row_classes) == sorted(set(row_classes)), "classes of rows ascend"
         self._row_classes, self._smoothing = row_classes, smoothing
         self._branched: StepCost | None = None  # of steps whose drafts branch, once there was one
-        self._branched_at = 0
+        self._branched_at = self._branched_times = 0  # also of steps doubted since
         self._measured = dict(believed)
         self._seen = dict.fromkeys(believed, 0)
         self._times = dict.fromkeys(believed, 0)  # how often each size was measured, also of those doubted since
@@ -112,6 +112,7 @@ class StepCost:
             self._branched = self._branched or StepCost(smoothing=self._smoothing)
             self._branched.observe(tokens, seconds)
             self._branched_at = self._steps
+            self._branched_times += 1
             return
         tokens = rows_for(tokens, self._row_classes)
         known = self._measured.get(tokens)
@@ -136,9 +137,10 @@ class StepCost:
                 del self._measured[size], self._seen[size]
                 if not once:
                     del self._times[size]
-        once = self._branched is not None and self._branched._steps == 1
-        if self._steps > self._branched_at + (self.DOUBTED if once else self.MEMORY):
+        once = self._branched_times == 1
+        if self._branched is not None and self._steps > self._branched_at + (self.DOUBTED if once else self.MEMORY):
             self._branched = None
+            self._branched_times = int(once)
 
     def _sort(self) -> None:
         self._sizes = sorted(self._measured)

@@ -42,7 +42,7 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from speculation.verifying import planner
+from speculation.verifying import planner, target_session
 from target_service import scheduler
 from target_service.scheduler import Budget
 from target_service.verdicts import NOT_FINITE
@@ -387,6 +387,18 @@ def test_a_request_that_cannot_be_is_refused_and_bothers_nobody():
     while (sent := loop.step()) is not None:
         text += [token for _, message in sent for token in message.tokens]
     assert tuple(text) == request.text
+
+
+def test_a_prompt_that_one_step_computed_is_read_before_the_next(monkeypatch):
+    """However long it is: lookup drafts from it at once."""
+    monkeypatch.setattr(target_session, "READ_AT_ONCE", 4)
+    loop = VerifyLoop(cast(Engine, TableEngine(capacity=CONTEXT)), WELCOME)
+    speculation = Speculation(sources=frozenset({Source.LOOKUP}))
+    prompt = tuple(range(8)) * 6
+    loop.receive("one", Open(SessionId(1), 1, prompt, Sampling(allowed=(0,)), Limits(60), speculation))
+    said = [message for _ in range(2) for _, message in loop.step() or ()]
+    assert said[0].tokens == (0,)
+    assert said[1].offered
 
 
 def test_a_verification_tells_how_long_its_step_and_the_wait_before_it_took(monkeypatch):

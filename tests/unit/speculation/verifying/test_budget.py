@@ -207,6 +207,12 @@ def test_a_single_step_whose_drafts_branched_is_not_believed_for_long():
         assert cost(9, branched=True) == 1.0
         cost.observe(9, 0.03)
     assert not cost.knows_branched
+    cost.observe(9, 1.0, branched=True)
+    for _ in range(StepCost.MEMORY):
+        cost.observe(9, 0.03)
+        assert cost.knows_branched, "measured again, it is believed"
+    cost.observe(9, 0.03)
+    assert not cost.knows_branched
 
 
 def test_something_is_always_worth_doing_when_nothing_is_certain():
