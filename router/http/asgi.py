@@ -29,6 +29,8 @@ T = TypeVar("T")
 REQUEST_ID_HEADER = "x-request-id"
 MAX_HEAD_BYTES = 64 << 10
 """Of the request line and the headers."""
+MAX_AHEAD = 8
+"""Requests that a client sends before the one under way is answered, while its connection is read."""
 HEAD_SECONDS = 60.0
 """In which they must have come, from the connection's or the head's first byte on."""
 STALL_SECONDS = 60.0
@@ -219,6 +221,8 @@ class BoundedHttp(HttpToolsProtocol):
             self._headless = None
         self.scope["state"][CUT] = self.transport.abort
         super().on_headers_complete()
+        if 0 < len(self.pipeline) <= MAX_AHEAD:
+            self.flow.resume_reading()  # or nobody would notice that the client leaves
         self._head, self._beside = None, 0
 
     def on_body(self, body: bytes) -> None:

@@ -204,8 +204,9 @@ async def unread(connection: Connection, generator: FakeGenerator, **fields: obj
     assert b"[DONE]" not in answer
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("requests", [1, 2, 3])
-async def test_a_client_that_leaves_is_noticed_whatever_it_has_sent_ahead(requests: int) -> None:
+async def test_a_client_that_leaves_is_noticed_whatever_it_has_sent_ahead(requests: int, late: bool) -> None:
     begun: list[str] = []
     left = asyncio.Event()
 
@@ -216,9 +217,13 @@ async def test_a_client_that_leaves_is_noticed_whatever_it_has_sent_ahead(reques
         left.set()
 
     async with connected(waits) as (_, writer):
-        writer.write(b"".join(b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % number for number in range(requests)))
+        first, *others = [b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % number for number in range(requests)]
+        writer.write(first if late else b"".join([first, *others]))
         while not begun:
             await asyncio.sleep(0.001)
+        if late:
+            writer.write(b"".join(others))
+            await asyncio.sleep(0.05)
         writer.transport.abort()
         await left.wait()
     assert begun == ["/0"]
