@@ -149,7 +149,7 @@ class CachedHead:
                 wanted += [len(tokens) + row for row in chunk.rows]
                 tokens += chunk.tokens
             assert len(tokens) <= ROWS_AT_ONCE and len(chunks) <= SEQUENCES_AT_ONCE, "rows would be computed in pieces"
-            self.cache.store.move(self.cache.take_moves())
+            self._move()
             self._place(chunks)
             if self._steps is not None:
                 own_RX = self._steps.run(tokens, wanted, appended)
@@ -160,6 +160,15 @@ class CachedHead:
         except BaseException:
             for sequence, count in appended:
                 sequence.retract(count)
+            raise
+
+    def _move(self) -> None:
+        """As :meth:`engine.step.Engine.run` does: what could not be moved for want of memory is to be moved yet."""
+        moves = self.cache.take_moves()
+        try:
+            self.cache.store.move(moves)
+        except BaseException:
+            self.cache.moves.note(moves)
             raise
 
     def said(self, own_RX: Tensor, vocabulary: int) -> Tensor:

@@ -378,7 +378,8 @@ class _Letters:
     def __init__(self, whole: LLTokenizer) -> None:
         self._whole = whole
         self.eos_token_id = whole.eos_token
-        self.tokens = [whole.decode_bytes([token]) for token in range(whole.vocab_size)]
+        spelt_as = [(token, whole.decode_bytes([token])) for token in range(whole.vocab_size)]
+        self.tokens = [b"" if said == b"<[%d]>" % token else said for token, said in spelt_as]  # of an id that is none
         self.special_token_ids = [token for token in range(whole.vocab_size) if whole.is_special_token(token)]
         spelt = sorted({whole.decode_str([token]) for token in self.special_token_ids}, key=len, reverse=True)
         self._spelt = re.compile(f"({'|'.join(map(re.escape, filter(None, spelt))) or '(?!)'})")

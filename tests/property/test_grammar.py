@@ -156,6 +156,20 @@ def test_a_special_token_is_still_open_by_its_name(marked):
     assert not held.error and tokens_of(held.bits(())) == [STOP]
 
 
+def test_an_id_that_is_no_token_is_never_open(tmp_path):
+    save_tokenizer(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = saved["model"]["vocab"]
+    last = max(vocabulary, key=vocabulary.__getitem__)
+    hole = vocabulary[last]
+    vocabulary[last] += 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    model = SimpleNamespace(name=str(tmp_path), vocabulary=hole + 2, stop_tokens=frozenset({STOP}))
+    open_ = tokens_of(constraint(Vocabulary(cast(Model, model)), r"start: /(.|\n)*/").bits(()))
+    assert hole - 1 in open_
+    assert hole not in open_
+
+
 def test_behind_an_end_or_a_break_nothing_matters(vocabulary):
     held = constraint(vocabulary, regex("a{2}"))
     (a,) = vocabulary.tokenizer.tokenize_str("a")

@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from draft_service.eagle import HeadLookahead
 from draft_service.head_engine import HeadEngine
 from draft_service.lookahead import LookaheadLimits
 from draft_service.service import DraftSettings, load_head
+from engine.cache.kv_store import CLEAR
 from engine.cpu.library import find_library
 from engine.eagle.cached import CachedHead, HeadChunk, packed
 from engine.eagle.cpu_head import CpuHead
@@ -100,6 +102,19 @@ class HeadDrafter(Drafter):
         sent = Features(SessionId(number), 1, start, self.told.head, HIDDEN, values, FeatureFormat.BF16, scales)
         assert self.worker.receive(ROUTER, sent) == []
         assert not self.worker.counters.features_refused
+
+
+def test_what_could_not_be_moved_is_moved_by_the_next_step(monkeypatch):
+    head = CachedHead(tiny_head(**SHAPE), 64)
+    head.cache.moves.note([(CLEAR, 20)])
+    moved = []
+    with monkeypatch.context() as short:
+        short.setattr(head.cache.store, "move", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            head.run([], 9)
+    monkeypatch.setattr(head.cache.store, "move", moved.append)
+    head._move()
+    assert moved == [[(CLEAR, 20)]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
