@@ -175,6 +175,10 @@ def document_in(path: Path) -> Mapping[Any, object]:
         raise ConfigError(f"{path} is not YAML: {error}") from error
 
 
+MERGES = "tag:yaml.org,2002:merge"
+"""Of the key ``<<``, which may stand more than once."""
+
+
 class _Loader(yaml.SafeLoader):
     """Refuses a key that is given twice, as YAML does: else the last would hold, and the first be lost in silence."""
 
@@ -183,7 +187,7 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if (key.tag, key.value) in seen:
+            if (key.tag, key.value) in seen and key.tag != MERGES:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
             seen.add((key.tag, key.value))
         return node

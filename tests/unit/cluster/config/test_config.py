@@ -59,6 +59,11 @@ def test_without_speculation_there_are_no_drafters():
     assert load(None, [Override("speculation.enabled", "false", "--no-speculation")]).drafts == 0
 
 
+def test_a_mapping_may_take_over_several_others(tmp_path):
+    text = "router: {<<: &a {port: 1}, <<: &b {host: localhost}, replicas: 1}"
+    assert load(written(tmp_path, text)).router.host == "localhost"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
