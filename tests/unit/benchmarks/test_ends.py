@@ -71,13 +71,17 @@ def server() -> Iterator[subprocess.Popen[bytes]]:
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_servers_that_stand_still_go_on(server, number: signal.Signals, background: bool) -> None:
-    first = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" if background else ""
+    first = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # below nohup, tests have it ignored
+    first += "signal.signal(signal.SIGINT, signal.SIG_IGN)\n" if background else ""
     command = [sys.executable, "-c", first + HOLDS, str(server.pid)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as bench:
         assert bench.stdout is not None and bench.stdout.readline() == "held\n"
         assert becomes(server.pid, "T")
         bench.send_signal(number)
-        bench.communicate(timeout=30)
+        try:
+            bench.communicate(timeout=30)
+        finally:
+            bench.kill()
     assert becomes(server.pid, "S")
 
 
