@@ -13,7 +13,7 @@ from functools import cache
 
 from cluster.config.config import Config, max_replicas_of
 from cluster.config.environment import VISIBLE_GPUS as VISIBLE
-from cluster.config.environment import may_have_gpus, variable
+from cluster.config.environment import may_have_gpus, visible_gpu
 from cluster.config.pools import SHARED, DraftConfig, Pool, TargetConfig
 from cluster.config.serving import may_draft_in_turn
 from cluster.console import complain
@@ -87,8 +87,7 @@ class Turns:
         chosen = sorted(by_room[: worker.tensor_parallel_size])
         for gpu in chosen:
             self._left[gpu] -= worker.gpus or 1.0
-        known = variable(VISIBLE).split(",")
-        return {VISIBLE: ",".join(known[gpu] if gpu < len(known) and known[gpu] else str(gpu) for gpu in chosen)}
+        return {VISIBLE: ",".join(visible_gpu(gpu) or str(gpu) for gpu in chosen)}
 
 
 def _open(worker: TargetConfig | DraftConfig) -> bool:
