@@ -34,7 +34,7 @@ log = logging.getLogger("ray.serve")
 STATE = "paceline"
 """Key of our state beside Serve's own."""
 PERIOD_SECONDS = 2.0
-"""After which Ray is told a decision again, as :mod:`cluster.ray.metrics` does."""
+"""After which Ray is told metrics again: it forgets a series some seconds after it was told the last time."""
 IMPORT_PATH = "cluster.autoscaling.serve_policy:ServePolicy"
 
 Demand = TypeVar("Demand", TargetDemand, DraftDemand, RouterDemand)

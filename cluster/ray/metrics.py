@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 from prometheus_client import Metric
 from ray.serve import metrics
 
-log = logging.getLogger(__name__)
+from cluster.autoscaling.serve_policy import PERIOD_SECONDS
 
-PERIOD_SECONDS = 2.0
+log = logging.getLogger(__name__)
 
 
 async def copy_metrics(collect: Callable[[], Iterable[Metric]]) -> None:
