@@ -136,15 +136,7 @@ def cache_for(
     else:
         parts = group.world if splits_heads(model.module) else 1
         capacity = group.minimum(fitting_tokens(model, parts, gpu_share=settings.gpu_share, beside=beside))
-    return KVCache(
-        model.layers,
-        capacity,
-        block=model.block,
-        spare=model.spare,
-        kernels=model.kernels,
-        dtype=model.dtype,
-        device=model.device,
-    )
+    return model.new_cache(capacity)
 
 
 def build_alone(

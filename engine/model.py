@@ -14,6 +14,7 @@ from torch import nn
 from transformers.utils.hub import cached_file
 
 from engine.attention.row_attention import RowAttention
+from engine.cache.kv_cache import KVCache
 from engine.cache.kv_store import BLOCK
 
 
@@ -100,6 +101,18 @@ class Model:
     def kernels(self) -> bool:
         """Whether kernels of our own compute its steps on CUDA."""
         return self.attention is not None and self.attention.replayed
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """A cache for so many of its tokens, as its attention wants it."""
+        return KVCache(
+            self.layers,
+            capacity,
+            block=self.block,
+            spare=self.spare,
+            kernels=self.kernels,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
     @property
     def kind(self) -> str:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from engine.attention.row_attention import UnsupportedAttention
-from engine.cache.kv_cache import KVCache
 from engine.forward import Chunk
 from engine.model import CannotSpeculate, Model, ModelError
 from engine.stateful import StatefulCache, StatefulEngine
@@ -155,15 +154,7 @@ class SelfTest:
         model = self.model
         block = model.block
         capacity = max(128, 4 * block)
-        cache = KVCache(
-            model.layers,
-            capacity,
-            block=block,
-            spare=model.spare,
-            kernels=model.kernels,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        cache = model.new_cache(capacity)
         engine = Engine(model, cache)
         trunk, other = cache.sequence(), cache.sequence()
         a, b = self.trunk, self.other
