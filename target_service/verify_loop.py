@@ -352,8 +352,10 @@ class VerifyLoop:
         self, entry: BatchEntry, verdict: Verdict, logprobs: Sequence[TokenLogprobs], times: tuple[float, float]
     ) -> Outgoing:
         """Go on with a session as the step decided, or give it up."""
-        sequence = entry.sequence
-        sequence.computed += entry.num_scheduled_tokens
+        sequence, scheduled = entry.sequence, entry.num_scheduled_tokens
+        sequence.computed += scheduled
+        if scheduled > 1:  # some of its prompt
+            sequence.session.index(sequence.cached.length + scheduled, scheduled)
         match verdict:
             case Fault(why, code):
                 sequence.log.log(logging.ERROR if code.retryable else logging.INFO, "given up: %s", why)
@@ -361,9 +363,8 @@ class VerifyLoop:
             case AcceptanceResult():
                 return self._commit(entry, verdict, logprobs, times)
             case None:
-                sequence.cached.advance(range(entry.num_scheduled_tokens))
-                sequence.session.index(sequence.cached.length, entry.num_scheduled_tokens)
-                self.counters.prefilled += entry.num_scheduled_tokens
+                sequence.cached.advance(range(scheduled))
+                self.counters.prefilled += scheduled
                 return []
 
     def _commit(
@@ -377,8 +378,6 @@ class VerifyLoop:
         assert entry.tree is not None
         started, ended = times
         sequence, scheduled = entry.sequence, entry.num_scheduled_tokens
-        if scheduled > 1:  # the end of a prompt
-            sequence.session.index(len(sequence.session.tokens), scheduled)
         commit = sequence.settle(accepted, started, ended)
         verification = commit.verification
         sequence.cached.commit([*range(scheduled), *[scheduled + i for i in commit.kept]])
