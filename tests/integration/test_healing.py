@@ -25,7 +25,7 @@ from tests.integration.test_transport import OPEN, Echo, Heard, connected
 from tests.stack import decode, dispatcher, held_out_prompts, target_worker
 from transport import client
 from transport import worker as worker_module
-from transport.worker import DRAIN_POLL_SECONDS, Door, Outgoing, Watchdog, Worker
+from transport.worker import DRAIN_POLL_SECONDS, Door, Machine, Outgoing, Watchdog, Worker
 
 POISON = 23
 """A prompt that begins with this token ends the target that computes it."""
@@ -100,10 +100,16 @@ class Supervised:
             await self.start()
 
 
+async def begun(machine: Machine, role: str = "target", **options) -> Worker:
+    """A worker with this machine, listening."""
+    worker = Worker(machine, role, **options)
+    await worker.start(await Door.open(role, "127.0.0.1:0"))
+    return worker
+
+
 @asynccontextmanager
 async def toy_worker(role: str = "target", **options):
-    worker = Worker(ToyMachine(role), role, **options)
-    await worker.start(await Door.open(role, "127.0.0.1:0"))
+    worker = await begun(ToyMachine(role), role, **options)
     try:
         yield worker
     finally:
@@ -179,8 +185,7 @@ async def test_a_target_that_left_the_list_is_let_go_of_when_its_sessions_have_l
 
 async def test_a_worker_that_drains_refuses_and_says_so_and_waits_for_its_sessions():
     machine = Echo()
-    worker = Worker(machine, "target")
-    await worker.start(await Door.open("target", "127.0.0.1:0"))
+    worker = await begun(machine)
     async with connected(worker.address) as (connection, heard):
         loads: list[Load] = []
         heard.received = lambda message: (  # type: ignore[method-assign]
@@ -203,8 +208,7 @@ async def test_a_worker_that_drains_refuses_and_says_so_and_waits_for_its_sessio
 
 
 async def test_a_worker_that_drains_waits_no_longer_than_it_may():
-    worker = Worker(Echo(), "target")
-    await worker.start(await Door.open("target", "127.0.0.1:0"))
+    worker = await begun(Echo())
     async with connected(worker.address) as (connection, heard):
         connection.send(OPEN)
         assert isinstance(await heard.next(), Verification)
@@ -227,8 +231,7 @@ class Slow(Echo):
 
 async def test_a_worker_that_drains_waits_also_for_a_session_that_it_is_just_taking_in():
     machine = Slow()
-    worker = Worker(machine, "target")
-    await worker.start(await Door.open("target", "127.0.0.1:0"))
+    worker = await begun(machine)
     async with connected(worker.address) as (connection, heard):
         connection.send(OPEN)
         assert await asyncio.to_thread(machine.begun.wait, 60)
@@ -275,8 +278,7 @@ async def test_a_step_that_does_not_end_ends_the_worker():
     freed = threading.Event()
     said: asyncio.Queue[str] = asyncio.Queue()
     machine = ToyMachine(stuck=freed)
-    worker = Worker(machine, "target", step_timeout=0.05, stuck=said.put_nowait)
-    await worker.start(await Door.open("target", "127.0.0.1:0"))
+    worker = await begun(machine, step_timeout=0.05, stuck=said.put_nowait)
     try:
         why = await asyncio.wait_for(said.get(), 60)
         assert "0.05 s (step_timeout)" in why
@@ -297,8 +299,7 @@ class Muddled(Echo):
 
 
 async def test_a_worker_that_validates_fails_once_its_books_are_wrong_and_it_is_idle():
-    worker = Worker(Muddled(), "target", validate=True)
-    await worker.start(await Door.open("target", "127.0.0.1:0"))
+    worker = await begun(Muddled(), validate=True)
     async with connected(worker.address) as (connection, _):
         connection.send(OPEN)
         with pytest.raises(AssertionError, match="two sessions hold one block"):
@@ -308,8 +309,7 @@ async def test_a_worker_that_validates_fails_once_its_books_are_wrong_and_it_is_
 
 async def test_other_workers_do_not_look():
     machine = Muddled()
-    worker = Worker(machine, "target")
-    await worker.start(await Door.open("target", "127.0.0.1:0"))
+    worker = await begun(machine)
     async with connected(worker.address) as (connection, heard):
         connection.send(OPEN)
         assert isinstance(await heard.next(), Verification)
@@ -457,8 +457,7 @@ async def test_another_router_gives_the_same_text_from_the_same_cache():
 
 async def test_who_gave_up_watching_a_worker_does_not_cut_its_drain_short():
     """As a supervisor does: it stops waiting for a failure, then drains."""
-    worker = Worker(Echo(), "target")
-    await worker.start(await Door.open("target", "127.0.0.1:0"))
+    worker = await begun(Echo())
     watching = asyncio.create_task(worker.wait())
     async with connected(worker.address) as (connection, heard):
         connection.send(OPEN)
