@@ -184,7 +184,7 @@ class Router:
         end = loop.time() + self.settings.drain_timeout
         while self.dispatcher.reading and loop.time() < end:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
-        self.dispatcher.give_up(f"this router had to stop after {self.settings.drain_timeout:g} s (drain_timeout)")
+        self.dispatcher.give_up(f"this router had to stop after {self.settings.drain_timeout:g} s")
         if self._server is not None:
             self._server.should_exit = True
         await self.wait()

@@ -107,4 +107,4 @@ async def test_streams_that_take_too_long_end_with_an_error(slow_target: Path) -
         assert len(now.events) > 1
         error = json.loads(now.events[-1].removeprefix("data: "))["error"]
         assert error["code"] == "draining"
-        assert "after 0.5 s (drain_timeout)" in error["message"]
+        assert error["message"].endswith("after 0.5 s"), "which may be less than the setting: it is not named"
