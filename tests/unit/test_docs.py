@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import shlex
@@ -29,6 +30,8 @@ PAGES = [
 DECISIONS = sorted((DOCS / "adr").glob("0*.md"))
 MAX_LINE = 120
 MAX_README_LINES = 120
+GUIDES = [DOCS / f"{name}.md" for name in ("drafting", "quickstart", "size", "speculation", "troubleshooting")]
+"""Pages whose flags are all of Paceline's own commands."""
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
@@ -120,6 +123,40 @@ def test_a_command_is_one_that_our_parser_takes(page, line):
     known = COMMANDS | from_outside()
     assert arguments[0] in known
     _parsers(known)[0].parse_args(arguments)
+
+
+def flags_of(parser: argparse.ArgumentParser, command: str = "") -> dict[str, set[str]]:
+    """The flags of each command, by its words."""
+    found = {command: {flag for action in parser._actions for flag in action.option_strings}}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, inner in action.choices.items():
+                found |= flags_of(inner, f"{command} {word}".strip())
+    return found
+
+
+FLAGS = flags_of(_parsers(COMMANDS | from_outside())[0])
+
+
+def flags_named(text: str) -> set[str]:
+    """All flags of the commands that a text names, and of those that these consist of."""
+    named = [name for name in FLAGS if name and re.search(rf"paceline {name}\b(?! [a-z])", text)]
+    return {flag for command, flags in FLAGS.items() for flag in flags if command.startswith(tuple(named))}
+
+
+def test_commands_that_a_text_names_have_their_own_flags():
+    assert flags_named("no command") == set()
+    assert "--eagle-format" not in flags_named("`paceline up` starts both so")
+    assert flags_named("`--cache-tokens N` of `paceline worker`") >= {"--cache-tokens", "--eagle-format"}
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_a_flag_is_one_of_up_or_of_a_command_that_the_paragraph_or_else_the_section_names(page):
+    for section in re.split(r"^(?=#+ )", text_of(page), flags=re.MULTILINE):
+        for paragraph in re.split(r"\n\n|\n(?=- )", BLOCK.sub("", section)):
+            known = FLAGS["up"] | (flags_named(paragraph) or flags_named(section))
+            for code in re.findall(r"`(--[a-z][^`]*)`", paragraph):
+                assert set(re.findall(r"--[a-z][\w-]*", code)) <= known, f"{code}: {paragraph}"
 
 
 def test_the_index_lists_every_page():
