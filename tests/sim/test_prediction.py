@@ -26,6 +26,7 @@ from random import Random
 
 import pytest
 
+from cluster.config.environment import CHECKOUT
 from simulation import recorded
 from simulation.costs import Costs
 from simulation.simulate import Bounds, Report, SimulationSettings, simulate
@@ -34,6 +35,7 @@ from speculation.messages import Schedule
 from speculation.verifying.payoff import Payoff
 
 DATA = Path(__file__).parent / "data"
+PAGE = (CHECKOUT / "docs" / "speculation.md").read_text(encoding="utf-8")
 SEED = 1
 TOKENS = 2500
 """Twice through the recorded text."""
@@ -64,20 +66,23 @@ def test_plain_decoding():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "rtt", "name", "measured"),
+    ("schedule", "rtt", "name", "measured", "setting"),
     [
-        pytest.param(TRIE, 0, "mixed", 161.7, id="trie-same-run"),
-        pytest.param(TRIE, 0, "mixed", 149.0, id="trie-another-run"),
-        pytest.param(TRIE, 5, "mixed", 147.8, id="trie-5ms"),
-        pytest.param(TRIE, 20, "mixed", 135.5, id="trie-20ms"),
-        pytest.param(SEQUENTIAL, 0, "mixed", 118.8, id="sequential"),
-        pytest.param(SEQUENTIAL, 20, "mixed", 85.8, id="sequential-20ms"),
-        pytest.param(TRIE, 0, "sampled", 83.7, id="trie-temperature-0.8"),
+        pytest.param(TRIE, 0, "mixed", 161.7, "trie, 0 ms, the recorded run", id="trie-same-run"),
+        pytest.param(TRIE, 0, "mixed", 149.0, "trie, 0 ms, another run", id="trie-another-run"),
+        pytest.param(TRIE, 5, "mixed", 147.8, "trie, 5 ms", id="trie-5ms"),
+        pytest.param(TRIE, 20, "mixed", 135.5, "trie, 20 ms", id="trie-20ms"),
+        pytest.param(SEQUENTIAL, 0, "mixed", 118.8, "sequential K = 8, 0 ms", id="sequential"),
+        pytest.param(SEQUENTIAL, 20, "mixed", 85.8, "sequential K = 8, 20 ms", id="sequential-20ms"),
+        pytest.param(TRIE, 0, "sampled", 83.7, "trie, 0 ms, temperature 0.8", id="trie-temperature-0.8"),
     ],
 )
-def test_the_speed_up_is_predicted(schedule, rtt, name, measured):
+def test_the_speed_up_is_predicted(schedule, rtt, name, measured, setting):
     speedup = predicted(schedule, rtt, name).rate / predicted(None, 0.0).rate
-    assert speedup == pytest.approx(measured / PLAIN, rel=CLOSE)
+    expected = measured / PLAIN
+    assert speedup == pytest.approx(expected, rel=CLOSE)
+    error = f"{100 * (speedup / expected - 1):+.0f} %"
+    assert f"| {setting} | {expected:.2f} | {speedup:.2f} | {error} |" in PAGE, "as docs/speculation.md has it"
 
 
 CHAINS = DraftLimits(children=1, width=1)
