@@ -271,6 +271,30 @@ def test_every_field_of_the_view_is_documented() -> None:
     assert not set(fields_of(view_of(snapshot)())) - documented
 
 
+def documented_parts() -> dict[str, set[str]]:
+    """The fields of each part of the view, by the page's table."""
+    found: dict[str, set[str]] = {}
+    part = ""
+    text = (ROOT / "docs" / "alerts.md").read_text().partition("## The view of the cluster")[2].partition("\n## ")[0]
+    for row in re.findall(r"^\| (?!part|-).*$", text, re.MULTILINE):
+        about, fields, _ = (re.findall(r"`(\w+)`", cell) for cell in row.strip("|").split("|"))
+        part = about[0] if about else part
+        found[part] = found.get(part, set()) | set(fields)
+    return found
+
+
+def test_a_part_of_the_view_has_the_fields_that_the_page_gives_it_and_no_others() -> None:
+    view = view_of(
+        Snapshot(
+            workers=(WorkerView(TARGET, Role.TARGET, WorkerState.UP),),
+            models=(ServedModel("m", 290, 256, 1),),
+            logged_events=(LoggedEvent(7, 1049.0, EventKind.WORKER_UP, "up", TARGET),),
+        )
+    )()
+    parts = {part: value[0] if isinstance(value, list) else value for part, value in view.items()}
+    assert documented_parts() == {part: set(value) for part, value in parts.items() if isinstance(value, dict)}
+
+
 def test_what_drafters_bring_a_target_counts_before_what_it_finds_itself() -> None:
     load = Load(counters={"offered": 100, "accepted": 62, "offered_from_lookup": 80, "accepted_from_lookup": 59})
     target = WorkerView(TARGET, Role.TARGET, WorkerState.UP, "m", load, acceptance=0.15)
