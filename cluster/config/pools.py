@@ -80,7 +80,8 @@ class WorkerConfig:
     step_timeout: float = seconds(
         60.0,
         "seconds after which a step counts as stuck, and the worker ends itself to be replaced (0: never); a target's "
-        "also at twenty times what its steps take, ten seconds at least",
+        "also at twenty times the longest that its steps lately took, or the longest and 30 s, whichever is less, ten "
+        "seconds at least",
     )
     record: str = setting("", "file to record every step in, as JSON lines, for benchmarks and the simulator")
     gpus: float = setting(

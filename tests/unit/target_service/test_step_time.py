@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+from cluster.config.pools import TargetConfig
+from cluster.config.settings import settings_of
 from engine.cache.kv_cache import KVCache
 from engine.step import Engine
 from speculation.verifying.planner import Planner
@@ -19,6 +22,7 @@ from target_service.step_account import (
     TargetCounters,
     time_steps,
 )
+from tests.structure import ROOT
 from tests.unit.engine.engine_models import load_tiny
 from transport.tracing import SequenceTimings
 
@@ -46,6 +50,15 @@ def test_where_steps_take_seconds_one_that_hangs_is_not_waited_for_all_the_longe
     longest = LongestStep()
     longest.observe(1, 4.0)
     assert longest.max_seconds(1) == 4.0 + STUCK_BEYOND
+
+
+def test_the_page_and_the_setting_say_when_a_step_is_stuck() -> None:
+    assert (STUCK_TIMES, STUCK_BEYOND, STUCK_SECONDS) == (20.0, 30.0, 10.0)
+    page = (ROOT / "docs" / "upgrade.md").read_text(encoding="utf-8")
+    for text in (" ".join(page.split()), settings_of(TargetConfig)["step_timeout"].about):
+        assert re.search(
+            r"twenty times the longest .*, or the longest and 30 s, whichever is less, (and )?ten seconds at", text
+        )
 
 
 def test_what_steps_took_at_load_bounds_the_first_that_is_asked_for() -> None:
