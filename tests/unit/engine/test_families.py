@@ -19,6 +19,7 @@ from engine.settings import EngineSettings
 from engine.stateful import StatefulCache, StatefulEngine
 from engine.step import Engine
 from tests.ranks import needs_no_gpu, on_ranks
+from tests.structure import ROOT
 from tests.unit.engine.engine_models import (
     Stock,
     decode_plainly,
@@ -252,6 +253,17 @@ def test_families_of_every_run(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name: str, tmp_path: Path) -> None:
     check(name, FAMILIES[name], tmp_path)
+
+
+def test_the_page_about_the_engine_counts_the_families() -> None:
+    refused = sum(bool(family.refused) for family in FAMILIES.values())
+    plain = sum(bool(family.plain) for family in FAMILIES.values())
+    speculate = len(FAMILIES) - plain - refused
+    counted = (
+        f"{len(FAMILIES)} configurations as tiny random models: {speculate} speculate, {plain} are served without, "
+    )
+    page = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    assert f"{counted}{refused} are refused" in " ".join(page.split())
 
 
 @pytest.mark.families
