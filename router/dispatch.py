@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
@@ -45,6 +45,8 @@ class DispatchLimits:
     poison: PoisonLimits = PoisonLimits()
     standby: Mapping[str, StandbyTargets] = field(default_factory=dict)
     """See :attr:`router.sessions.pool.WorkerPool.standby`."""
+    models: Sequence[str] = ()
+    """See :attr:`router.sessions.pool.WorkerPool.expected`."""
 
 
 class Dispatcher:
@@ -69,7 +71,7 @@ class Dispatcher:
         self._asked_again = False
         self._turns = RetryTurns()
         told = PoolEvents(self._changed, self._lost, self._received, self._malformed)
-        self.pool = WorkerPool(told, identity=identity, standby=limits.standby)
+        self.pool = WorkerPool(told, identity=identity, standby=limits.standby, expected=limits.models)
         self.totals = Totals()
         self.metrics = RouterMetrics(RouterCounters(), self.snapshot)
         if identity is not None:
@@ -83,6 +85,16 @@ class Dispatcher:
     def models(self) -> Mapping[str, ServedModel]:
         """The served models by name; known from the first welcome of a target on."""
         return self.pool.models()
+
+    @property
+    def expected(self) -> Collection[str]:
+        """Those it was told of; see :attr:`router.sessions.pool.WorkerPool.expected`."""
+        return self.pool.expected
+
+    @property
+    def loading(self) -> Collection[str]:
+        """Names of the models that targets load, as these say."""
+        return self.pool.loading()
 
     def demand(self, model: str = "") -> RouterDemand:
         """What whoever decides how many workers there are should know of one model, or of all."""

@@ -57,7 +57,7 @@ _ROWS = (
         "rate_limit_exceeded", 429, "rate_limit_error", True, "Beyond a limit on requests or tokens; see the headers."
     ),
     _server("timeout", "The time that the request had is over.", status=504, retryable=False),
-    _server("unavailable", "No target worker is connected.", status=503),
+    _server("unavailable", "No target worker is connected, or none of this model.", status=503),
     _server("resource_exhausted", "The router has no file descriptor or memory left for a request.", status=503),
     _server("draining", "The router is stopping, or a worker is and no other took the session.", status=503),
     _server("unknown_session", "The worker lost the session and no other took it.", status=503),

@@ -5,7 +5,7 @@ The API speaks text and OpenAI's JSON; the router speaks tokens and sessions. Th
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -109,6 +109,16 @@ class Generator(Protocol):
     @property
     def models(self) -> Mapping[str, ServedModel]:
         """The served models by name; none while no target worker was ever connected."""
+        ...
+
+    @property
+    def expected(self) -> Collection[str]:
+        """Names of all models it is to serve, where it was told of several; of others it learns by their targets."""
+        ...
+
+    @property
+    def loading(self) -> Collection[str]:
+        """Names of the models that target workers load."""
         ...
 
     def generate(self, generation: Generation) -> AsyncGenerator[Committed | Ended]:

@@ -35,6 +35,8 @@ class FakeGenerator:
         hang: bool = False,
     ) -> None:
         self.models = {model.name: model} if model else {}
+        self.expected: tuple[str, ...] = ()
+        self.loading: set[str] = set()
         self.generations: list[Generation] = []
         self.started = asyncio.Event()
         self.closed = 0

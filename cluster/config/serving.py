@@ -137,6 +137,7 @@ def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tu
         for pool in config.pools()
         if isinstance(pool.settings, TargetConfig) and pool.settings.standby
     }
+    several = tuple(config.models) if len(config.models) > 1 else ()  # the only one is known by its targets
     return RouterSettings(
         targets=targets,
         drafts=drafts,
@@ -152,7 +153,7 @@ def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tu
             api_keys=api_keys(config),
             admission=_admission(config),
         ),
-        limits=DispatchLimits(sessions=config.router.max_sessions, standby=standby),
+        limits=DispatchLimits(sessions=config.router.max_sessions, standby=standby, models=several),
         identity=identity(config, "router"),
         trace=trace_settings(config),
         record=RecordSettings(Path(folder), limit) if folder else None,

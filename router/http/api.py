@@ -37,7 +37,7 @@ from router.http.prompt_recorder import PromptRecorder, RecordedPrompt
 from router.http.request_reader import RequestReader
 from router.limits import admitted, in_time
 from router.schema.request_schema import Kind
-from router.schema.requests import ApiRequest, ModelEntry, no_such_model
+from router.schema.requests import ApiRequest, ModelEntry
 from router.sessions.snapshot import Snapshot
 from router.sessions.tally import RouterCounters
 from router.telemetry.cluster_view import ClusterView
@@ -170,10 +170,7 @@ class _Api:
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         self._reader.check_served()
-        models = self._reader.models()
-        if name not in models:
-            raise no_such_model(name, models)
-        return JSONResponse(self._model_body(name, models[name]))
+        return JSONResponse(self._model_body(name, self._reader.served(name)))
 
     async def health(self, _request: Request) -> Response:
         """200 as long as the process serves, whatever the workers do."""

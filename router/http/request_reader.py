@@ -25,7 +25,7 @@ from router.errors import ApiError
 from router.generation import GenerationError, Generator, ServedModel
 from router.limits import Bucket
 from router.schema.request_schema import Kind
-from router.schema.requests import ApiRequest, ModelEntry, model_asked, read_body, request_of
+from router.schema.requests import ApiRequest, ModelEntry, model_asked, no_such_model, read_body, request_of
 from router.schema.structured import demands_structure
 from router.text.grammar_checker import trial_seconds
 from router.text.tokenizer import Tokenizer, TokenizerError, Tokenizers
@@ -157,14 +157,27 @@ class RequestReader:
         if not self._generator.models:
             raise GenerationError("unavailable", "no target worker is connected; try again soon")
 
+    def names(self, *, loading: bool = True) -> list[str]:
+        """Public names of the models that are served now, then of those that are to be; also of those that load."""
+        served = self._generator.models
+        coming = (*self._generator.expected, *(sorted(self._generator.loading) if loading else ()))
+        return list(dict.fromkeys((*self.models(), *(name for name in coming if name not in served))))
+
+    def served(self, name: str) -> ServedModel:
+        """The model of this public name. Raises :class:`ApiError`, retryable while it has no target."""
+        if (model := self.models().get(name)) is not None:
+            return model
+        if name in (names := self.names()):
+            raise GenerationError("unavailable", f"no target worker of model {name} is connected; try again soon")
+        raise no_such_model(name, names)
+
     async def read(self, kind: Kind, body: bytes, request_id: str, caller: str) -> tuple[ApiRequest, ModelEntry]:
         """The request, and what it is for, of the API key of this name. Raises ApiError, GenerationError."""
         self.check_served()
         small = len(body) <= PARSED_INLINE_BYTES
         read = read_body(body, kind) if small else await self._in_thread(partial(read_body, body, kind))
-        models = self.models()
-        name = model_asked(read, models)
-        model_entry = await self._model_entry(name, models[name])
+        name = model_asked(read, self.names(loading=read.model is not None))
+        model_entry = await self._model_entry(name, self.served(name))
         make = partial(request_of, read, model_entry, request_id)
         if demands_structure(read):
             return await self._grammars.run(caller, make), model_entry

@@ -17,7 +17,7 @@ from random import Random
 
 from router.generation import ServedModel
 from speculation.digest import empty_of, extend_block
-from speculation.events import PeerId
+from speculation.events import PeerId, Role
 from speculation.messages import Load, Token, Welcome
 
 BLOCK = 64
@@ -29,6 +29,8 @@ REMEMBERED_BLOCKS = 16_384
 
 FORGET_SECONDS = 300.0
 """How long a model is served on whose last target has left the list of workers: it may come back."""
+FIRST_SECONDS = 1800.0
+"""How long a router waits for a first target of every model that it was told of."""
 
 
 def blocks_of(tokens: Sequence[Token], scope: str = "") -> tuple[int, ...]:
@@ -110,6 +112,29 @@ class ServedModels:
             if now - seen > FORGET_SECONDS:
                 del self._newest[name]
         return {name: _served(welcome, listed) for name, (welcome, _) in sorted(self._newest.items())}
+
+
+class FirstTargets:
+    """Which models of a cluster that starts are still to have a first target before clients are led to it.
+
+    None where a target was up before the router: clients are led there already, and a router that took none would only
+    take the other models from them. Nor for ever: one that does not come up is not to hold up the others.
+    """
+
+    def __init__(self, expected: Iterable[str], now: float, wall: float) -> None:
+        """``wall``: the same time in seconds since 1970."""
+        self._awaited, self._until, self._began = dict.fromkeys(expected), now + FIRST_SECONDS, wall
+
+    def seen(self, welcome: Welcome) -> None:
+        """A worker is up."""
+        if welcome.role == Role.TARGET.value:
+            self._awaited.pop(welcome.model, None)
+            if welcome.started < self._began:
+                self._awaited.clear()
+
+    def awaited(self, now: float) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(self._awaited) if now < self._until else ()
 
 
 def _served(newest: Welcome, listed: Iterable[Welcome]) -> ServedModel:

@@ -95,6 +95,7 @@ class Peer(Listener):
         if self.described is None or self.described.instance != welcome.instance:
             self.prefixes = choice.Prefixes()
         self.welcome = self.described = welcome
+        self.pool.first.seen(welcome)
         self.opened, self.load, self.work = {}, messages.Load(), None
         self.pool.warn_of(self, welcome)
         self.pool.events.changed(Available(self.role))
@@ -176,18 +177,28 @@ class WorkerPool:
     """Who the router is to the workers; None: connections are in plain text."""
     standby: Mapping[str, choice.StandbyTargets] = field(default_factory=dict)
     """By the name of a model, or under no name for any: those of which targets are to stand by."""
+    expected: Sequence[str] = ()
+    """Names of all models there are to be, where these are several and known beforehand."""
     unrouted: int = 0
     """Features that nobody waited for."""
     _joined: dict[messages.SessionId, tuple[JoinedEnd | None, JoinedEnd | None]] = field(default_factory=dict)
     """The target and the drafter of each session that say something to each other."""
     _departed: dict[Role, Traffic] = field(default_factory=lambda: {role: Traffic() for role in Role})
     _models: choice.ServedModels = field(default_factory=choice.ServedModels)
+    first: choice.FirstTargets = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first = choice.FirstTargets(self.expected, self.clock(), time.time())
 
     def models(self) -> dict[str, ServedModel]:
         """All models that have, or lately had, a target. New requests are for what the newest target of each says."""
         targets = self._of(Role.TARGET)
         known = [peer.described for peer in targets if peer.described]
         return self._models.served(known, [peer.welcome for peer in targets if peer.welcome], self.clock())
+
+    def loading(self) -> set[str]:
+        """Names of the models that targets load, as these say."""
+        return {peer.doing.model for peer in self._of(Role.TARGET) if peer.doing and peer.doing.model}
 
     def _of(self, role: Role) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.role is role]

@@ -119,6 +119,8 @@ class Snapshot:
     running: int = 0
     traffic: dict[Role, Traffic] = field(default_factory=dict)
     draining: bool = False
+    awaited: tuple[str, ...] = ()
+    """See :class:`router.sessions.choice.FirstTargets`."""
 
     @classmethod
     def of(cls, pool: WorkerPool, sessions: Collection[Session], ended: Totals, *, draining: bool) -> Snapshot:
@@ -140,6 +142,7 @@ class Snapshot:
             running=sum(session.phase is Phase.RUNNING for session in sessions),
             traffic={role: pool.traffic(role) for role in Role},
             draining=draining,
+            awaited=pool.first.awaited(pool.clock()),
         )
 
     @property
@@ -173,14 +176,15 @@ class Snapshot:
 
     @property
     def unready(self) -> str | None:
-        """Why no request can be served now; None: one can."""
+        """Why no request, or none for one of the models yet, can be served now; None: one can."""
         if self.draining:
             return "this router is draining"
         targets = self.targets
         if not targets:
             return "no target worker is known"
         if any(target.state is WorkerState.UP for target in targets):
-            return None
+            awaited = ", ".join(self.awaited)
+            return f"no target worker of these models has been up yet: {awaited}" if awaited else None
         if loading := self.loading:
             return loading
         if all(target.state is WorkerState.DOWN for target in targets):

@@ -12,6 +12,7 @@ from tests.monitoring import ALERTS, SCRAPING, alerts, dashboard, needs_promethe
 
 EXPECTED = {
     "PacelineNoTarget",
+    "PacelineNoTargetOfModel",
     "PacelineRequestsFail",
     "PacelineRequestsTimeOut",
     "PacelineRequestsRefused",
@@ -69,8 +70,9 @@ HEALTHY = {
     'paceline_request_success_total{model="m",finished_reason="stop"}': "0+600x200",
     'paceline_request_failure_total{code="faulty"}': "0x200",
     'paceline_requests_refused_total{code="overloaded"}': "0x200",
-    'paceline_num_requests_running{role="target",worker="t"}': "8x200",
-    'paceline_num_requests_waiting{role="target",worker="t"}': "2x200",
+    'paceline_generation_tokens_total{model="m"}': "0+100x200",
+    'paceline_num_requests_running{model="m",role="target",worker="t"}': "8x200",
+    'paceline_num_requests_waiting{model="m",role="target",worker="t"}': "2x200",
     'paceline_num_requests_waiting{role="draft",worker="d"}': "99x200",
     "paceline_failovers_total": "0x60 3x140",
     'paceline_acceptance_collapsed{target="t",draft="d"}': "0x200",
@@ -109,13 +111,22 @@ HEALTHY = {
         (None, {'paceline_router_ready{instance="b"}': "0x200"}),
         ("PacelineNoTarget", {"paceline_router_ready": "1x60 0x140"}),
         ("PacelineNoTarget", {"paceline_router_ready": "_x200"}),
+        ("PacelineNoTargetOfModel", {'paceline_generation_tokens_total{model="b"}': "0+100x60 6000x140"}),
+        # As a whole cluster that is away.
+        (
+            "PacelineNoTarget",
+            {
+                "paceline_router_ready": "1x60 0x140",
+                'paceline_num_requests_running{model="m",role="target",worker="t"}': "8x60 stale",
+            },
+        ),
         ("PacelineRequestsFail", {'paceline_request_failure_total{code="faulty"}': "0x60 0+1x140"}),
         # A client that gives its requests no time, and a router that stops.
         (None, {'paceline_request_failure_total{code="timeout"}': "0x60 0+1x140"}),
         (None, {'paceline_request_failure_total{code="draining"}': "0x60 9x140"}),
         ("PacelineRequestsTimeOut", {'paceline_request_failure_total{code="timeout"}': "0x60 0+50x140"}),
         ("PacelineRequestsRefused", {'paceline_requests_refused_total{code="overloaded"}': "0+50x200"}),
-        ("PacelineQueueGrowing", {'paceline_num_requests_waiting{role="target",worker="t"}': "20x200"}),
+        ("PacelineQueueGrowing", {'paceline_num_requests_waiting{model="m",role="target",worker="t"}': "20x200"}),
         ("PacelineFailovers", {"paceline_failovers_total": "0+3x200"}),
         ("PacelineAcceptanceCollapsed", {'paceline_acceptance_collapsed{target="t",draft="d"}': "1x200"}),
         ("PacelineDraftersAway", {'paceline_workers{role="draft",state="up"}': "2x20 0x180"}),

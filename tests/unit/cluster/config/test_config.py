@@ -349,6 +349,13 @@ def test_a_router_may_read_the_tokenizers_of_its_targets_and_no_others():
     assert router_settings(Config(models=pools)).models == ["./large", "Org/Small"]
 
 
+def test_a_router_is_told_of_its_models_where_there_are_several():
+    several = {"large": ModelConfig(TargetConfig()), "small": ModelConfig(TargetConfig())}
+    assert router_settings(Config(models=several)).limits.models == ("large", "small")
+    assert router_settings(Config(models={"large": ModelConfig(TargetConfig())})).limits.models == ()
+    assert router_settings(Config()).limits.models == ()
+
+
 def test_an_eagle_head_that_drafts_away_from_its_target_is_what_draft_workers_have() -> None:
     config = from_mapping({"target": {"model": "t", "eagle": "h", "eagle_at": "drafter"}}, "here")
     (target, draft) = config.pools()
