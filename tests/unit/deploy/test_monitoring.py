@@ -91,6 +91,7 @@ HEALTHY = {
     'kube_statefulset_status_replicas_ready{namespace="p",statefulset="paceline-redis"}': "1x200",
 }
 """One value a minute."""
+DECIDED = 'paceline_autoscaling_replicas{pool="DraftWorker-m.draft",state="decided"}'
 
 
 @needs_prometheus
@@ -107,6 +108,9 @@ HEALTHY = {
             },
         ),
         (None, {'paceline_workers{role="draft",state="up"}': "0x200"}),
+        # The autoscaler rests them; sessions without drafters go on to tell a lead.
+        (None, {'paceline_workers{role="draft",state="up"}': "2x20 0x180", DECIDED: "2x20 0x180"}),
+        ("PacelineDraftersAway", {'paceline_workers{role="draft",state="up"}': "2x20 0x180", DECIDED: "2x200"}),
         # One router of two drains.
         (None, {'paceline_router_ready{instance="b"}': "0x200"}),
         ("PacelineNoTarget", {"paceline_router_ready": "1x60 0x140"}),
