@@ -131,6 +131,15 @@ DECIDED = 'paceline_autoscaling_replicas{pool="DraftWorker-m.draft",state="decid
         ("PacelineRequestsTimeOut", {'paceline_request_failure_total{code="timeout"}': "0x60 0+50x140"}),
         ("PacelineRequestsRefused", {'paceline_requests_refused_total{code="overloaded"}': "0+50x200"}),
         ("PacelineQueueGrowing", {'paceline_num_requests_waiting{model="m",role="target",worker="t"}': "20x200"}),
+        # A model that is busy beside it, without a queue.
+        (
+            "PacelineQueueGrowing",
+            {
+                'paceline_num_requests_running{model="b",role="target",worker="u"}': "60x200",
+                'paceline_num_requests_waiting{model="b",role="target",worker="u"}': "0x200",
+                'paceline_num_requests_waiting{model="m",role="target",worker="t"}': "20x200",
+            },
+        ),
         ("PacelineFailovers", {"paceline_failovers_total": "0+3x200"}),
         ("PacelineAcceptanceCollapsed", {'paceline_acceptance_collapsed{target="t",draft="d"}': "1x200"}),
         ("PacelineDraftersAway", {'paceline_workers{role="draft",state="up"}': "2x20 0x180"}),
