@@ -141,6 +141,8 @@ DECIDED = 'paceline_autoscaling_replicas{pool="DraftWorker-m.draft",state="decid
             },
         ),
         ("PacelineFailovers", {"paceline_failovers_total": "0+3x200"}),
+        # One target was lost, with all its sessions, eight minutes ago.
+        (None, {"paceline_failovers_total": "0x141 25x58"}),
         ("PacelineAcceptanceCollapsed", {'paceline_acceptance_collapsed{target="t",draft="d"}': "1x200"}),
         ("PacelineDraftersAway", {'paceline_workers{role="draft",state="up"}': "2x20 0x180"}),
         (
