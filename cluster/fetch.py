@@ -24,7 +24,7 @@ from cluster.console import complain, first_line, say
 
 READABLE, COMPLETE = ".tokenizer", ".complete"
 """In a model's folder once what routers read is there, and once all is."""
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data*", "*.ot")
 COPIES = ("original/*", "consolidated*")
 """The same weights once more, in the formats of those who trained them."""
 BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
@@ -97,7 +97,7 @@ def fetch_all(
     complete = [name for name in models if (volume / name / COMPLETE).exists()]
     missing: dict[str, Mapping[str, int]] = {}
     for name in (name for name in models if name not in complete):
-        missing[name] = {file: size for file, size in hub.files(models[name]).items() if not _fits(file, COPIES)}
+        missing[name] = _without_copies(hub.files(models[name]))
     _check_room(volume, capacity, missing, complete)
     for weights, mark in ((False, READABLE), (True, COMPLETE)):
         for name, sizes in missing.items():
@@ -105,6 +105,19 @@ def fetch_all(
             progress(f"{name}: {len(files)} files of {model}")
             hub.fetch(model, files, volume / name)
             (volume / name / mark).write_text(f"{model}\n", encoding="utf-8")
+
+
+def _without_copies(sizes: Mapping[str, int]) -> Mapping[str, int]:
+    """Of the files of a repository those that are read here: of the weights safetensors, else torch's.
+
+    All, where it has neither: whoever loads them says so. In folders below there are copies for other programs.
+    """
+    sizes = {file: size for file, size in sizes.items() if not _fits(file, COPIES)}
+    above = [file for file in sizes if "/" not in file]
+    loaded = [file for file in above if fnmatch(file, "*.safetensors")]
+    if not any(fnmatch(file, "model*") for file in loaded):  # but those of an adapter, for instance
+        loaded += [file for file in above if fnmatch(file, "*.bin")]
+    return {file: size for file, size in sizes.items() if file in loaded or not loaded or not _fits(file, WEIGHTS)}
 
 
 def models_in(text: str) -> dict[str, HubModel]:

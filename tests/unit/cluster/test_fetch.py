@@ -25,6 +25,13 @@ class FakeHub(Hub):
                 "model-1.safetensors": GIB,
                 "original/consolidated.00.pth": 5 * GIB,
                 "consolidated.safetensors": 5 * GIB,
+                "pytorch_model.bin": 5 * GIB,
+                "tf_model.h5": 5 * GIB,
+                "model-Q4_K_M.gguf": 5 * GIB,
+                "onnx/model.onnx": 5 * GIB,
+                "onnx/model.onnx_data": 5 * GIB,
+                "openvino/openvino_model.bin": 5 * GIB,
+                "checkpoint-9/model.safetensors": 5 * GIB,
             },
             "org/small": {"tokenizer.json": 20, "model.safetensors": GIB},
         }
@@ -57,6 +64,21 @@ def test_what_routers_read_comes_first_and_copies_never(tmp_path: Path) -> None:
         "org/small/model.safetensors",
     ]
     assert all((tmp_path / name / mark).exists() for name in MODELS for mark in (READABLE, COMPLETE))
+
+
+@pytest.mark.parametrize(
+    ("weights", "read"),
+    [
+        (["pytorch_model-1.bin", "pytorch_model-2.bin", "flax_model.msgpack"], 2),
+        (["pytorch_model.bin", "adapter.safetensors", "model.gguf"], 2),
+        (["model.gguf", "onnx/model.onnx"], 2),
+    ],
+)
+def test_weights_in_no_safetensors_are_fetched_as_they_are(tmp_path: Path, weights: list[str], read: int) -> None:
+    hub = FakeHub()
+    hub.repositories["org/large"] = dict.fromkeys(weights, 1)
+    fetch(tmp_path, hub)
+    assert hub.fetched[1:-1] == [f"org/large/{name}" for name in weights[:read]]
 
 
 def test_routers_need_not_wait_for_weights(tmp_path: Path) -> None:
