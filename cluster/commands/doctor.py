@@ -98,11 +98,12 @@ def _configuration(args: argparse.Namespace) -> tuple[Config, str]:
     config = configuration(args)
     if args.config is None and _on_ray(config):
         from cluster.doctor import ray_nodes
+        from cluster.ray.parts import with_replicas
 
         deployed = ray_nodes.deployed(config)
         if deployed is not None:
-            source = f"as deployed at {config.ray.address}, and flags"
-            return from_mapping(deployed, "deployed", overrides=overrides_in(args)), source
+            (settings, counts), source = deployed, f"as deployed at {config.ray.address}, and flags"
+            return with_replicas(from_mapping(settings, "deployed", overrides=overrides_in(args)), counts), source
     return config, str(args.config) if args.config else "the defaults, and flags"
 
 

@@ -19,7 +19,7 @@ from cluster.doctor.versions import TELLING, installed_version
 from cluster.placement import APPLICATION, GPU_CLASS, ClusterNode, lacking, living, need, needs, router_need
 from cluster.ray.cluster import application_details, applications, reason_in
 from cluster.ray.connection import check_token, join
-from cluster.ray.parts import all_settings
+from cluster.ray.parts import all_settings, replicas_in
 from speculation.events import Role
 
 ANSWER_SECONDS = 60.0
@@ -43,8 +43,8 @@ class Seen:
 
 
 def check_room(config: Config, nodes: Sequence[Seen]) -> Iterator[Finding]:
-    """Whether every pool finds nodes with its label, and GPUs."""
-    reason = lacking(needs(config), [node.room for node in nodes])
+    """Whether every pool finds nodes with its label, and GPUs, for as many workers as it always has."""
+    reason = lacking([wanted for wanted in needs(config) if wanted.replicas], [node.room for node in nodes])
     classes = Counter(node.room.labels.get(GPU_CLASS, "none") for node in nodes)
     listed = ", ".join(f"{count} x {name}" for name, count in sorted(classes.items()))
     gpus = sum(node.room.gpus for node in nodes)
@@ -91,14 +91,18 @@ def inspect(models: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return versions(), [folder for folder in models if not os.path.isdir(folder)]
 
 
-def deployed(config: Config) -> Mapping[str, Any] | None:
-    """The settings of the application at ``ray.address``, if it was given all; None also where nobody can say."""
+def deployed(config: Config) -> tuple[Mapping[str, Any], dict[str, dict[str, int]]] | None:
+    """The settings of the application at ``ray.address``, if it was given all, and its :func:`replicas_in`.
+
+    None also where nobody can say.
+    """
     import ray
 
     try:
         join(config)
         entry = application_details().get(APPLICATION, {}).get("deployed_app_config")
-        return all_settings(entry) if entry else None
+        settings = all_settings(entry) if entry else None
+        return None if settings is None else (settings, replicas_in(entry))
     except Exception:  # :func:`check` says why
         return None
     finally:

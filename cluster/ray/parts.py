@@ -84,6 +84,32 @@ def all_settings(application: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None if any(SETTINGS in environment for environment in environments) else application.get("args")
 
 
+def replicas_in(application: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """The numbers of replicas that Serve is told, by deployment, as a pool's own settings would say them."""
+    found = {}
+    for entry in application.get("deployments") or []:
+        count, bounds = entry.get("num_replicas"), entry.get("autoscaling_config")
+        if isinstance(count, int):
+            found[entry["name"]] = {"replicas": count, "max_replicas": 0}
+        elif isinstance(bounds, Mapping):
+            least, most = int(bounds.get("min_replicas", 1)), int(bounds.get("max_replicas") or 1)
+            found[entry["name"]] = {"min_replicas": least, "max_replicas": most}
+    return found
+
+
+def with_replicas(config: Config, counts: Mapping[str, Mapping[str, int]]) -> Config:
+    """The same where Serve was told these numbers of replicas beside it: see :func:`replicas_in`."""
+
+    def told(settings: Any, deployment: str) -> Any:
+        if deployment not in counts:
+            return settings
+        standby = {"standby": 0} if isinstance(settings, TargetConfig) else {}  # they are among these
+        return replace(settings, **counts[deployment], **standby)
+
+    made = config.with_pools(lambda pool: told(pool.settings, pool.deployment))
+    return replace(made, router=told(config.router, router_need(config).deployment))
+
+
 def declaration(config: Config) -> dict[str, Any]:
     """What ``paceline up`` deploys: an entry of ``applications`` in a ServeDeploySchema, as plain values."""
     pools = [pool for pool in config.pools() if max_replicas_of(pool.settings)]

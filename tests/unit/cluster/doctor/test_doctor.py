@@ -5,7 +5,7 @@ import shutil
 import socket
 import struct
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.cli import main
 from cluster.completion import CompletionTally
-from cluster.config.config import Config, RouterConfig, SecurityConfig, from_mapping
+from cluster.config.config import Config, RouterConfig, SecurityConfig, from_mapping, max_replicas_of, min_replicas_of
 from cluster.config.pools import DraftConfig, ModelConfig, TargetConfig
 from cluster.doctor import certificates, endpoint, machine, models, ray_nodes, versions, workers
 from cluster.doctor.finding import Level
@@ -26,7 +26,7 @@ from cluster.doctor.models import WeightsError, read_weights
 from cluster.placement import GPU_CLASS, ClusterNode
 from cluster.ray import connection
 from cluster.ray.cluster import ApplicationStatus, DeploymentStatus
-from cluster.ray.parts import all_settings, declaration
+from cluster.ray.parts import all_settings, declaration, replicas_in, with_replicas
 from engine.host.memory import GIB
 from speculation.events import Role
 from speculation.messages import Welcome
@@ -514,7 +514,7 @@ def test_the_doctor_leaves_models_to_the_cluster_only_where_they_are_not_here(mo
     for model, elsewhere in ((TARGET, False), ("/nowhere", True)):
         args = {"target": {"model": model}, "draft": {"replicas": 0}, "ray": {"address": "auto"}}
         seen = []
-        monkeypatch.setattr(ray_nodes, "deployed", lambda config, args=args: args)
+        monkeypatch.setattr(ray_nodes, "deployed", lambda config, args=args: (args, {}))
         monkeypatch.setattr(ray_nodes, "check", lambda config, listed, models, seen=seen: seen.append(models) or [])
         assert main(["doctor", "--address", "10.0.0.5:6379"]) == 0
         assert seen == [elsewhere]
@@ -622,10 +622,31 @@ def test_configuration_of_a_rayservice_is_read_back_and_that_of_up_is_not():
     assert all_settings(taken["applications"][0]) is None
 
 
+def test_room_is_judged_by_the_numbers_of_replicas_that_stand_beside_the_settings():
+    """Of a RayService: none of the drafters yet, as the load asks for none, and two targets at least."""
+    scaled = {"min_replicas": 0, "max_replicas": 4}
+    service = {
+        "args": asdict(PLACED),
+        "deployments": [
+            {"name": "TargetWorker", "num_replicas": 2},
+            {"name": "DraftWorker", "num_replicas": None, "autoscaling_config": scaled},
+            {"name": "Router", "ray_actor_options": {}},
+        ],
+    }
+    there = with_replicas(PLACED, replicas_in(service))
+    target, draft = (pool.settings for pool in there.pools())
+    assert (min_replicas_of(target), max_replicas_of(target)) == (2, 2)
+    assert (min_replicas_of(draft), max_replicas_of(draft)) == (0, 4)
+    assert there.router == PLACED.router
+    two = [node("10.0.0.1", 2, "large"), node("10.0.0.2", 2, "large")]
+    assert levels(ray_nodes.check_room(there, two)) == ["ok"]
+    assert "no room for 2 x target of 2 ranks" in only(ray_nodes.check_room(there, two[:1]))
+
+
 def test_the_doctor_takes_what_is_deployed_where_no_file_is_given(monkeypatch, tmp_path, capsys):
     args = {"models": {"llama-8b": {"target": {"model": TARGET}}}, "ray": {"address": "auto"}}
     seen = []
-    monkeypatch.setattr(ray_nodes, "deployed", lambda config: args)
+    monkeypatch.setattr(ray_nodes, "deployed", lambda config: (args, {}))
     monkeypatch.setattr(ray_nodes, "check", lambda config, listed, models: seen.append(config) or [])
     assert main(["doctor", "--address", "10.0.0.5:6379", "--set", "router.port=8001"]) == 0
     assert "ok       configuration: as deployed at 10.0.0.5:6379, and flags\n" in capsys.readouterr().out
