@@ -116,7 +116,7 @@ def collect_workers(snapshot: Snapshot) -> Iterator[Metric]:
     states = Counter((view.role.value, view.state.value) for view in snapshot.workers)
     yield gauge(
         "workers",
-        "Workers listed, by what this router can do with them. Per worker: take the minimum of routers.",
+        "Workers listed, by what this router can do with them." + PER_WORKER,
         ("role", "state"),
         {(role, state): states[role, state] for role in Role for state in WorkerState},
     )

@@ -192,6 +192,13 @@ def test_names_of_others_are_not_copied_to_ray() -> None:
     assert all(name.startswith("paceline_") for name in names)
 
 
+def test_what_is_told_of_workers_says_how_dashboard_and_alerts_take_it() -> None:
+    (workers,) = [
+        family for family in RouterMetrics(RouterCounters(), Snapshot).collect() if family.name.endswith("_workers")
+    ]
+    assert workers.documentation.endswith("take the maximum of routers.")
+
+
 # Ready
 
 
