@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import re
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.harness.options import BenchError
 from benchmarks.harness.proxy import Proxy
-from cluster.console import say
+from cluster.console import complain, say
 from router.dispatch import Dispatcher
 from speculation.events import Role
 
@@ -27,6 +28,9 @@ READY_SECONDS = 300.0
 READY = r"ready on (\S+)"
 """What a worker or a router says when it is, and where."""
 CONNECT_SECONDS = 20.0
+END_SECONDS = 90.0
+"""That one may take to end once it is told to: longer than a worker drains."""
+ABORT_SECONDS = 10.0
 LINE_BYTES = 1 << 28
 
 
@@ -74,7 +78,7 @@ async def child(
     ``core``: the one it is bound to; None: it may use all. ``patience``: seconds in which it may end by itself when its
     input does. Raises :class:`WorkerFailed`, TimeoutError.
     """
-    command = [sys.executable, "-m", module, *arguments]
+    command = [sys.executable, "-X", "faulthandler", "-m", module, *arguments]  # see _abort
     cores = sorted(os.sched_getaffinity(0))
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES, env=env)
     assert process.stdin is not None and process.stdout is not None
@@ -82,20 +86,40 @@ async def child(
         # From outside, long before it starts a thread: code run in a fork of this process would upset gRPC.
         os.sched_setaffinity(process.pid, {cores[core % len(cores)]})
     try:
-        async with asyncio.timeout(READY_SECONDS):
-            found: re.Match[str] | None = None
-            while found is None and (line := await process.stdout.readline()):
-                found = re.search(ready, line.decode().strip())
+        found: re.Match[str] | None = None
+        try:
+            async with asyncio.timeout(READY_SECONDS):
+                while found is None and (line := await process.stdout.readline()):
+                    found = re.search(ready, line.decode().strip())
+        except TimeoutError:
+            await _abort(name, process)
+            raise
         if found is None:
             raise WorkerFailed(f"the {name} did not start; why is on stderr")
         yield ReadyProcess(name, process, found[1])
     finally:
         process.stdin.close()
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), patience)
+        finally:
+            if process.returncode is None:
+                process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), END_SECONDS)
+        except TimeoutError:
+            await _abort(name, process)
+
+
+async def _abort(name: str, process: Process) -> None:
+    """End one that stands still; by SIGABRT, so that it says on stderr where each of its threads stood."""
+    complain(f"the {name} stands still, and is ended; where it stood:")
+    for number in (signal.SIGABRT, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            process.send_signal(number)
         with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), patience)
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
+            await asyncio.wait_for(process.wait(), ABORT_SECONDS)
+            return
 
 
 async def answer_lines(first: str, answer: Callable[[str], str]) -> None:

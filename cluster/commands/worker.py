@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -36,6 +37,9 @@ sessions move or end, for up to drain_timeout seconds, and stop it; a second one
   paceline worker draft --model ./llama-8b --draft-eagle ./eagle3     a head, for targets with --eagle-at drafter
 """
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SECONDS = 30.0
+"""In which a worker ends that has drained."""
+STDERR = 2
 LISTEN = {"target": "127.0.0.1:7001", "draft": "127.0.0.1:7002"}
 REPLICAS = ("replicas", "min_replicas", "max_replicas")
 ELSEWHERE = (*REPLICAS, "standby", "gpus", "gpu_class", "labels", "sources", "placement", "eagle")
@@ -98,9 +102,7 @@ def _translating(config: Config, role: str) -> Config:
 async def _serve(role: Role, config: Config, listen: str) -> int:
     """Load, say so, and wait for the end; a signal during loading ends the process at once."""
     loop = asyncio.get_running_loop()
-    for number in SIGNALS:
-        # Loading runs in a thread that cannot be interrupted, and nothing is at stake yet.
-        loop.add_signal_handler(number, os._exit, 128 + number)
+    _let_signals_end()  # nothing is at stake yet
     worker = await _start(role, config, listen)
     worker.freeze_loaded()
     serving = asyncio.create_task(worker.wait())
@@ -115,10 +117,20 @@ async def _serve(role: Role, config: Config, listen: str) -> int:
         await worker.stop()
         complain(f"paceline: the {role} worker failed: {type(error).__name__}: {error}")
         return FAILED
-    for number in SIGNALS:  # a second one ends the process at once
-        loop.add_signal_handler(number, os._exit, 128 + number)
+    for number in SIGNALS:
+        loop.remove_signal_handler(number)
+    _let_signals_end()
+    # What is stuck is not waited for, be it the loop, a rank or the interpreter's end.
+    faulthandler.dump_traceback_later(config.drain_timeout + STOP_SECONDS, exit=True, file=STDERR)
     await worker.drain(config.drain_timeout)
     return 0
+
+
+def _let_signals_end() -> None:
+    """From now on they end the process at once, and by the kernel: imports and collectives hold up every handler."""
+    for number in SIGNALS:
+        # But the kernel spares the first process of a container.
+        signal.signal(number, signal.SIG_DFL if os.getpid() != 1 else lambda given, _: os._exit(128 + given))
 
 
 async def _start(role: Role, config: Config, listen: str) -> Worker:

@@ -8,9 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+
+from benchmarks.harness import processes
 
 HOLDS = """
 import asyncio, sys
@@ -95,3 +98,25 @@ def test_no_core_stays_busy_without_the_benchmark() -> None:
     if not gone:
         os.kill(spinner, signal.SIGKILL)
     assert gone
+
+
+STANDS = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('there', flush=True); time.sleep(99)"
+)
+
+
+@pytest.mark.parametrize("ready", ["there", "never"])
+async def test_a_process_that_stands_still_says_where_and_is_ended(
+    ready: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "stands.py").write_text(STANDS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(processes, "READY_SECONDS", 1.0 if ready == "never" else 60.0)
+    monkeypatch.setattr(processes, "END_SECONDS", 1.0)
+    with pytest.raises(TimeoutError) if ready == "never" else nullcontext():
+        async with processes.child("sleeper", "stands", ready=f"({ready})") as child:
+            process = child.process.pid
+    said = capfd.readouterr().err
+    assert "the sleeper stands still, and is ended; where it stood:" in said
+    assert "stands.py" in said
+    assert ready == "never" or not state(process)

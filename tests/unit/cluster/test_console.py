@@ -94,11 +94,14 @@ async def test_a_worker_serves_whether_or_not_its_ready_line_can_be_written(
         return SimpleNamespace(address="here", welcome=welcome, freeze_loaded=bool, wait=wait, drain=drain)
 
     monkeypatch.setattr(worker, "_start", start)
+    bounds: list[float] = []
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda seconds, **_: bounds.append(seconds))
     with unwritable(how):
         assert await worker._serve("draft", Config(), "127.0.0.1:0") == 0
     assert drained == [Config().drain_timeout]
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().remove_signal_handler(number)
+    assert bounds == [Config().drain_timeout + worker.STOP_SECONDS]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_a_result_that_cannot_be_written_fails_in_one_line() -> None:
