@@ -58,6 +58,8 @@ CHANNEL_OPTIONS: list[tuple[str, str | int]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", int(1000 * WORKER_SILENCE_SECONDS)),  # how long connecting may take, that is
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # One that the environment names is for the web; gRPC would ask it for workers too, on this machine as well.
+    ("grpc.enable_http_proxy", 0),
 ]
 
 

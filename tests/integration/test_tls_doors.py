@@ -79,6 +79,15 @@ async def test_a_router_and_a_worker_that_know_each_other_talk(ours, role):
             assert isinstance(await heard.next(), Verification)
 
 
+@pytest.mark.parametrize("variable", ["grpc_proxy", "https_proxy", "http_proxy"])
+@pytest.mark.parametrize("secure", [False, True])
+async def test_no_proxy_of_the_environment_stands_before_a_worker(ours, monkeypatch, variable, secure):
+    monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    known = [ours.identity(role) if secure else None for role in ("target", "router")]
+    async with listening(known[0], Echo()) as address, connecting(address, known[1]) as (_, heard):
+        assert await heard.next() == WELCOME
+
+
 @pytest.mark.parametrize(
     "stranger",
     [

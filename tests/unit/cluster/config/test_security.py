@@ -153,6 +153,11 @@ def test_a_ray_cluster_without_a_token_is_refused_on_a_network(control_service, 
     assert capfd.readouterr().err.count("asks for no token") == 2
 
 
+def test_no_proxy_of_the_environment_hides_that_a_ray_cluster_is_open(control_service, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert answers_anyone(control_service(False))
+
+
 def test_a_ray_cluster_with_a_token_is_joined_without_a_word(control_service, capfd):
     address = control_service(True)
     assert not answers_anyone(address)
