@@ -6,6 +6,7 @@ With them, where committed tokens came from.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
@@ -163,7 +164,8 @@ class StepMetadata:
     refused: tuple[SourceName, ...] = ()
     recovered: bool = False
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: Collection[TokenLogprobs] = ()
+    """Read, and so checked, when they are iterated over, which may take long and raise ValueError."""
     took_us: int = 0
     waited_us: int = 0
 

@@ -15,7 +15,7 @@ chosen by the router and is scoped to one (router, worker) stream. What the word
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
@@ -232,8 +232,8 @@ class Verification:
     """Whether the last token is the target's own at a place where a draft was offered and refused."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Of each token, if asked for."""
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of each prompt token but the first, if asked for; in the first one of a session."""
+    prompt_logprobs: Collection[TokenLogprobs] = ()
+    """Of each prompt token but the first, if asked for; in the first one of a session. Checked as they are read."""
     took_us: int = 0
     """How long the step took, in microseconds."""
     waited_us: int = 0

@@ -17,7 +17,7 @@ worker's counters once the stream has heard them. No state is kept here: who own
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -223,6 +223,33 @@ def _read_logprobs(message: pb.Logprobs) -> messages.TokenLogprobs:
     return messages.TokenLogprobs(message.chosen, tuple(message.tokens), tuple(message.logprobs))
 
 
+class _PromptLogprobs(Collection[messages.TokenLogprobs]):
+    """Those of a prompt as they came, each read, and so checked, when it is iterated over: raises ValueError then.
+
+    All of a long one take longer to read than an event loop may stand still; its length is known at once.
+    """
+
+    __slots__ = ("_said",)
+
+    def __init__(self, said: Sequence[pb.Logprobs]) -> None:
+        self._said = said
+
+    def __len__(self) -> int:
+        return len(self._said)
+
+    def __iter__(self) -> Iterator[messages.TokenLogprobs]:
+        return map(_read_logprobs, self._said)
+
+    def __contains__(self, one: object) -> bool:
+        return any(one == each for each in self)
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, tuple | _PromptLogprobs) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 def _read_verification(message: pb.Verification, asked: parts.Asked | None = None) -> messages.Verification:
     said, accepted, offered = message.tokens, message.accepted, message.offered
     sources, refused = message.sources, message.refused
@@ -262,7 +289,7 @@ def _read_verification(message: pb.Verification, asked: parts.Asked | None = Non
         refused=sources_of(refused, named),
         recovered=message.recovered,
         logprobs=tuple(map(_read_logprobs, logprobs)) if logprobs else (),
-        prompt_logprobs=tuple(map(_read_logprobs, prompt_logprobs)) if prompt_logprobs else (),
+        prompt_logprobs=_PromptLogprobs(prompt_logprobs) if prompt_logprobs else (),
         took_us=message.took_us,
         waited_us=message.waited_us,
     )

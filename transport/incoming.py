@@ -10,7 +10,8 @@ A malformed message is reported to the listener and otherwise skipped, unless th
 :data:`MAX_MALFORMED` and one in :data:`HEARD_PER_MALFORMED`, or more entries in a frame than anybody writes. Then the
 stream is given up, unread messages and all. Messages of a kind not known here do not count: newer workers send them.
 
-Log-probabilities may take long to read. Those that nobody asked for make a message malformed before they are.
+Log-probabilities may take long to read. Those that nobody asked for make a message malformed before they are, and those
+of a prompt are left to who shows them, beside the event loop: there they are checked, and end no more than a request.
 """
 
 from __future__ import annotations

@@ -242,8 +242,13 @@ class ChoiceReader:
             raise GenerationError("internal", "the target told no log-probabilities of the prompt")
 
         def shown() -> tuple[ShownToken, ...]:
+            try:
+                told = (None, *metadata.prompt_logprobs)
+            except ValueError as error:  # not before: to check them takes long
+                why = f"the target told wrong log-probabilities of the prompt: {error}"
+                raise GenerationError("internal", why) from error
             starts = self._prompt.starts(self._tokenizer, self._hidden)
-            places = zip(prompt, starts, (None, *metadata.prompt_logprobs), strict=True)
+            places = zip(prompt, starts, told, strict=True)
             return tuple(shown_token(self._tokenizer, *place, self._form, top_logprobs) for place in places)
 
         return shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,10 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from router.generation import Committed, ServedModel
+from protos.paceline.v1 import worker_pb2 as pb
+from router.generation import Committed, Generation, ServedModel
 from router.http.api import build_app
 from router.text.tokenizer import Tokenizer
-from tests.fakes import EOS, TURN, FakeGenerator, FakeTokenizers, commits, logprobs_of, tiny_tokenizer
+from speculation.events import StepMetadata
+from speculation.messages import Verification
+from tests import fakes
+from tests.fakes import EOS, TURN, FakeGenerator, FakeTokenizers, commits, logprobs_of, metadata_of, tiny_tokenizer
+from transport.codec import decode_from_worker
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
 TEXT = "hello wörld, 世界 🎉 the fox z\n"
@@ -303,6 +309,25 @@ async def test_prompt_logprobs_are_vllms(path: str) -> None:
     for token, entry in zip(prompt[1:], found[1:], strict=True):
         assert len(entry) == (3 if token % 3 == 0 else 2)
         assert entry[str(token)]["rank"] == (None if token % 3 == 0 else 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_that_a_target_told_wrong_of_a_prompt_end_the_request(
+    monkeypatch, stream: bool
+) -> None:
+    """They are checked where they are shown, beside the event loop."""
+
+    def told(commit: Committed, generation: Generation, *, first: bool) -> StepMetadata:
+        wire = pb.Verification(prompt_logprobs=[pb.Logprobs(tokens=[5])] * (len(generation.prompt) - 1))
+        said = decode_from_worker(pb.FromWorker(verified=wire).SerializeToString())
+        assert isinstance(said, Verification)
+        return replace(metadata_of(commit, generation, first=first), prompt_logprobs=said.prompt_logprobs)
+
+    monkeypatch.setattr(fakes, "metadata_of", told)
+    fields = {"echo": True, "logprobs": 0, "stream": True} if stream else {"prompt_logprobs": 0}
+    response = await post(generator((*encode("x"), EOS)), PATHS[0], {"prompt": "fox"} | fields)
+    assert "wrong log-probabilities of the prompt: logprobs has 0 entries for 1 tokens" in response.text
+    assert response.status_code == (200 if stream else 500)
 
 
 @pytest.mark.parametrize(("logprobs", "prompt_logprobs"), [(1, 5), (0, 2), (3, 1)])

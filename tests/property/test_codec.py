@@ -380,7 +380,7 @@ def test_a_verification_cannot_accept_more_than_it_offered():
         (pb.Verification(session=3, tokens=[1] * 4097), "tokens has 4097 entries; at most 4096"),
         (pb.Verification(session=3, offered=1 << 30), "offered has 1073741824 entries; at most 1048576"),
         (
-            pb.Verification(session=3, tokens=[1], prompt_logprobs=[pb.Logprobs(tokens=[5, 6], logprobs=[-1.0])]),
+            pb.Verification(session=3, tokens=[1], logprobs=[pb.Logprobs(tokens=[5, 6], logprobs=[-1.0])]),
             "logprobs has 1 entries for 2 tokens",
         ),
         (
@@ -393,6 +393,14 @@ def test_what_is_told_of_tokens_fits_them(wire, what):
     with pytest.raises(MalformedMessage, match=what) as error:
         decode_from_worker(pb.FromWorker(verified=wire).SerializeToString())
     assert error.value.session == 3
+
+
+def test_what_is_told_of_a_prompt_is_checked_when_it_is_read():
+    wire = pb.Verification(session=3, tokens=[1], prompt_logprobs=[pb.Logprobs(tokens=[5, 6], logprobs=[-1.0])])
+    said = decode_from_worker(pb.FromWorker(verified=wire).SerializeToString())
+    assert isinstance(said, m.Verification) and len(said.prompt_logprobs) == 1
+    with pytest.raises(ValueError, match="logprobs has 1 entries for 2 tokens"):
+        list(said.prompt_logprobs)
 
 
 def test_no_more_tokens_can_be_cached_than_there_are():

@@ -393,6 +393,8 @@ def test_log_probabilities_that_were_asked_for_are_heard(monkeypatch):
     (message,) = target.router.heard
     assert isinstance(message, Verification)
     assert (len(message.logprobs), len(message.prompt_logprobs)) == (1, 1 << 17)
+    assert message.prompt_logprobs and target.read == 1, "those of a prompt keep the event loop from the others"
+    assert len(tuple(message.prompt_logprobs)) == target.read - 1 == 1 << 17
 
 
 @pytest.mark.parametrize("of_prompt", [1, 1 << 20])
