@@ -26,7 +26,7 @@ from speculation.demand import RouterDemand
 from speculation.events import Event, FailureCode, PeerId, Role, from_draft_models
 from speculation.request.poison_detector import PoisonDetector, PoisonLimits
 from speculation.request.session import Phase, SessionLimits
-from transport.codec import MalformedMessage
+from transport.codec import MalformedMessage, UnknownKind
 from transport.tls import Identity
 from transport.tracing import SessionLog
 
@@ -221,7 +221,7 @@ class Dispatcher:
             self._handle(run, events.Received(peer, message))
 
     def _malformed(self, peer: PeerId, error: MalformedMessage) -> None:
-        self.totals.malformed += 1
+        self.totals.malformed += not isinstance(error, UnknownKind)
         run = None if error.session is None else self._runs.get(error.session)
         if run is not None:
             self._handle(run, events.Faulted(peer, error.epoch or 0, str(error)))

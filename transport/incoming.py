@@ -60,7 +60,10 @@ class Listener:
         """The worker sent a message (never a Welcome)."""
 
     def malformed(self, error: MalformedMessage) -> None:
-        """The worker, while up, sent a message that breaks the protocol. It is dropped; the stream goes on."""
+        """The worker, while up, sent a message that breaks the protocol, or is of a kind not known here.
+
+        It is dropped; the stream goes on.
+        """
 
     def down(self, why: str) -> None:
         """The worker is lost, and with it everything opened there. Connecting goes on in the background."""
@@ -209,7 +212,8 @@ class Incoming:
         What comes next is passed on at once only behind what went the same way: nothing may overtake it.
         """
         self._counter_names: tuple[str, ...] = ()
-        self._heard = self._reported = self._malformed = 0
+        self._heard = self._malformed = 0
+        self._newer = False
 
     @property
     def unread(self) -> int:
@@ -325,12 +329,16 @@ class Incoming:
             self._listener.received(message)
 
     def _report(self, error: MalformedMessage) -> None:
-        self._reported += 1
-        if self._reported.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...: a broken worker must not flood the log
-            log.warning("malformed message %d from worker %s: %s", self._reported, self._worker, error)
+        if isinstance(error, UnknownKind):
+            if not self._newer:
+                log.info("worker %s sends messages of kinds that are not known here: it is newer", self._worker)
+            self._newer = True
+        else:
+            self._malformed += 1
+            if self._malformed.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...: a broken worker must not flood the log
+                log.warning("malformed message %d from worker %s: %s", self._malformed, self._worker, error)
         if self.up:
             self._listener.malformed(error)
-        self._malformed += not isinstance(error, UnknownKind)
         if self._malformed > MAX_MALFORMED + self._heard // HEARD_PER_MALFORMED:
             self._break(f"{self._malformed} of {self._heard} messages are malformed, the last one: {error}")
 

@@ -54,7 +54,9 @@ class Link:
         self.malformed = 0
         """Messages of it that could not be read ..."""
         self.garbage = 0
-        """... and were no relayed ones either, nor of a kind not known here."""
+        """... and were no relayed ones either."""
+        self.newer = False
+        """Whether it sent any of a kind not known here."""
         self._counter_names: tuple[str, ...] = ()
 
     def send(self, message: FromWorker | Loading) -> None:
@@ -193,12 +195,17 @@ class WorkerServer(rpc.TargetServicer, rpc.DraftServicer):
         try:
             return codec.decode_to_worker(entry)
         except codec.MalformedMessage as error:
+            if isinstance(error, codec.UnknownKind):
+                if not link.newer:
+                    log.info("router %s sends messages of kinds that are not known here: it is newer", link.peer)
+                link.newer = True
+                return None
             link.malformed += 1
             if link.malformed.bit_count() == 1:  # the 1st, 2nd, 4th ...: a broken drafter must not flood the log
                 log.warning("malformed message %d from router %s: %s", link.malformed, link.peer, error)
             if error.session is not None and error.opening:
                 link.send(Refused(error.session, error.epoch or 0, RefusalCode.INVALID, str(error)))
-            elif entry[:1] not in codec.MAYBE_RELAYED and not isinstance(error, codec.UnknownKind):
+            elif entry[:1] not in codec.MAYBE_RELAYED:
                 link.garbage += 1
                 if link.garbage > MAX_GARBAGE:
                     self._break(link, f"{link.garbage} messages that are none")

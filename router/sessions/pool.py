@@ -144,7 +144,7 @@ class Peer(Listener):
         self.pool.unrouted += 1
 
     def malformed(self, error: MalformedMessage) -> None:
-        """The worker sent a message that breaks the protocol."""
+        """The worker sent a message that breaks the protocol, or of a kind not known here."""
         self.pool.events.malformed(self.peer, error)
 
     def down(self, why: str) -> None:

@@ -40,7 +40,7 @@ from speculation.request.poison_detector import WELL_PAST
 from speculation.request.record import SessionState
 from speculation.request.session import SessionLimits
 from transport.client import Traffic
-from transport.codec import MalformedMessage
+from transport.codec import MalformedMessage, UnknownKind
 from transport.codec_parts import AskedLogprobs
 from transport.incoming import Route
 
@@ -474,6 +474,13 @@ async def test_nothing_goes_to_a_drafter_that_has_no_session_any_more_though_the
     served.verify("a", 11, finish=FinishReason.STOP)
     await serving
     assert not any(isinstance(message, Verification) for message in served.wires["d"].sent)
+
+
+async def test_messages_of_kinds_yet_to_come_are_not_counted_as_malformed(served):
+    served.up("a")
+    for error in (UnknownKind(), MalformedMessage("odd"), UnknownKind()):
+        served.dispatcher.pool.peers[PeerId("a")].malformed(error)
+    assert served.dispatcher.totals.malformed == 1
 
 
 async def test_what_was_passed_on_is_not_relayed_again(served):

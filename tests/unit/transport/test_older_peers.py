@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +53,10 @@ def read_as_older(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(codec.RELAYED, codec._FEATURES)
 
 
-def test_a_router_hears_all_else_of_a_target_that_sends_features(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_hears_all_else_of_a_target_that_sends_features(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     router, load = Router(), Load(sessions=2)
     router.join(ONE)
     entries = [encode_from_worker(message) for message in (verified(ONE, 3), *[FEATURES] * MANY, load)]
@@ -63,6 +67,7 @@ def test_a_router_hears_all_else_of_a_target_that_sends_features(monkeypatch: py
     assert len(router.sent) == len(router.passed) == 1
     assert (router.heard[0], router.heard[-1]) == (verified(ONE, 3), load)
     assert [type(message) for message in router.heard[1:-1]] == [UnknownKind] * MANY
+    assert [(line.levelname, "it is newer" in line.getMessage()) for line in caplog.records] == [("INFO", True)]
 
 
 @pytest.mark.parametrize("told", [Subscribe(ONE, HERE, 9), FEATURES], ids=["a target", "a drafter"])
