@@ -168,7 +168,8 @@ class WorkerConnection:
     def __init__(self, address: str, role: str, listener: Listener, identity: Identity | None = None) -> None:
         """Nothing happens before ``run``. Without an ``identity`` the connection is in plain text."""
         self.address, self._role, self._listener, self._identity = address, role, listener, identity
-        self._said: set[str] = set()  # why the last attempt failed, until one succeeds
+        self.reasons: list[str] = []
+        """Why attempts failed since one succeeded, each once."""
         self.traffic = Traffic()
         """Of all streams so far."""
         self.routes: dict[SessionId, Route] = {}
@@ -260,6 +261,8 @@ class WorkerConnection:
                     await asyncio.sleep(0)
         except grpc.aio.AioRpcError as error:
             ended = f"{error.code().name}: {error.details()}"
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # it serves the streams of its own role alone
+                ended += f" (it is no {self._role} worker)"
         except asyncio.CancelledError:
             if not call.cancelled() or asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
@@ -280,9 +283,9 @@ class WorkerConnection:
         One fault has several reasons in turn: gRPC tells what it saw last, a handshake refused or its end only.
         """
         if was_up:
-            self._said.clear()
-        elif why not in self._said and len(self._said) < MAX_REASONS:
-            self._said.add(why)
+            self.reasons.clear()
+        elif why not in self.reasons and len(self.reasons) < MAX_REASONS:
+            self.reasons.append(why)
             log.warning("cannot reach %s worker %s: %s", self._role, self.address, why)
 
     async def _watch(self, incoming: Incoming) -> None:

@@ -44,13 +44,22 @@ class Met:
     unreachable: str = ""
     """Why no connection could be opened."""
     welcome: Welcome | Loading | None = None
+    """Also one of the other role."""
     trips: Sequence[float] = ()
     """Seconds."""
+    reasons: Sequence[str] = ()
+    """Why no stream came up, if none did."""
 
     @property
     def subject(self) -> str:
         """For the report."""
         return f"{self.role} {self.address}"
+
+    @property
+    def is_target(self) -> bool:
+        """Whether it answered as one, wherever it is listed."""
+        said = self.welcome
+        return said.role == Role.TARGET if isinstance(said, Welcome) else said is not None and self.role is Role.TARGET
 
     @property
     def trip(self) -> float:
@@ -87,14 +96,19 @@ async def meet(role: Role, address: str, identity: Identity | None = None) -> Me
         return Met(role, address, f"no answer within {CONNECT_SECONDS:.0f} s")
     except OSError as error:
         return Met(role, address, os.strerror(error.errno) if error.errno else str(error))
-    return Met(role, address, welcome=await _welcome(role, address, identity), trips=trips)
+    welcome, reasons = await _welcome(role, address, identity)
+    if welcome is None:  # a worker has no ear for routers that take it for one of the other role
+        (other,) = set(Role) - {role}
+        of_other, _ = await _welcome(other, address, identity)
+        welcome = of_other if isinstance(of_other, Welcome) else None
+    return Met(role, address, welcome=welcome, trips=trips, reasons=reasons)
 
 
 def judge(met: Sequence[Met]) -> Iterator[Finding]:
     """What is wrong with the workers, each alone and all together."""
     for worker in met:
         yield from _judge_one(worker)
-    if met and not any(worker.role is Role.TARGET and worker.welcome is not None for worker in met):
+    if met and not any(worker.is_target for worker in met):
         fix = "start one: `paceline worker target --model ... --listen ...`"
         yield problem("targets", "no target worker answers", fix)
     yield from _judge_models(met)
@@ -102,8 +116,8 @@ def judge(met: Sequence[Met]) -> Iterator[Finding]:
 
 def _judge_models(met: Sequence[Met]) -> Iterator[Finding]:
     known = [(worker, worker.welcome) for worker in met if isinstance(worker.welcome, Welcome)]
-    targets = [welcome for worker, welcome in known if worker.role is Role.TARGET]
-    drafts = [(worker, welcome) for worker, welcome in known if worker.role is Role.DRAFT]
+    targets = [welcome for worker, welcome in known if worker.is_target]
+    drafts = [(worker, welcome) for worker, welcome in known if not worker.is_target]
     for worker, welcome in drafts if targets else ():
         if not any(same_tokenizer(welcome.tokenizer, target.tokenizer) for target in targets):
             text = f"the tokenizer of {welcome.model} is that of no target"
@@ -118,7 +132,7 @@ def _judge_one(worker: Met) -> Iterator[Finding]:
     if worker.unreachable:
         yield problem(worker.subject, worker.unreachable, "start the worker, or open the way to it (firewall, policy)")
     elif welcome is None:
-        text = "takes connections but does not introduce itself"
+        text = ": ".join(filter(None, ("takes connections but does not introduce itself", "; ".join(worker.reasons))))
         fix = "use the same security settings here and there, and restart it if it hangs"
         yield problem(worker.subject, text, fix)
     elif isinstance(welcome, Loading):
@@ -146,18 +160,21 @@ async def _trip(host: str, port: int) -> float:
     return seconds
 
 
-async def _welcome(role: Role, address: str, identity: Identity | None) -> Welcome | Loading | None:
-    """How the worker introduces itself, or what it does before, if it says so in time."""
+async def _welcome(
+    role: Role, address: str, identity: Identity | None
+) -> tuple[Welcome | Loading | None, Sequence[str]]:
+    """How the worker introduces itself, or what it does before, if it says so in time; else why no stream came up."""
     greeting = _Greeting()
-    connection = asyncio.create_task(WorkerConnection(address, role.value, greeting, identity=identity).run())
+    connection = WorkerConnection(address, role.value, greeting, identity=identity)
+    running = asyncio.create_task(connection.run())
     try:
         async with asyncio.timeout(WELCOME_SECONDS):
-            return await greeting.welcome
+            return await greeting.welcome, ()
     except TimeoutError:
-        return None
+        return None, tuple(connection.reasons)
     finally:
-        connection.cancel()
-        await asyncio.gather(connection, return_exceptions=True)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 PAYS = 1.05

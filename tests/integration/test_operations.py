@@ -57,7 +57,8 @@ async def test_workers_of_the_other_role_mute_and_missing(monkeypatch):
             met = await workers.meet_all({Role.TARGET: [draft.worker.address, missing], Role.DRAFT: [silent]})
     told = [str(finding) for finding in workers.judge(met)]
     assert all(line.startswith("problem") for line in told)
-    for line, words in zip(told, ("not introduce", "Connection refused", "not introduce", "no target"), strict=True):
+    other = "is a draft worker; list it as --draft"
+    for line, words in zip(told, (other, "Connection refused", "not introduce", "no target"), strict=True):
         assert words in line
 
 

@@ -79,6 +79,24 @@ async def test_a_router_and_a_worker_that_know_each_other_talk(ours, role):
             assert isinstance(await heard.next(), Verification)
 
 
+async def test_a_worker_that_is_listed_under_the_other_role_is_told_apart(ours, caplog):
+    async with listening(None, Echo(), "draft") as address, connecting(address, None) as (_, heard):
+        assert (await logged(caplog, "cannot reach")).endswith("(it is no target worker)")
+        assert heard.events.empty()
+
+
+@pytest.mark.parametrize("role", [Role.TARGET, Role.DRAFT])
+@pytest.mark.parametrize("secure", [False, True])
+async def test_the_doctor_finds_a_worker_that_is_listed_under_the_other_role(ours, monkeypatch, role, secure):
+    monkeypatch.setattr(workers, "WELCOME_SECONDS", 2.0)
+    (other,) = set(Role) - {role}
+    machine = Echo(welcome_of=replace(WELCOME, role=other.value))
+    known = [ours.identity(name) if secure else None for name in (other.value, "router")]
+    async with listening(known[0], machine, other.value) as address:
+        found = list(map(str, workers.judge([await workers.meet(role, address, known[1])])))
+    assert f"problem  {role} {address}: is a {other} worker; list it as --{other}" in found
+
+
 @pytest.mark.parametrize("variable", ["grpc_proxy", "https_proxy", "http_proxy"])
 @pytest.mark.parametrize("secure", [False, True])
 async def test_no_proxy_of_the_environment_stands_before_a_worker(ours, monkeypatch, variable, secure):

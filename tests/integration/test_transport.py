@@ -60,9 +60,10 @@ class Echo:
     held: dict[tuple[Hashable, int], Open] = field(default_factory=dict)
     fail: bool = False
     counters: dict[str, int] = field(default_factory=dict)
+    welcome_of: Welcome = WELCOME
 
     def welcome(self) -> Welcome:
-        return WELCOME
+        return self.welcome_of
 
     def load(self) -> Load:
         return Load(sessions=len(self.held), counters=self.counters)

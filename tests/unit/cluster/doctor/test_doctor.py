@@ -680,6 +680,11 @@ def test_workers_that_fit():
         ([met(Role.TARGET), met(Role.DRAFT, says="target")], "is a target worker; list it as --target"),
         ([met(Role.TARGET), workers.Met(Role.DRAFT, "x:1", "Connection refused")], "Connection refused; start the"),
         ([met(Role.TARGET), workers.Met(Role.DRAFT, "x:1", trips=(0.001,))], "does not introduce itself"),
+        ([met(Role.DRAFT, says="target")], "is a target worker; list it as --target"),
+        (
+            [workers.Met(Role.TARGET, "x:1", trips=(1.0,), reasons=("a", "b")), met(Role.TARGET)],
+            "introduce itself: a; b; ",
+        ),
         ([met(Role.DRAFT)], "no target worker answers"),
         ([met(Role.TARGET, speculates=False)], "cannot speculate"),
         ([met(Role.TARGET, trips=(0.001, 0.001, 0.09))], "uneven"),
