@@ -15,13 +15,14 @@ from cluster.config.security import check_worker_exposure
 from cluster.console import CommandError
 from cluster.discovery import ENDPOINT
 from cluster.doctor.finding import Finding, ok, problem, warning
-from cluster.doctor.versions import TELLING, installed_version
+from cluster.doctor.versions import TELLING, code_digest, installed_version
 from cluster.placement import APPLICATION, GPU_CLASS, ClusterNode, lacking, living, need, needs, router_need
 from cluster.ray.cluster import application_details, applications, reason_in
 from cluster.ray.connection import check_token, join
 from cluster.ray.parts import all_settings, replicas_in
 from speculation.events import Role
 
+PACELINE = "paceline"
 ANSWER_SECONDS = 60.0
 """How long nodes may take to say what they run; the first task on a node starts a process."""
 WORKER_SECONDS = 10.0
@@ -63,10 +64,12 @@ def check_nodes(nodes: Sequence[Seen], here: Mapping[str, str]) -> Iterator[Find
         if node.silence:
             fix = "install the same Paceline on every node, for instance from its image"
             faults.append(problem(subject, node.silence, fix))
-        for name, version in node.says.items():
+        says = {PACELINE: "an older one", **node.says} if node.says else {}  # older ones say nothing of themselves
+        for name, version in says.items():
             if here.get(name) not in (None, version):
                 text = f"{name} is {version} there and {here[name]} here"
-                faults.append(warning(subject, text, "install the same versions (requirements.lock)"))
+                same = "the same Paceline" if name == PACELINE else "the same versions (requirements.lock)"
+                faults.append(warning(subject, text, f"install {same}"))
     yield from faults or [ok("nodes", f"all {len(nodes)} run what this machine does")]
 
 
@@ -81,9 +84,11 @@ def check_doors(config: Config, address: str, hosts: Sequence[str]) -> Iterator[
 
 
 def versions() -> dict[str, str]:
-    """Python and the telling packages of this process."""
+    """Python, Paceline's code, and the telling packages of this process."""
     found = {name: installed_version(name) for name in TELLING}
-    return {"python": platform.python_version()} | {name: version for name, version in found.items() if version}
+    return {"python": platform.python_version(), PACELINE: code_digest()} | {
+        name: version for name, version in found.items() if version
+    }
 
 
 def inspect(models: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import re
 import tomllib
@@ -19,6 +20,20 @@ from cluster.doctor.finding import Finding, ok, problem, warning
 SUBJECT = "versions"
 TELLING = ("torch", "transformers", "ray", "grpcio", "protobuf", "tokenizers")
 """Packages of which another version than the locked one may change what is computed or spoken."""
+SERVING = (
+    "cluster",
+    "draft_service",
+    "engine",
+    "models",
+    "protos",
+    "router",
+    "speculation",
+    "target_service",
+    "transport",
+)
+"""Folders of what serves. What only measures, trains or tests is not everywhere: an image goes without some of it."""
+CODE = frozenset({".py", ".cpp", ".h"})
+DIGITS = 12
 
 
 def check_python(wanted: str, found: str) -> Iterator[Finding]:
@@ -55,6 +70,15 @@ def installed_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def code_digest(folder: Path = CHECKOUT) -> str:
+    """Names the code that serves, of the Paceline in ``folder``: the version of what is installed is not told by it."""
+    digest = hashlib.sha256()
+    files = [file for name in SERVING for file in (folder / name).rglob("*") if file.suffix in CODE]
+    for file in sorted(files):
+        digest.update(f"{file.relative_to(folder).as_posix()}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:DIGITS]
 
 
 def check(folder: Path = CHECKOUT) -> Iterator[Finding]:

@@ -461,12 +461,29 @@ def test_room_on_the_nodes():
     )
 
 
+def test_paceline_is_named_by_its_code(tmp_path):
+    digests = []
+    for file in ("engine/a.py", "engine/cpu/b.cpp", "engine/a.py", "tests/c.py", "engine/d.so"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        with (tmp_path / file).open("a") as written:
+            written.write("x")
+        digests.append(versions.code_digest(tmp_path))
+    assert len(set(digests)) == 3 and len(set(digests[2:])) == 1
+    assert ray_nodes.versions()["paceline"] == versions.code_digest() != digests[0]
+
+
 def test_what_runs_on_the_nodes():
     here = {"torch": "2.13.0", "ray": "2.60.0"}
     same = node("10.0.0.1", 1, "small", says=here)
     assert levels(ray_nodes.check_nodes([same], here)) == ["ok"]
     other = node("10.0.0.2", 1, "small", says={**here, "torch": "2.12.0"})
     assert "torch is 2.12.0 there and 2.13.0 here" in only(ray_nodes.check_nodes([same, other], here))
+    newer = {**here, "paceline": "5f0a"}
+    mixed = node("10.0.0.2", 1, "small", says={**here, "paceline": "77c2"})
+    assert "paceline is 77c2 there and 5f0a here; install the same Paceline" in only(
+        ray_nodes.check_nodes([node("10.0.0.1", 1, "small", says=newer), mixed], newer)
+    )
+    assert "paceline is an older one there" in only(ray_nodes.check_nodes([same], newer))
     mute = node("10.0.0.3", 1, "small", silence="cannot run Paceline (No module named 'cluster')")
     assert "No module named" in only(ray_nodes.check_nodes([mute], here))
     bare = node("10.0.0.4", 1, "small", says=here, lacks=["/srv/models/llama-8b"])
