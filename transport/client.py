@@ -259,6 +259,8 @@ class WorkerConnection:
                 while incoming.behind:  # what it says meanwhile is not lost, nor is it silent
                     liveness.held_back()
                     await asyncio.sleep(0)
+            if frame is None:  # gRPC's word for what it cannot read
+                incoming.take(None)
         except grpc.aio.AioRpcError as error:
             ended = f"{error.code().name}: {error.details()}"
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # it serves the streams of its own role alone

@@ -7,8 +7,9 @@ encoded again (:mod:`transport.codec`). All is read in small slices: the event l
 and who feeds it waits while much is unread (:attr:`Incoming.behind`).
 
 A malformed message is reported to the listener and otherwise skipped, unless there are too many: more than
-:data:`MAX_MALFORMED` and one in :data:`HEARD_PER_MALFORMED`, or more entries in a frame than anybody writes. Then the
-stream is given up, unread messages and all. Messages of a kind not known here do not count: newer workers send them.
+:data:`MAX_MALFORMED` and one in :data:`HEARD_PER_MALFORMED`, more entries in a frame than anybody writes, or what is no
+frame. Then the stream is given up, unread messages and all. Messages of a kind not known here do not count: newer
+workers send them.
 
 Log-probabilities may take long to read. Those that nobody asked for make a message malformed before they are, and those
 of a prompt are left to who shows them, beside the event loop: there they are checked, and end no more than a request.
@@ -225,9 +226,15 @@ class Incoming:
         """Whether so much is unread that no more is to be taken."""
         return len(self._unread) > MAX_UNREAD
 
-    def take(self, frame: pb.Frame) -> None:
-        """Pass on what another worker waits for, now; tell the listener what the messages say, in order, soon."""
+    def take(self, frame: pb.Frame | None) -> None:
+        """Pass on what another worker waits for, now; tell the listener what the messages say, in order, soon.
+
+        None: what came is no frame.
+        """
         if self.broken:
+            return
+        if frame is None:
+            self._break("what came is no frame")
             return
         if len(frame.messages) > MAX_FRAME_ENTRIES:
             self._break(f"a frame of {len(frame.messages)} messages; at most {MAX_FRAME_ENTRIES} are allowed")

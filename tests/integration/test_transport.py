@@ -256,6 +256,29 @@ async def test_a_worker_that_sends_garbage_is_let_go_of_and_left_alone_for_a_whi
     assert client.pause_after(9, broken=0) == 1.0
 
 
+async def test_a_worker_that_sends_what_is_no_frame_is_left_alone_for_a_while():
+    asked, cut_short = [], b"\x0a\x50abc"
+
+    async def run(_frames: object, context: object) -> AsyncIterator[bytes]:
+        asked.append(context)
+        yield pb.Frame(messages=[encode_from_worker(WELCOME)]).SerializeToString()
+        yield cut_short
+        await asyncio.Event().wait()
+
+    handlers = {"Run": grpc.stream_stream_rpc_method_handler(run)}
+    worker = grpc.aio.server()
+    worker.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("paceline.v1.Target", handlers),))
+    port = worker.add_insecure_port("127.0.0.1:0")
+    await worker.start()
+    try:
+        async with connected(f"127.0.0.1:{port}") as (_, heard):
+            assert await heard.next() == "what came is no frame"
+            await asyncio.sleep(0.5)
+            assert len(asked) == 1
+    finally:
+        await worker.stop(0)
+
+
 @pytest.mark.parametrize("entries", [[b"\xff"] * 17, [b""] * (outbox.MAX_FRAME_ENTRIES + 1)], ids=["garbage", "long"])
 async def test_a_router_that_breaks_the_protocol_loses_its_link(entries):
     async with bare_worker() as (bare, address), grpc.aio.insecure_channel(address) as channel:
