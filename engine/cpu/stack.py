@@ -227,6 +227,8 @@ def obstacle(config: Any, width: int) -> str:
 
 def widens(config: Any) -> bool:
     """Whether a model of this configuration is stored in bfloat16, and its layers would be computed here from that."""
+    if getattr(config, "quantization_config", None):
+        return False
     config = config.get_text_config(decoder=True)
     if config.dtype != torch.bfloat16 or config.model_type not in FAMILIES or has_tiles():
         return False
@@ -244,6 +246,8 @@ def fuse_on_cpu(module: Any) -> CpuRows:
     library = find_library()
     if library is None:
         raise Unrecognised("the C++ for them is not there")
+    if any(type(weight.data) is not Tensor for weight in module.parameters()):
+        raise Unrecognised("its weights are quantised")
     if reason := fuse(module, DTYPES, lambda base: CpuStack(base, library)):
         raise Unrecognised(reason)
     head = module.get_output_embeddings()

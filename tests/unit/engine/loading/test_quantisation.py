@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig
-from transformers import AutoModelForCausalLM, TorchAoConfig
+from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig, quantize_
+from transformers import AutoConfig, AutoModelForCausalLM, TorchAoConfig
 
 from cluster.config.pools import QUANTIZATIONS
 from engine.build import build, welcome
+from engine.cpu.library import find_library
+from engine.cpu.stack import widens
 from engine.interface import Chunk
 from engine.layers.int8_linear import Int8Linear, has_kernel
 from engine.layers.linear import PackedLinear, PartialLinear
 from engine.loading import quantisation, self_test
-from engine.loading.loader import ModelError, load
+from engine.loading.loader import ModelError, Treatment, from_module, load
 from engine.loading.quantisation import CHOICES, check, quantise, weight_bytes
 from engine.settings import EngineSettings
 from engine.step import Engine
@@ -26,7 +28,7 @@ from speculation.messages import Loading
 from tests.ranks import needs_no_gpu, on_ranks
 from tests.stack import MODELS, held_out_prompts, needs_invariant_bf16
 from tests.thorough import mostly_thorough
-from tests.unit.engine.engine_models import Stock, random_tokens, save_model
+from tests.unit.engine.engine_models import TINY, Stock, random_tokens, save_model
 from tests.unit.engine.test_families import FAMILIES
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -153,6 +155,33 @@ def test_torchaos_own_checkpoints_load_as_they_are(tmp_path: Path) -> None:
     assert isinstance(model.module.model.layers[0].self_attn.o_proj, Int8Linear)  # type: ignore[union-attr]
     with pytest.raises(ModelError, match="its weights are quantised already; quantization must be none"):
         load(folder, device="cpu", quantization="int8")
+
+
+@needs_int8
+@pytest.mark.parametrize("names", [("layers",), ("mlp",), ("o_proj", "down_proj"), ("lm_head",)])
+def test_nothing_quantised_before_is_computed_in_cpp(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.cpu.stack.has_tiles", lambda: False)
+    monkeypatch.setattr("engine.cpu.stack.find_library", lambda: find_library() or pytest.skip("there is no C++"))
+    config = AutoConfig.for_model("llama", **{**TINY, "head_dim": 32, "intermediate_size": 64})
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    quantize_(
+        module,
+        Int8WeightOnlyConfig(set_inductor_config=False),
+        lambda part, at: isinstance(part, nn.Linear) and any(name in at for name in names),
+    )
+    told: list[str] = []
+    model = from_module("tiny", module, {}, torch.bfloat16, CPU, Treatment(), told.append)
+    assert "decoder layers are computed one operation at a time: its weights are quantised" in told
+    assert not model.no_speculation
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_what_was_quantised_before_is_not_widened(quantised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.cpu.stack.has_tiles", lambda: False)
+    monkeypatch.setattr("engine.cpu.stack.find_library", lambda: find_library() or pytest.skip("there is no C++"))
+    how = {"quantization_config": {"quant_method": "torchao"}} if quantised else {}
+    sizes = {**TINY, "head_dim": 32, "intermediate_size": 64}
+    assert widens(AutoConfig.for_model("llama", **sizes, dtype=torch.bfloat16, **how)) is not quantised
 
 
 def engine_of(quantization: str) -> Engine:
