@@ -142,24 +142,24 @@ class _Files:
 
     def __init__(self, settings: RecordSettings) -> None:
         self._settings = settings
-        self._file = -1
+        self._file, self._path = -1, settings.folder
         self._size = self._number = 0
         self._began = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
 
     def open(self) -> None:
-        """Begin a new file. Raises OSError."""
+        """Begin a new file, for which the oldest make room. Raises OSError."""
         self.close()
         folder = self._settings.folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        name = f"prompts-{self._began}-{os.getpid()}-{self._number:05}.jsonl"
-        self._file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        _remove_oldest(folder.glob(PATTERN), self._settings.total_bytes - self._settings.file_bytes)
+        self._path = folder / f"prompts-{self._began}-{os.getpid()}-{self._number:05}.jsonl"
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._size, self._number = os.fstat(self._file).st_size, self._number + 1
 
     def append(self, line: bytes) -> None:
         """Write a line, as a whole or not at all. Raises OSError."""
         if self._size and self._size + len(line) > self._settings.file_bytes:
             self.open()
-            _remove_oldest(self._settings.folder.glob(PATTERN), self._settings.total_bytes - self._settings.file_bytes)
         try:
             written = os.write(self._file, line)
             while written < len(line):
@@ -170,10 +170,14 @@ class _Files:
         self._size += len(line)
 
     def close(self) -> None:
-        """No more is written."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        """No more is written; a file without a prompt does not stay."""
+        if self._file < 0:
+            return
+        os.close(self._file)
+        self._file = -1
+        if not self._size:
+            with suppress(OSError):
+                self._path.unlink()
 
 
 def _remove_oldest(files: Iterable[Path], max_bytes: int) -> None:
@@ -183,7 +187,7 @@ def _remove_oldest(files: Iterable[Path], max_bytes: int) -> None:
             told = file.stat()
             found.append((told.st_mtime_ns, file, told.st_size))
     excess = sum(size for _, _, size in found) - max_bytes
-    for _, file, size in sorted(found)[:-1]:
+    for _, file, size in sorted(found):
         if excess <= 0:
             return
         file.unlink(missing_ok=True)

@@ -137,6 +137,22 @@ def test_files_are_for_their_owner_and_have_a_bound_together(tmp_path: Path) -> 
     assert kept == list(range(kept[0], 300)), "the oldest go"
 
 
+def test_the_bound_also_holds_for_routers_that_write_little_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = RecordSettings(tmp_path, 4000)
+    for number in range(30):
+        monkeypatch.setattr("os.getpid", lambda number=number: 1000 + number)
+        recorder = PromptRecorder(settings)
+        for _ in range(number % 3 * 3):
+            recorder.take(asked("x" * 100))
+        recorder.close()
+        files = list(tmp_path.glob(PATTERN))
+        assert sum(file.stat().st_size for file in files) <= settings.total_bytes
+        assert all(file.stat().st_size for file in files), "none is left empty"
+    assert len(files) > 2
+
+
 def test_a_full_disk_ends_the_recording_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = PromptRecorder(RecordSettings(tmp_path, 400 * MEGABYTE))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
