@@ -70,6 +70,10 @@ class GrammarError(Exception):
     """A grammar cannot be used here. One line that says why."""
 
 
+class PassingError(GrammarError):
+    """For a reason that may have gone when it is asked for again."""
+
+
 class Grammars:
     """The grammars of one model's tokenizer. All methods may be called from one thread only, whichever that is."""
 
@@ -84,7 +88,7 @@ class Grammars:
     def compiled(self, grammar: str) -> Future[Compiled]:
         """The grammar, ready at once if it was used lately. The future fails with :class:`GrammarError` only."""
         future = self._known.pop(grammar, None)
-        if future is None:
+        if future is None or (future.done() and isinstance(future.exception(), PassingError)):
             future = Future()
             if (size := len(grammar.encode("utf-8", "replace"))) > MAX_GRAMMAR_BYTES:
                 future.set_exception(
@@ -142,9 +146,9 @@ def _compile(jobs: Jobs, vocabulary: Callable[[], Vocabulary]) -> None:
             future.set_result(Compiled(grammar, vocabulary()))
         except GrammarError as error:
             future.set_exception(error)
-        except BaseException as error:  # whatever the compiler raises, a panic included, is about this grammar
+        except BaseException as error:  # the compiler panics over a grammar, but there may have been no memory either
             log.exception("a grammar could not be compiled")
-            future.set_exception(GrammarError(f"the grammar cannot be compiled: {type(error).__name__}"))
+            future.set_exception(PassingError(f"the grammar cannot be compiled: {type(error).__name__}"))
 
 
 class Vocabulary:
@@ -353,7 +357,7 @@ def _tokenizer(model: Model) -> LLTokenizer:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.name)
     except Exception as error:
-        raise GrammarError(f"{model.name}: no tokenizer, so no grammars: {first_line(error)}") from error
+        raise PassingError(f"{model.name}: no tokenizer, so no grammars: {first_line(error)}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise GrammarError(f"{model.name}: its tokenizer has no tokenizer.json, which grammars need")
     backend = copy(tokenizer.backend_tokenizer)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -224,6 +225,25 @@ def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path):
     model: Any = SimpleNamespace(name=str(tmp_path), vocabulary=300, stop_tokens=frozenset())
     with pytest.raises(GrammarError, match="no grammars"):
         Grammars(model).compiled(regex("a")).result(SECONDS)
+
+
+def test_what_fails_in_passing_is_tried_again(model, monkeypatch):
+    grammars, bad = Grammars(model), "start: ("
+    with monkeypatch.context() as broken:
+        broken.setattr(
+            "engine.shaping.grammar.AutoTokenizer.from_pretrained", Mock(side_effect=OSError("no file left"))
+        )
+        with pytest.raises(GrammarError, match="no file left"):
+            grammars.compiled(regex("a")).result(SECONDS)
+    with monkeypatch.context() as broken:
+        broken.setattr("engine.shaping.grammar.LLMatcher", Mock(side_effect=MemoryError))
+        with pytest.raises(GrammarError, match="MemoryError"):
+            grammars.compiled(regex("a")).result(SECONDS)
+    assert grammars.compiled(regex("a")).result(SECONDS)
+    refused = grammars.compiled(bad)
+    with pytest.raises(GrammarError):
+        refused.result(SECONDS)
+    assert grammars.compiled(bad) is refused
 
 
 def test_nobody_waits_for_ever(model):
