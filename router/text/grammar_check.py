@@ -16,7 +16,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -28,6 +28,8 @@ TRIED_BYTES = 48
 """Length of the text that is made up to see whether the grammar can be followed."""
 LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
 """No wider than a worker's (``engine.shaping.grammar.LIMITS``)."""
+TAGS_KEPT = 16
+"""Sets of tags whose tokenizers, of some 0.2 MB each, are kept: requests choose them, and memory is bounded."""
 NOTHING = "it allows no text at all"
 ENDLESS = "it recurses without end: no JSON of finite length fits it"
 END, END_TAG = 256, "<end of text>"
@@ -62,7 +64,7 @@ def check(form: str, text: Any, options: dict[str, Any], tags: list[str]) -> tup
         return "", one_line(str(error))
 
 
-@cache
+@lru_cache(maxsize=TAGS_KEPT)
 def tokenizer_of(tags: tuple[str, ...]) -> LLTokenizer:
     """Of a token for each byte, whose id is that byte, one that ends a text, and these."""
     return LLTokenizer(_Bytes(tags), eos_token=END)  # type: ignore[arg-type]  # by its attributes

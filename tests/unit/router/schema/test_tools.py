@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 from router.errors import ApiError
 from router.schema.request_schema import Body, ChatBody
 from router.schema.structured import grammar_of, json_schema_grammar, text_grammar, tools_of
-from router.text.grammar_check import END, tokenizer_of
+from router.text.grammar_check import END, check, tokenizer_of
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolForm, parser_of
 from tests.fakes import EOS, tiny_tokenizer
@@ -128,6 +128,12 @@ def test_marks_that_are_tokens_are_written_as_tokens() -> None:
         matcher = LLMatcher(tokenizer_of(TAGS if tagged else ()), grammar)
         assert matcher.compute_ff_tokens() == ([END + 1, *b"\n{"] if tagged else [*b"<tool_call>\n{"])
         assert takes(grammar, text, tagged=tagged)
+
+
+def test_few_sets_of_tags_are_kept() -> None:
+    for number in range(100):
+        assert check("llguidance", "start: /a+/", {}, [f"<tag {number}>"])[1] == ""
+    assert tokenizer_of.cache_info().currsize <= 16
 
 
 @pytest.mark.parametrize("tag", TAGS)
