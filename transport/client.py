@@ -36,7 +36,7 @@ from transport.tls import Identity
 log = logging.getLogger(__name__)
 
 WORKER_SILENCE_SECONDS = 2.0
-RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0)
+RETRY_SECONDS = (0.1, 0.2, 0.5, *[1.0] * 300, 5.0)  # for each attempt that fails gRPC keeps some memory for good
 """Pauses between attempts to connect; the last one repeats."""
 BROKEN_SECONDS = (1.0, 5.0, 30.0, 60.0)
 """Pauses after streams in a row that were ended because the worker broke the protocol; the last one repeats."""

@@ -253,7 +253,8 @@ async def test_a_worker_that_sends_garbage_is_let_go_of_and_left_alone_for_a_whi
     monkeypatch.undo()
     assert client.pause_after(0, broken=1) == 1.0
     assert client.pause_after(0, broken=9) == 60.0
-    assert client.pause_after(9, broken=0) == 1.0
+    assert client.pause_after(9, broken=0) == client.pause_after(300, broken=0) == 1.0
+    assert client.pause_after(999, broken=0) == 5.0, "what stays away costs memory with each attempt"
 
 
 async def test_a_worker_that_sends_what_is_no_frame_is_left_alone_for_a_while():
