@@ -6,13 +6,13 @@
 // or on which thread computes them. Numbers between the products are float32; weights and cache may be bfloat16, and
 // where the processor multiplies pairs of bfloat16 numbers, what goes into a product is rounded to it.
 //
-// Plain C interface, used through ctypes (engine/cpu/library.py), which also says how weights are packed.
+// Plain C interface, used through ctypes (engine/cpu/library.py), which also says how weights are packed. What computes
+// returns 0, or 1 for want of memory.
 //
 // Legend: T rows, D hidden size, Q query heads, H key/value heads, E head size, V size of a head's values (E in these
 // layers), I intermediate size, O outputs, K inputs of a product.
 
 #include <algorithm>
-#include <mutex>
 #include <vector>
 
 #include "attention.h"
@@ -298,30 +298,26 @@ int paceline_pairs() { return PAIRS; }
 
 // All layers and the final norm of a step. `hidden` [T, D] is overwritten, `out` [T, D] written.
 // Of a head `hidden` are its states, and then those behind its last layer; else `embeddings` may be null.
-void paceline_step(const Stack* stack, const Rows* rows, float* hidden, const float* embeddings, const float* cos,
-                   const float* sin, float* out, int threads) {
-  std::lock_guard<std::mutex> lock(one_at_a_time);
-  team = team_of(threads);
-  run_step(stack, rows, hidden, embeddings, cos, sin, out);
+int paceline_step(const Stack* stack, const Rows* rows, float* hidden, const float* embeddings, const float* cos,
+                  const float* sin, float* out, int threads) {
+  return computed(threads, [&] { run_step(stack, rows, hidden, embeddings, cos, sin, out); });
 }
 
 // The attention of one layer alone: query [T, Q, E], to out [T, Q, V].
-void paceline_attend(const Stack* stack, const Layer* layer, const Rows* rows, const float* query, float* out,
-                     int threads) {
-  std::lock_guard<std::mutex> lock(one_at_a_time);
-  team = team_of(threads);
-  const Attention attention{*stack, *layer, *rows, query, stack->query_heads * stack->head_size, out};
-  const AttentionPieces pieces(*stack, *rows, threads);
-  Counters counters(1);
-  team->run([&] { counters.each(0, pieces.count(), threads, [&](int i) { pieces.compute(attention, i); }); });
+int paceline_attend(const Stack* stack, const Layer* layer, const Rows* rows, const float* query, float* out,
+                    int threads) {
+  return computed(threads, [&] {
+    const Attention attention{*stack, *layer, *rows, query, stack->query_heads * stack->head_size, out};
+    const AttentionPieces pieces(*stack, *rows, threads);
+    Counters counters(1);
+    team->run([&] { counters.each(0, pieces.count(), threads, [&](int i) { pieces.compute(attention, i); }); });
+  });
 }
 
 // x [T, K] times packed weights, to out [T, O].
-void paceline_product(const void* weights, const float* bias, int half, int inputs, int outputs, const float* x,
-                      int rows, float* out, int threads) {
-  std::lock_guard<std::mutex> lock(one_at_a_time);
-  team = team_of(threads);
-  run_product({weights, bias, inputs, outputs}, half, x, rows, out);
+int paceline_product(const void* weights, const float* bias, int half, int inputs, int outputs, const float* x,
+                     int rows, float* out, int threads) {
+  return computed(threads, [&] { run_product({weights, bias, inputs, outputs}, half, x, rows, out); });
 }
 
 // Take in what a launch was told.
@@ -337,13 +333,13 @@ void paceline_expand(const Launch* launch, const float* logits, int stride) {
 }
 
 // All `levels` of a launch, the first of which said logits [M, vocabulary].
-void paceline_launch(const Launch* launch, const Drafter* drafter, const float* logits, int levels, int threads) {
-  std::lock_guard<std::mutex> lock(one_at_a_time);
-  team = team_of(threads);
-  paceline_begin(launch);
-  static auto& level = *new DraftLevel;
-  level.first(*launch, logits);
-  for (int done = 1; level.say(*launch), done < levels; ++done) level.compute(*launch, *drafter);
+int paceline_launch(const Launch* launch, const Drafter* drafter, const float* logits, int levels, int threads) {
+  return computed(threads, [&] {
+    paceline_begin(launch);
+    static auto& level = *new DraftLevel;
+    level.first(*launch, logits);
+    for (int done = 1; level.say(*launch), done < levels; ++done) level.compute(*launch, *drafter);
+  });
 }
 
 }  // extern "C"

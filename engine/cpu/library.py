@@ -24,6 +24,7 @@ import sys
 import tempfile
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,7 +135,10 @@ class CLaunch(Structure):
 
 
 class Library:
-    """The compiled functions. One call computes at a time, with the team of so many threads that all calls share."""
+    """The compiled functions. One call computes at a time, with the team of so many threads that all calls share.
+
+    What computes raises MemoryError where there is no memory for it.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises OSError if it cannot be loaded."""
@@ -147,6 +151,8 @@ class Library:
         self._c.paceline_begin.argtypes = (launch,)
         self._c.paceline_expand.argtypes = (launch, pointer, c_int)
         self._c.paceline_launch.argtypes = (launch, POINTER(CDrafter), pointer, c_int, c_int)
+        for name in ("product", "step", "attend", "launch"):
+            getattr(self._c, f"paceline_{name}").errcheck = _expect_memory
         self.width: int = self._c.paceline_width()
         """Floats of a vector of this processor."""
         self.pairs = bool(self._c.paceline_pairs())
@@ -228,6 +234,11 @@ class Library:
     def expand_level(self, launch: CLaunch, logits_MX: Tensor) -> None:
         """What the rows of a level said, and the rows of the next one. ``logits_MX``: float32, contiguous."""
         self._c.paceline_expand(launch, logits_MX.data_ptr(), logits_MX.shape[1])
+
+
+def _expect_memory(failed: int, *_: Any) -> None:
+    if failed:
+        raise MemoryError("there is no memory for a step")
 
 
 @functools.cache

@@ -8,6 +8,8 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <new>
+#include <system_error>
 #include <thread>
 #include <type_traits>
 #include <vector>
@@ -27,15 +29,19 @@ inline void await_change(const std::atomic<T>& value, T old, int looks) {
 
 class Team {
  public:
-  explicit Team(int threads) : threads_(threads) {
-    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { serve(); });
+  // Have so many threads, or as many of them as there can be now.
+  void hire(int threads) {
+    try {
+      for (; threads_ < threads; ++threads_) std::thread([this, seen = generation_.load()] { serve(seen); }).detach();
+    } catch (const std::system_error&) {
+    }
   }
 
   int threads() const { return threads_; }
 
-  // Have every thread do the job; returns when all have.
+  // Have every thread do the job; returns when all have. A job that fails ends the process: the others wait for it.
   template <typename Job>
-  void run(Job&& job) {
+  void run(Job&& job) noexcept {
     if (threads_ > 1) {
       job_ = [](void* data) { (*static_cast<std::remove_reference_t<Job>*>(data))(); };
       data_ = &job;
@@ -61,8 +67,8 @@ class Team {
   }
 
  private:
-  [[noreturn]] void serve() {
-    for (int seen = 0;;) {
+  [[noreturn]] void serve(int seen) {
+    for (;;) {
       await_change(generation_, seen, BETWEEN_STEPS);
       seen = generation_.load(std::memory_order_acquire);
       job_(data_);
@@ -71,8 +77,7 @@ class Team {
   }
 
   static constexpr int WITHIN_A_STEP = 4000, BETWEEN_STEPS = 500;  // looks
-  const int threads_;
-  std::vector<std::thread> workers_;
+  int threads_ = 1;
   void (*job_)(void*) = nullptr;
   void* data_ = nullptr;
   std::atomic<int> generation_{0}, working_{0}, arrived_{0}, phase_{0};
@@ -86,8 +91,22 @@ Team* team = nullptr;  // of the call that computes
 Team* team_of(int threads) {
   static auto& teams = *new std::map<int, Team*>;
   Team*& found = teams[threads];
-  if (!found) found = new Team(threads);
+  if (!found) found = new Team;
+  found->hire(threads);
   return found;
+}
+
+// Have a team compute: 0 if it did, 1 if there was no memory to begin. No exception may leave for callers, who speak C.
+template <typename Work>
+int computed(int threads, Work&& work) {
+  try {
+    std::lock_guard<std::mutex> lock(one_at_a_time);
+    team = team_of(threads);
+    work();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
 }
 
 // Have memory that is used again hold as much, at least.
