@@ -80,7 +80,7 @@ class Distillation:
         """``stopped`` is asked between steps and rounds; ``report`` hears a line before each part."""
         self._pair, self._encoder, self._options, self._place = pair, encoder, options, place
         self._stopped, self._report = stopped, report
-        self._writer = Writer(pair.target.module, pair.target.stop_tokens)
+        self._writer = Writer(pair.target.module, pair.target.stop_tokens, pair.vocabulary)
         self._best = place.work / "best.safetensors"
 
     def run(self, data: Data) -> DistillationOutcome:
@@ -155,7 +155,8 @@ class Distillation:
             temperature = options.temperatures[number % len(options.temperatures)]
             return self._writer.write(prompts, options.new_tokens, temperature, seed=options.seed + number)
 
-        return written_rows(self._place.work / "written", rounds, title, write, self._check_stopped)
+        folder, vocabulary = self._place.work / "written", self._pair.vocabulary
+        return written_rows(folder, rounds, title, vocabulary, write, self._check_stopped)
 
     def _check_stopped(self) -> None:
         if self._stopped():

@@ -42,6 +42,8 @@ class Writer:
     model: nn.Module
     stops: Collection[int]
     """Tokens that end a text. Not empty for a model that ends texts at all."""
+    vocabulary: int
+    """Usable token ids are below this; rows of the output layer behind them are padding, which says nothing."""
 
     def write(self, prompts: Sequence[Sequence[int]], tokens: int, temperature: float, seed: int) -> list[WrittenRow]:
         """Every prompt with at most ``tokens`` new tokens. The same for the same seed; sets torch's global one."""
@@ -52,6 +54,8 @@ class Writer:
         sampling: dict[str, Any] = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
         sampling |= {"eos_token_id": sorted(self.stops)} if self.stops else {}
         device, model = next(self.model.parameters()).device, cast(Any, self.model)  # transformers declares a protocol
+        rows = model.config.get_text_config(decoder=True).vocab_size
+        sampling |= {"suppress_tokens": [*range(self.vocabulary, rows)]} if self.vocabulary < rows else {}
         # Penalties, beams and limits there make other text than the logits do, and serving knows nothing of them.
         kept = model.generation_config
         model.generation_config = type(kept)()
@@ -75,20 +79,27 @@ class Writer:
 
 
 def written_rows(
-    folder: Path, rounds: int, title: str, write: Callable[[int], list[WrittenRow]], between: Callable[[], object]
+    folder: Path,
+    rounds: int,
+    title: str,
+    vocabulary: int,
+    write: Callable[[int], list[WrittenRow]],
+    between: Callable[[], object],
 ) -> list[WrittenRow]:
     """The rows of rounds 0 to ``rounds`` - 1, kept in ``folder`` so that a run that goes on does not write them again.
 
-    ``write`` is asked for those that are missing; ``between`` rounds may raise. Raises
-    :class:`alignment.options.DiskError`.
+    ``write`` is asked for those that are missing, or that an older version kept with ids outside ``vocabulary``;
+    ``between`` rounds may raise. Raises :class:`alignment.options.DiskError`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[WrittenRow] = []
     for number in tqdm(range(rounds), desc=title, mininterval=1.0):
         path = folder / f"{title.replace(' ', '-')}-{number:05}.json"
         if path.exists():
-            rows += [WrittenRow(tuple(tokens), *others) for tokens, *others in json.loads(path.read_text("utf-8"))]
-            continue
+            kept = [WrittenRow(tuple(tokens), *others) for tokens, *others in json.loads(path.read_text("utf-8"))]
+            if all(max(row.tokens, default=0) < vocabulary for row in kept):
+                rows += kept
+                continue
         between()
         fresh = write(number)
         _keep(path, fresh)

@@ -80,7 +80,8 @@ def main(prompts: int, tokens: int, depth: int) -> None:
     """Measure and print, a line of JSON for each way."""
     began = time.monotonic()
     target: Any = load(BUNDLED, torch.float32)
-    written = Writer(target, {target.config.eos_token_id}).write([*held_out(prompts)], tokens, 0.0, 0)
+    writer = Writer(target, {target.config.eos_token_id}, target.config.vocab_size)
+    written = writer.write([*held_out(prompts)], tokens, 0.0, 0)
     texts = [TargetText("", row.tokens[: row.start], row.tokens[row.start :]) for row in written]
     told = FitOptions(target=str(BUNDLED), dtype="float32", device="cpu")
 

@@ -73,7 +73,7 @@ def measure_continuations(
     """Acceptance on text the target writes itself after `prompts`: greedily, and sampled at 0.8."""
     end_of_text = target.config.eos_token_id
     assert isinstance(end_of_text, int)
-    writer = Writer(target, {end_of_text})
+    writer = Writer(target, {end_of_text}, target.config.vocab_size)
     texts = {"greedy_text": 0.0, "sampled_text": TEMPERATURE}
     rows = {name: writer.write(prompts, tokens, temperature, seed) for name, temperature in texts.items()}
     return {name: measure(target, draft, written, None, seed, TEMPERATURE) for name, written in rows.items()}

@@ -71,7 +71,8 @@ def calibrate_noise(
 def greedy_acceptance(target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts_BT: Tensor, tokens: int) -> float:
     """Share of the tokens the target writes greedily after `prompts_BT` that are the draft's first choice too."""
     end = target.config.eos_token_id
-    rows = Writer(target, {end} if isinstance(end, int) else ()).write(prompts_BT.tolist(), tokens, 0.0, seed=0)
+    writer = Writer(target, {end} if isinstance(end, int) else (), target.config.vocab_size)
+    rows = writer.write(prompts_BT.tolist(), tokens, 0.0, seed=0)
     return measure(target, draft, rows, None, seed=0)["greedy"]
 
 

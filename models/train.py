@@ -214,7 +214,7 @@ def write_text(work: Path, model: LlamaForCausalLM, ids: TokenIds, tokens: int, 
     path, end_of_text = work / "written.npy", model.config.eos_token_id
     assert isinstance(end_of_text, int)
     if not path.exists():
-        generator, writer = np.random.default_rng(seed), Writer(model, {end_of_text})
+        generator, writer = np.random.default_rng(seed), Writer(model, {end_of_text}, pair.VOCABULARY)
         rows: list[tuple[int, ...]] = []
         with tqdm(total=tokens, desc="target writes", mininterval=5.0) as bar:
             while sum(map(len, rows)) < tokens:

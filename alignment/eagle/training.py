@@ -178,24 +178,30 @@ class EagleTraining:
         module: Any = self._target.module
         length = self._options.sequence
         begin = min(PROMPT, length // 2)
-        writer = Writer(module, self._target.stop_tokens)
+        writer = Writer(module, self._target.stop_tokens, self._target.vocabulary)
         written = writer.write([row[:begin] for row in rows], length - begin, 0.0, self._options.seed)
         kept = [row.tokens for row in written if len(row.tokens) > row.start + self._options.reach]
         return list(kept or rows)
 
     def _hits(self, tokens_1T: Tensor) -> Tensor:
         """Which guesses behind the prompt of a text held out are right, nearest first: ``[H, N]``."""
-        aux_1TA, logits_1TV = read_target(self._target.module, tokens_1T, self._head.config)
+        aux_1TA, logits_1TV = self._read_target(tokens_1T)
         length, depth = tokens_1T.shape[1], self._options.depth
         said_HN = logits_1TV[0].argmax(-1).unfold(0, length - depth, 1)[1:]
         with self._mixed():
             guessed_HN = guesses(self._head, tokens_1T, aux_1TA, depth)
         return (guessed_HN == said_HN)[:, min(PROMPT, length // 2) :]
 
+    def _read_target(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Auxiliary states and logits of the target, which never says what is no token."""
+        aux_BTA, logits_BTV = read_target(self._target.module, tokens_BT, self._head.config)
+        logits_BTV[..., self._target.vocabulary :] = float("-inf")
+        return aux_BTA, logits_BTV
+
     def _learn(self, tokens_BT: Tensor) -> float:
         """Leave gradients of one batch; returns the mean loss, in nats."""
         with torch.no_grad():
-            aux_BTA, logits_BTV = read_target(self._target.module, tokens_BT, self._head.config)
+            aux_BTA, logits_BTV = self._read_target(tokens_BT)
             known = torch.zeros(logits_BTV.shape[-1], dtype=torch.bool, device=logits_BTV.device)
             known[self._head.target_ids] = True
             counted_BT = known[logits_BTV.argmax(-1)].float()

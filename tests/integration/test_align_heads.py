@@ -77,6 +77,14 @@ def test_a_head_learns_what_the_target_says(model: Model, tmp_path: Path) -> Non
     assert (head.config.aux_layers, head.target_ids.tolist()) == ((1, 2, 2), list(range(256)))
 
 
+def test_padding_is_never_what_the_target_says(model: Model, tmp_path: Path) -> None:
+    one = training(replace(model, vocabulary=100), tmp_path / "out")
+    one.begin(OneText())
+    with torch.no_grad():
+        _, logits = one._read_target(torch.tensor([random_tokens(33, 0)]))
+    assert int(logits.argmax(-1).max()) < 100
+
+
 def test_measured_is_how_many_in_a_row_are_right(model: Model, tmp_path: Path) -> None:
     """By hand: guess s read at t against what the target says after t + 1 + s, in the second half of the text."""
     text, depth = OneText(), EAGLE.depth
