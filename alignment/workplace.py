@@ -63,10 +63,14 @@ class Workplace:
         shutil.rmtree(fresh, ignore_errors=True)
         try:
             save_model(fresh)
-            files = sorted(fresh.iterdir(), key=lambda path: path.name == LAST)
-            for file in files:
-                file.chmod(0o644)  # safetensors makes them private; a model is for everyone who may read the folder
-                file.replace(self.out / file.name)
+            parts = sorted(fresh.iterdir(), key=lambda path: path.name == LAST)
+            for part in parts:
+                # safetensors makes its files private; a model is for everyone who may read the folder
+                part.chmod(0o755 if part.is_dir() else 0o644)
+                place = self.out / part.name
+                if place.is_dir():  # further chat templates lie in one; only an empty one could be replaced
+                    shutil.rmtree(place)
+                part.replace(place)
         except Exception as error:  # writers of transformers and safetensors have exceptions of their own
             shutil.rmtree(fresh, ignore_errors=True)
             left = "the last checkpoint is still there, and the same command goes on from it"

@@ -9,6 +9,7 @@ import re
 import resource
 import shutil
 import signal
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from alignment.encoding import Batches
 from alignment.options import DiskError, SettingsError
 from alignment.pair import load_stock
 from alignment.training import Trainer
-from alignment.workplace import read_checkpoint, write_checkpoint, write_whole
+from alignment.workplace import Workplace, read_checkpoint, write_checkpoint, write_whole
 from cluster.cli import main
 from engine.attention.row_attention import RowAttention
 from engine.loading.loader import load
@@ -267,6 +268,20 @@ def test_a_model_that_cannot_be_written_costs_nothing_but_the_writing(
     monkeypatch.setattr(Trainer, "_step", lambda *_: pytest.fail("trained again"))
     assert run() == 0
     assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_model_may_have_folders_and_take_the_place_of_another(tmp_path: Path) -> None:
+    for text in ("first", "second"):
+
+        def save_model(folder: Path, text: str = text) -> None:
+            (folder / "templates").mkdir(parents=True, mode=0o700)
+            (folder / "templates" / text).write_text(text)
+            (folder / "config.json").write_text(text)
+
+        Workplace(tmp_path, {}, resume=False).finish({}, save_model)
+        assert [path.name for path in (tmp_path / "templates").iterdir()] == [text]
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("templates", "config.json")]
+    assert modes == [0o755, 0o644]
 
 
 def test_it_ends_early_when_nothing_gets_better(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
