@@ -82,8 +82,15 @@ class Workplace:
     def _mine(self) -> bool:
         return (self.work / SETTINGS).exists() or (self.out / REPORT).exists()
 
+    def _unused(self) -> bool:
+        """Whether nothing is there, or no more than the disk had room for before the settings, which come first."""
+        out = self.out
+        return not out.exists() or (
+            out.is_dir() and {path.name for path in out.iterdir()} <= {WORK} and not self._mine()
+        )
+
     def _check(self, out: Path) -> None:
-        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        if self._unused():
             return
         if not self._mine():
             raise SettingsError(f"--out {out}: is not empty, and no alignment's; give a folder that does not exist yet")

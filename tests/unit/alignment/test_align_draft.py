@@ -230,6 +230,20 @@ def test_a_disk_that_fills_leaves_the_last_checkpoint(
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
+def test_a_disk_that_is_full_from_the_start_leaves_a_folder_to_begin_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_file: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DiskError, match="the same command goes on once there is room"):
+        Workplace(tmp_path / "out", {}, resume=True)
+    monkeypatch.undo()
+    Workplace(tmp_path / "out", {}, resume=True)
+    assert (tmp_path / "out" / ".align" / "settings.json").exists()
+
+
 def test_a_checkpoint_that_outgrows_a_real_limit_leaves_the_one_before(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     write_checkpoint(path, {"weights": torch.ones(3)})
