@@ -223,7 +223,7 @@ def _records(path: Path, file: BinaryIO, block: int) -> Iterator[Passage]:
 
 
 def _record(where: str, line: str) -> Passage:
-    """Without start and rest for a prompt without text."""
+    """Without start and rest for a record without text."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -240,7 +240,7 @@ def _record(where: str, line: str) -> Passage:
             completion = others.get("completion", "")
             if isinstance(completion, str):
                 return Passage(prompt, completion)
-        case {"text": str(text)} if text:
+        case {"text": str(text)}:
             return Passage("", text)
     raise DataError(f"{where} has none of {WANTED} as text")
 

@@ -67,9 +67,10 @@ def test_forms_of_records(tmp_path: Path) -> None:
         assert all_of(path) == [passage]
 
 
-def test_a_recorded_prompt_without_text_is_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("empty", ['{"model": "m", "prompt": ""}', '{"text": ""}'])
+def test_a_record_without_text_is_left_out(tmp_path: Path, empty: str) -> None:
     path = tmp_path / "prompts-1.jsonl"
-    path.write_text('{"model": "m", "prompt": ""}\n{"model": "m", "prompt": "a"}\n')
+    path.write_text(empty + '\n{"model": "m", "prompt": "a"}\n')
     assert all_of(path) == [Passage("a", "")]
 
 
