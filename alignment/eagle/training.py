@@ -110,7 +110,7 @@ class EagleTraining:
         spent = {"step": progress.step, "seconds": progress.seconds, "best_step": notes["best"]}
         waited = sum(step > notes["best"] for step, _ in notes["history"])
         figures = {**spent, "waited": waited, "before": notes["before"], "after": notes["after"]}
-        self._place.finish(figures, lambda folder: save(self._head, folder))
+        self._place.finish(figures, lambda folder: save(self._head, folder, embedding=not self._targets_embedding()))
         return figures
 
     def begin(self, batches: BatchSource) -> Trainer[EagleHead]:
@@ -144,6 +144,9 @@ class EagleTraining:
         torch.manual_seed(self._options.seed)
         if self._options.start:
             begun = read_beside(self._options.start, self._target)
+            if (layers := self._target.layers) in begun.config.aux_layers_of(layers):
+                unread = f"reads the output of the target's last layer ({layers}), which training cannot give it"
+                raise ModelError(f"{self._options.start}: this head {unread}; give one that reads states before it")
             for parameter in begun.parameters():  # some of them are the target's own
                 parameter.data = parameter.data.to(torch.float32, copy=True)
             begun.embed_tokens.weight.requires_grad_(False)
@@ -164,6 +167,12 @@ class EagleTraining:
             head.lm_head.weight.copy_(output.weight[head.target_ids.to(output.weight.device)])
             _start_from(head, dict(module.named_parameters()), self._target.layers)
         return head.to(self._target.device)
+
+    def _targets_embedding(self) -> bool:
+        """Whether the head reads the target's own, which is stored with the target alone."""
+        module: Any = self._target.module
+        own, targets = self._head.embed_tokens.weight, module.get_input_embeddings().weight.detach()
+        return torch.equal(own, targets[: len(own)].to(own))
 
     def _make_optimizers(self) -> Optimizers:
         """Each with its share of the learning rate."""

@@ -22,9 +22,10 @@ from alignment.workplace import Workplace
 from cluster.cli import main
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import EagleHead
-from engine.eagle.loading import load_beside, read
+from engine.eagle.loading import load_beside, read, save
 from engine.loading.loader import Model, load
 from engine.loading.self_test import STOCK
+from engine.model import ModelError
 from tests.bundled import MODELS
 from tests.unit.engine.engine_models import random_tokens, save_model
 from tests.unit.engine.test_eagle_heads import Cached
@@ -184,6 +185,29 @@ def test_a_head_goes_on_from_another(model: Model, tmp_path: Path) -> None:
     assert second["before"]["by_head"][:3] == pytest.approx(first["after"]["by_head"], abs=0.1)
     assert second["after"]["run"] >= second["before"]["run"] > first["before"]["run"]
     assert torch.equal(embedding, before) and (tmp_path / "first" / "model.safetensors").read_bytes() == written
+
+
+def test_a_head_keeps_an_embedding_of_its_own(model: Model, tmp_path: Path) -> None:
+    text, rope = OneText(), {"rope_type": "default", "rope_theta": 500.0}
+    target = model.config.get_text_config(decoder=True)
+    config = EagleConfig.beside(target, num_hidden_layers=1, rope_parameters=rope, aux_layers=(0, 1, 2))
+    for name, of in (("wide", config), ("narrow", replace(config, hidden_size=32))):
+        begun = EagleHead(of)
+        save(begun, tmp_path / name, embedding=True)
+        options = replace(EAGLE, steps=1, start=str(tmp_path / name))
+        training(model, tmp_path / f"{name}-out", options).fit(text, text.rows)
+        head = load_beside(str(tmp_path / f"{name}-out"), model)
+        assert torch.equal(head.embed_tokens.weight, begun.embed_tokens.weight.bfloat16().float())
+
+
+def test_a_head_of_the_last_output_is_refused(model: Model, tmp_path: Path) -> None:
+    text, rope = OneText(), {"rope_type": "default", "rope_theta": 500.0}
+    target = model.config.get_text_config(decoder=True)
+    config = EagleConfig.beside(target, num_hidden_layers=1, rope_parameters=rope, aux_layers=(1, 2, 3))
+    save(EagleHead(config), tmp_path / "last")
+    options = replace(EAGLE, start=str(tmp_path / "last"))
+    with pytest.raises(ModelError, match=r"last: this head reads the output of the target's last layer \(3\)"):
+        training(model, tmp_path / "out", options).fit(text, text.rows)
 
 
 def command(out: Path, *flags: str, data: str = DATA) -> list[str]:
