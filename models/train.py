@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from alignment.eagle.training import HELD_OUT, EagleTraining
-from alignment.encoding import Batches, BatchesInTurn, Encoder, TokenIds, joined
+from alignment.encoding import Batches, BatchesInTurn, EncodedText, Encoder, TokenIds, joined
 from alignment.losses import Loss, distillation_loss, next_token_loss
 from alignment.options import EagleOptions
 from alignment.pair import load_stock, settings_of
@@ -115,7 +115,7 @@ class Pipeline:
             return
         batches = BatchesInTurn((Batches(text, arguments.seed), 1), (Batches(written, arguments.seed), 1))
         apart = np.linspace(0, len(held_out) - options.sequence, HELD_OUT, dtype=int)
-        rows = [held_out[start : start + options.sequence].tolist() for start in apart]
+        rows = [EncodedText((*held_out[start : start + options.sequence].tolist(),), 0) for start in apart]
         figures = EagleTraining(target, Encoder(tokenizer), options, place, tqdm.write).fit(batches, rows)
         self._merge_card({"eagle": {"before": figures["before"], "after": figures["after"], "steps": figures["step"]}})
 

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 
 from alignment.data import Data
 from alignment.eagle.unrolled import guesses, read_target, unroll
-from alignment.encoding import Batches, BatchSource, Encoder, gather, joined
+from alignment.encoding import Batches, BatchSource, EncodedText, Encoder, gather, joined
 from alignment.options import DataError, EagleOptions, Interrupted
 from alignment.training import HeldOut, Optimizers, Trainer, TrainingPlan, muon_and_adamw, restore
 from alignment.workplace import Workplace
-from alignment.writing import Writer
+from alignment.writing import Writer, WrittenRow
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import EagleHead
 from engine.eagle.loading import read_beside, save
@@ -54,7 +54,7 @@ MUON = 2.0
 COUNTED = 64
 """Batches whose tokens are counted for a reduced vocabulary."""
 PROMPT = 48
-"""Tokens of a passage held out that the target goes on from."""
+"""Tokens that the target goes on from of a passage held out that may be cut anywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +87,15 @@ class EagleTraining:
         options = self._options
         self._report(f"reading {data}")
         train, apart = gather(data, self._encoder, options.data_tokens, HELD_OUT, options.seed)
-        held_out = [piece.ids for piece in apart]
-        if not any(len(row) > options.reach for row in held_out):
+        if not any(piece.start or len(piece.ids) > options.reach for piece in apart):
             raise DataError(f"{data}: nothing held out is longer than the {options.reach} tokens guessed; give more")
         ids = joined([piece.ids for piece in train], self._encoder.separator)
         self._report(f"training on {len(ids)} tokens")
-        return self.fit(Batches(ids, options.seed), held_out)
+        return self.fit(Batches(ids, options.seed), apart)
 
-    def fit(self, batches: BatchSource, held_out: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """The same with token ids; of ``held_out`` as much of each row is read as a sequence has tokens."""
-        rows = [row[: self._options.sequence] for row in held_out if len(row) > self._options.reach]
-        rows = self._held_out(rows)
+    def fit(self, batches: BatchSource, held_out: Sequence[EncodedText]) -> dict[str, Any]:
+        """The same with token ids."""
+        rows = self._held_out([piece for piece in held_out if piece.start or len(piece.ids) > self._options.reach])
         trainer, best = self.begin(batches), self._place.work / "best.safetensors"
         measured = HeldOut(lambda: asdict(self.measure(rows)), itemgetter("run"), EVALUATIONS, PATIENCE, best)
         try:
@@ -132,10 +130,9 @@ class EagleTraining:
         return Trainer(self._head, plan, self._place.work / "checkpoint.pt", self._make_optimizers())
 
     @torch.no_grad()
-    def measure(self, rows: Sequence[Sequence[int]]) -> Accuracy:
-        """How right the head is on these texts, wherever all of its guesses can be judged."""
-        texts = (torch.tensor([row], device=self._target.device) for row in rows)
-        hits_HN = torch.cat([self._hits(tokens_1T) for tokens_1T in texts], -1).double()
+    def measure(self, rows: Sequence[WrittenRow]) -> Accuracy:
+        """How right the head is behind these prompts, wherever all of its guesses can be judged."""
+        hits_HN = torch.cat([self._hits(row) for row in rows], -1).double()
         run = float(hits_HN.cumprod(0).sum(0).mean())
         return Accuracy(tuple(round(share, 4) for share in hits_HN.mean(-1).tolist()), round(run, 4))
 
@@ -182,24 +179,32 @@ class EagleTraining:
         others = [parameter for name, parameter in trained if parameter.ndim != 2 or name == "lm_head.weight"]
         return muon_and_adamw(inner, rate * MUON, others, rate)
 
-    def _held_out(self, rows: list[Sequence[int]]) -> list[Sequence[int]]:
-        """What is measured on: their beginnings, with what the target writes behind them."""
-        module: Any = self._target.module
-        length = self._options.sequence
-        begin = min(PROMPT, length // 2)
-        writer = Writer(module, self._target.stop_tokens, self._target.vocabulary)
-        written = writer.write([row[:begin] for row in rows], length - begin, 0.0, self._options.seed)
-        kept = [row.tokens for row in written if len(row.tokens) > row.start + self._options.reach]
-        return list(kept or rows)
+    def _held_out(self, pieces: Sequence[EncodedText]) -> list[WrittenRow]:
+        """What is measured on: what the target writes behind prompts of these, or they as they are if that is short.
 
-    def _hits(self, tokens_1T: Tensor) -> Tensor:
-        """Which guesses behind the prompt of a text held out are right, nearest first: ``[H, N]``."""
+        Raises :class:`alignment.options.DataError` where no guesses could be judged.
+        """
+        target, length, reach = self._target, self._options.sequence, self._options.reach
+        begin = min(PROMPT, length // 2)
+        longest = min(length, target.context - (length - begin))
+        prompts = [piece.ids[: piece.start][-longest:] if piece.start else piece.ids[:begin] for piece in pieces]
+        writer = Writer(target.module, target.stop_tokens, target.vocabulary)
+        written = writer.write(prompts, length - begin, 0.0, self._options.seed)
+        for rows in (written, [_as_it_is(piece.ids[:length], reach) for piece in pieces]):
+            if kept := [row for row in rows if len(row.tokens) > row.start + reach]:
+                return kept
+        short = f"the {reach} tokens guessed, nor is what is held out; give more text, or a smaller --depth"
+        raise DataError(f"nothing that the target writes behind what is held out is longer than {short}")
+
+    def _hits(self, row: WrittenRow) -> Tensor:
+        """Which guesses behind the prompt are right, nearest first: ``[H, N]``."""
+        tokens_1T = torch.tensor([row.tokens], device=self._target.device)
         aux_1TA, logits_1TV = self._read_target(tokens_1T)
         length, depth = tokens_1T.shape[1], self._options.depth
         said_HN = logits_1TV[0].argmax(-1).unfold(0, length - depth, 1)[1:]
         with self._mixed():
             guessed_HN = guesses(self._head, tokens_1T, aux_1TA, depth)
-        return (guessed_HN == said_HN)[:, min(PROMPT, length // 2) :]
+        return (guessed_HN == said_HN)[:, row.start :]
 
     def _read_target(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Auxiliary states and logits of the target, which never says what is no token."""
@@ -245,6 +250,11 @@ class EagleTraining:
             tokens_BT = batches.at(step, max(1, options.batch_tokens // options.sequence), options.sequence)
             counts += torch.bincount(tokens_BT.flatten(), minlength=vocabulary)
         return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def _as_it_is(ids: tuple[int, ...], reach: int) -> WrittenRow:
+    """Text of the data, judged behind its beginning."""
+    return WrittenRow(ids, max(min(PROMPT, len(ids) // 2, len(ids) - reach - 1), 0), 0.0)
 
 
 def _config_for(target: Any, options: EagleOptions) -> EagleConfig:

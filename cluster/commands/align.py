@@ -209,8 +209,9 @@ def _align_eagle(args: argparse.Namespace, asked: dict[str, Any]) -> int:
 
     options, data = EagleOptions(start=args.start, **asked), find_data(args.data)
     target = load_stock(args.target, args.dtype, args.device, args.threads)
-    if not options.reach < args.sequence <= target.context:
-        wanted = f"more than the {options.reach} tokens that are guessed, at most the context ({target.context})"
+    if not 2 * options.reach < args.sequence <= target.context:  # half of a short one is the prompt of what is measured
+        wanted = f"more than twice the {options.reach} tokens that are guessed (--depth and one)"
+        wanted += f", at most the context ({target.context})"
         raise BadInput(f"--sequence must be {wanted}, got {args.sequence}")
     place = Workplace(args.out, settings_of(options, data, target=target), resume=args.resume)
     figures = _done_before(place)

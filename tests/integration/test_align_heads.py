@@ -5,7 +5,7 @@ Its training-time test is what drafting is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -15,10 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from alignment.data import Conversation, Passage
 from alignment.eagle.training import EagleTraining
 from alignment.eagle.unrolled import read_target, unroll
-from alignment.options import EagleOptions, Interrupted
+from alignment.encoding import EncodedText, Encoder, tokenizer_of
+from alignment.options import DataError, EagleOptions, Interrupted
+from alignment.pair import load_stock
 from alignment.workplace import Workplace
+from alignment.writing import WrittenRow
 from cluster.cli import main
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import EagleHead
@@ -48,6 +52,7 @@ class OneText:
 
     def __init__(self, stop: int = -1) -> None:
         self.rows = [random_tokens(33, seed) for seed in range(4)]
+        self.pieces = [EncodedText(tuple(row[:32]), 0) for row in self.rows]
         self._stop = stop
 
     def at(self, step: int, sequences: int, length: int) -> Tensor:
@@ -59,8 +64,8 @@ class OneText:
 class AsItIs(EagleTraining):
     """Measures on the text held out itself, which random models go on from in no interesting way."""
 
-    def _held_out(self, rows: list[Any]) -> list[Any]:
-        return rows
+    def _held_out(self, pieces: Sequence[EncodedText]) -> list[WrittenRow]:
+        return [WrittenRow(piece.ids, len(piece.ids) // 2, 0.0) for piece in pieces]
 
 
 def training(model: Model, out: Path, options: EagleOptions = EAGLE) -> AsItIs:
@@ -70,7 +75,7 @@ def training(model: Model, out: Path, options: EagleOptions = EAGLE) -> AsItIs:
 
 def test_a_head_learns_what_the_target_says(model: Model, tmp_path: Path) -> None:
     text = OneText()
-    figures = training(model, tmp_path / "out").fit(text, text.rows)
+    figures = training(model, tmp_path / "out").fit(text, text.pieces)
     before, after = figures["before"], figures["after"]
     assert after["run"] > before["run"] + 0.2
     assert figures["best_step"] > 0
@@ -90,17 +95,38 @@ def test_measured_is_how_many_in_a_row_are_right(model: Model, tmp_path: Path) -
     """By hand: guess s read at t against what the target says after t + 1 + s, in the second half of the text."""
     text, depth = OneText(), EAGLE.depth
     one = training(model, tmp_path / "out")
-    one.fit(text, text.rows)
+    one.fit(text, text.pieces)
     row = text.rows[0][:24]
     said = stock_said(model, row)
     rights = []
     for place in range(12, len(row) - depth):
         guessed = [int(logits.argmax()) for logits in drafted(one._head, model, row, place, depth)]
         rights.append([guess == said[place + 1 + step] for step, guess in enumerate(guessed)])
-    found = one.measure([row])
+    found = one.measure([WrittenRow(tuple(row), 12, 0.0)])
     assert found.by_head == tuple(round(sum(each) / len(rights), 4) for each in zip(*rights, strict=True))
     assert found.run == round(sum(sum(takewhile(bool, each)) for each in rights) / len(rights), 4)
     assert 0.0 < found.run < depth, "some are right and some are not"
+
+
+def test_measured_is_what_the_target_answers_to_whole_prompts(tmp_path: Path) -> None:
+    """However long the beginning that they have in common."""
+    target, encoder = load_stock(str(MODELS / "target"), "float32", "cpu", 1), Encoder(tokenizer_of(f"{MODELS}/target"))
+    asked = [Conversation(({"role": "user", "content": "Be brief. " * 25 + f"What is {n}?"},)) for n in range(2)]
+    pieces = [encoder.piece(Passage(conversation, "")) for conversation in asked]
+    place = Workplace(tmp_path / "out", {}, resume=True)
+    rows = EagleTraining(target, encoder, EagleOptions(sequence=160), place, print)._held_out(pieces)
+    assert len({row.tokens for row in rows}) == 2
+    for row, piece in zip(rows, pieces, strict=True):
+        assert piece.ids == row.tokens[: row.start] and len(row.tokens) > row.start
+
+
+def test_text_that_is_too_short_to_be_judged_is_told(model: Model, tmp_path: Path) -> None:
+    place = Workplace(tmp_path / "out", {}, resume=True)
+    brief = EagleTraining(replace(model, stop_tokens=frozenset(range(256))), cast(Any, None), EAGLE, place, print)
+    with pytest.raises(DataError, match="longer than the 4 tokens guessed"):
+        brief._held_out([EncodedText((5, 6, 7, 8), 4)])
+    (row,) = brief._held_out([EncodedText((5, 6, 7, 8, 9), 0)])
+    assert (row.tokens, row.start) == ((5, 6, 7, 8, 9), 0)
 
 
 def stock_said(model: Model, row: list[int]) -> list[int]:
@@ -142,7 +168,7 @@ def test_training_time_test_is_what_drafting_computes(model: Model) -> None:
 
 def test_a_reduced_vocabulary_has_the_tokens_that_come_most_often(model: Model, tmp_path: Path) -> None:
     text = OneText()
-    training(model, tmp_path / "out", replace(EAGLE, depth=2, steps=2, vocabulary=20)).fit(text, text.rows)
+    training(model, tmp_path / "out", replace(EAGLE, depth=2, steps=2, vocabulary=20)).fit(text, text.pieces)
     counts = torch.bincount(torch.tensor(text.rows).flatten(), minlength=256)
     head = load_beside(str(tmp_path / "out"), model)
     assert len(head.target_ids) == 20
@@ -156,10 +182,10 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(
 ) -> None:
     monkeypatch.setattr("alignment.training.CHECKPOINT_SECONDS", 0.0)
     text = OneText()
-    whole = training(model, tmp_path / "whole").fit(text, text.rows)
+    whole = training(model, tmp_path / "whole").fit(text, text.pieces)
     with pytest.raises(Interrupted, match="goes on from the last checkpoint"):
-        training(model, tmp_path / "parts").fit(OneText(stop=7), text.rows)
-    parts = training(model, tmp_path / "parts").fit(text, text.rows)
+        training(model, tmp_path / "parts").fit(OneText(stop=7), text.pieces)
+    parts = training(model, tmp_path / "parts").fit(text, text.pieces)
     assert {**parts, "seconds": 0} == {**whole, "seconds": 0}
     written = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("parts", "whole")]
     assert written[0] == written[1]
@@ -168,7 +194,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(
 def test_training_ends_when_nothing_gets_better(model: Model, tmp_path: Path) -> None:
     text = OneText()
     still = replace(EAGLE, steps=240, batch_tokens=32, rate=1e-9)
-    figures = training(model, tmp_path / "out", still).fit(text, text.rows)
+    figures = training(model, tmp_path / "out", still).fit(text, text.pieces)
     assert figures["step"] < 120
     assert (figures["best_step"], figures["after"]) == (0, figures["before"])
 
@@ -178,10 +204,10 @@ def test_a_head_goes_on_from_another(model: Model, tmp_path: Path) -> None:
     """Of another depth: it begins as right as that one ended, and leaves the target and the other alone."""
     text, embedding = OneText(), cast(Any, model.module).get_input_embeddings().weight
     before = embedding.detach().clone()
-    first = training(model, tmp_path / "first").fit(text, text.rows)
+    first = training(model, tmp_path / "first").fit(text, text.pieces)
     written = (tmp_path / "first" / "model.safetensors").read_bytes()
     options = replace(EAGLE, depth=4, farther=0.9, start=str(tmp_path / "first"), rate=1e-4)
-    second = training(model, tmp_path / "second", options).fit(text, text.rows)
+    second = training(model, tmp_path / "second", options).fit(text, text.pieces)
     assert second["before"]["by_head"][:3] == pytest.approx(first["after"]["by_head"], abs=0.1)
     assert second["after"]["run"] >= second["before"]["run"] > first["before"]["run"]
     assert torch.equal(embedding, before) and (tmp_path / "first" / "model.safetensors").read_bytes() == written
@@ -195,7 +221,7 @@ def test_a_head_keeps_an_embedding_of_its_own(model: Model, tmp_path: Path) -> N
         begun = EagleHead(of)
         save(begun, tmp_path / name, embedding=True)
         options = replace(EAGLE, steps=1, start=str(tmp_path / name))
-        training(model, tmp_path / f"{name}-out", options).fit(text, text.rows)
+        training(model, tmp_path / f"{name}-out", options).fit(text, text.pieces)
         head = load_beside(str(tmp_path / f"{name}-out"), model)
         assert torch.equal(head.embed_tokens.weight, begun.embed_tokens.weight.bfloat16().float())
 
@@ -207,7 +233,7 @@ def test_a_head_of_the_last_output_is_refused(model: Model, tmp_path: Path) -> N
     save(EagleHead(config), tmp_path / "last")
     options = replace(EAGLE, start=str(tmp_path / "last"))
     with pytest.raises(ModelError, match=r"last: this head reads the output of the target's last layer \(3\)"):
-        training(model, tmp_path / "out", options).fit(text, text.rows)
+        training(model, tmp_path / "out", options).fit(text, text.pieces)
 
 
 def command(out: Path, *flags: str, data: str = DATA) -> list[str]:
@@ -231,8 +257,8 @@ BAD: list[tuple[Change, str]] = [
     (lambda path: command(path, "--rate", "nan"), "--rate must be from 1e-09 to 1, got nan"),
     (lambda path: command(path, data=str(path / "none.txt")), "none.txt: no such file or folder"),
     (
-        lambda path: command(path, "--depth", "16", "--sequence", "16"),
-        "--sequence must be more than the 17 tokens that are guessed",
+        lambda path: command(path, "--depth", "16", "--sequence", "34"),
+        "--sequence must be more than twice the 17 tokens that are guessed (--depth and one)",
     ),
     (lambda path: command(path, "--sequence", "9000"), "at most the context (1024), got 9000"),
     (lambda path: command(path, "--depth", "0"), "--depth must be from 1 to 16, got 0"),
