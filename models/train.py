@@ -116,7 +116,8 @@ class Pipeline:
         batches = BatchesInTurn((Batches(text, arguments.seed), 1), (Batches(written, arguments.seed), 1))
         apart = np.linspace(0, len(held_out) - options.sequence, HELD_OUT, dtype=int)
         rows = [EncodedText((*held_out[start : start + options.sequence].tolist(),), 0) for start in apart]
-        figures = EagleTraining(target, Encoder(tokenizer), options, place, tqdm.write).fit(batches, rows)
+        training = EagleTraining(target, Encoder(tokenizer), options, place, lambda: False, tqdm.write)
+        figures = training.fit(batches, rows)
         self._merge_card({"eagle": {"before": figures["before"], "after": figures["after"], "steps": figures["step"]}})
 
     def _evaluate_phase(self) -> None:

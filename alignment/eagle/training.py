@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from alignment.data import Data
 from alignment.eagle.unrolled import guesses, read_target, unroll
 from alignment.encoding import Batches, BatchSource, EncodedText, Encoder, gather, joined
-from alignment.options import DataError, EagleOptions, Interrupted
+from alignment.options import DataError, EagleOptions
 from alignment.training import HeldOut, Optimizers, Trainer, TrainingPlan, muon_and_adamw, restore
 from alignment.workplace import Workplace
 from alignment.writing import Writer, WrittenRow
@@ -71,11 +71,17 @@ class EagleTraining:
     """The making of one head, in its folder."""
 
     def __init__(
-        self, target: Model, encoder: Encoder, options: EagleOptions, place: Workplace, report: Callable[[str], None]
+        self,
+        target: Model,
+        encoder: Encoder,
+        options: EagleOptions,
+        place: Workplace,
+        stopped: Callable[[], bool],
+        report: Callable[[str], None],
     ) -> None:
-        """``report`` hears a line before each part of :meth:`run`."""
+        """``stopped`` is asked after every step; ``report`` hears a line before each part of :meth:`run`."""
         self._target, self._encoder, self._options, self._place = target, encoder, options, place
-        self._report = report
+        self._stopped, self._report = stopped, report
         self._head: EagleHead
 
     def run(self, data: Data) -> dict[str, Any]:
@@ -98,11 +104,7 @@ class EagleTraining:
         rows = self._held_out([piece for piece in held_out if piece.start or len(piece.ids) > self._options.reach])
         trainer, best = self.begin(batches), self._place.work / "best.safetensors"
         measured = HeldOut(lambda: asdict(self.measure(rows)), itemgetter("run"), EVALUATIONS, PATIENCE, best)
-        try:
-            trainer.train_to_best(batches, self._learn, "head", measured)
-        except KeyboardInterrupt:
-            again = "the same command goes on from the last checkpoint"
-            raise Interrupted(f"{self._place.out}: stopped; {again}") from None
+        trainer.train_to_best(batches, self._learn, "head", measured, self._stopped)
         restore(self._head, best)
         notes, progress = trainer.notes, trainer.progress
         spent = {"step": progress.step, "seconds": progress.seconds, "best_step": notes["best"]}

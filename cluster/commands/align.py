@@ -123,6 +123,24 @@ def _done_before(place: Workplace) -> Mapping[str, Any] | None:
     return place.finished
 
 
+@contextmanager
+def _stopping() -> Iterator[Callable[[], bool]]:
+    """Ask what this gives whether the user wants to stop; a second signal does not wait."""
+    told = Event()
+
+    def take(signaled: int, _frame: FrameType | None) -> None:
+        told.set()
+        signal.signal(signaled, signal.SIG_DFL)
+        complain("paceline: stopping after this step, with a checkpoint; once more to stop at once")
+
+    before = {one: signal.signal(one, take) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield told.is_set
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
 # -- a draft model -----------------------------------------------------------------------------------------------------
 
 
@@ -176,24 +194,6 @@ def _tell_draft(outcome: DistillationOutcome, out: Path) -> int:
     return 0
 
 
-@contextmanager
-def _stopping() -> Iterator[Callable[[], bool]]:
-    """Ask what this gives whether the user wants to stop; a second signal does not wait."""
-    told = Event()
-
-    def take(signaled: int, _frame: FrameType | None) -> None:
-        told.set()
-        signal.signal(signaled, signal.SIG_DFL)
-        complain("paceline: stopping after this step, with a checkpoint; once more to stop at once")
-
-    before = {one: signal.signal(one, take) for one in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield told.is_set
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
-
-
 # -- an EAGLE-3 head ---------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +216,9 @@ def _align_eagle(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     place = Workplace(args.out, settings_of(options, data, target=target), resume=args.resume)
     figures = _done_before(place)
     if not figures:
-        figures = EagleTraining(target, Encoder(tokenizer_of(args.target)), options, place, complain).run(data)
+        encoder = Encoder(tokenizer_of(args.target))
+        with _stopping() as stopped:
+            figures = EagleTraining(target, encoder, options, place, stopped, complain).run(data)
     _tell_head(figures)
     kept = f"step {figures['best_step']} of {figures['step']}"
     say(f"{args.out} holds the head of {kept}: paceline up --target ... --draft-eagle {args.out}")

@@ -5,6 +5,8 @@ Its training-time test is what drafting is.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -21,6 +23,7 @@ from alignment.eagle.unrolled import read_target, unroll
 from alignment.encoding import EncodedText, Encoder, tokenizer_of
 from alignment.options import DataError, EagleOptions, Interrupted
 from alignment.pair import load_stock
+from alignment.training import Trainer
 from alignment.workplace import Workplace
 from alignment.writing import WrittenRow
 from cluster.cli import main
@@ -48,16 +51,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 class OneText:
-    """Batches of one text, over and over; may be stopped at a step."""
+    """Batches of one text, over and over."""
 
-    def __init__(self, stop: int = -1) -> None:
+    def __init__(self) -> None:
         self.rows = [random_tokens(33, seed) for seed in range(4)]
         self.pieces = [EncodedText(tuple(row[:32]), 0) for row in self.rows]
-        self._stop = stop
 
     def at(self, step: int, sequences: int, length: int) -> Tensor:
-        if step == self._stop:
-            raise KeyboardInterrupt
         return torch.tensor(self.rows[:sequences])[:, : length + 1]
 
 
@@ -68,9 +68,11 @@ class AsItIs(EagleTraining):
         return [WrittenRow(piece.ids, len(piece.ids) // 2, 0.0) for piece in pieces]
 
 
-def training(model: Model, out: Path, options: EagleOptions = EAGLE) -> AsItIs:
+def training(
+    model: Model, out: Path, options: EagleOptions = EAGLE, stopped: Callable[[], bool] = lambda: False
+) -> AsItIs:
     place = Workplace(out, {"options": str(options)}, resume=True)
-    return AsItIs(model, cast(Any, None), options, place, lambda _: None)
+    return AsItIs(model, cast(Any, None), options, place, stopped, lambda _: None)
 
 
 def test_a_head_learns_what_the_target_says(model: Model, tmp_path: Path) -> None:
@@ -114,7 +116,7 @@ def test_measured_is_what_the_target_answers_to_whole_prompts(tmp_path: Path) ->
     asked = [Conversation(({"role": "user", "content": "Be brief. " * 25 + f"What is {n}?"},)) for n in range(2)]
     pieces = [encoder.piece(Passage(conversation, "")) for conversation in asked]
     place = Workplace(tmp_path / "out", {}, resume=True)
-    rows = EagleTraining(target, encoder, EagleOptions(sequence=160), place, print)._held_out(pieces)
+    rows = EagleTraining(target, encoder, EagleOptions(sequence=160), place, lambda: False, print)._held_out(pieces)
     assert len({row.tokens for row in rows}) == 2
     for row, piece in zip(rows, pieces, strict=True):
         assert piece.ids == row.tokens[: row.start] and len(row.tokens) > row.start
@@ -122,7 +124,9 @@ def test_measured_is_what_the_target_answers_to_whole_prompts(tmp_path: Path) ->
 
 def test_text_that_is_too_short_to_be_judged_is_told(model: Model, tmp_path: Path) -> None:
     place = Workplace(tmp_path / "out", {}, resume=True)
-    brief = EagleTraining(replace(model, stop_tokens=frozenset(range(256))), cast(Any, None), EAGLE, place, print)
+    brief = EagleTraining(
+        replace(model, stop_tokens=frozenset(range(256))), cast(Any, None), EAGLE, place, lambda: False, print
+    )
     with pytest.raises(DataError, match="longer than the 4 tokens guessed"):
         brief._held_out([EncodedText((5, 6, 7, 8), 4)])
     (row,) = brief._held_out([EncodedText((5, 6, 7, 8, 9), 0)])
@@ -183,8 +187,9 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(
     monkeypatch.setattr("alignment.training.CHECKPOINT_SECONDS", 0.0)
     text = OneText()
     whole = training(model, tmp_path / "whole").fit(text, text.pieces)
-    with pytest.raises(Interrupted, match="goes on from the last checkpoint"):
-        training(model, tmp_path / "parts").fit(OneText(stop=7), text.pieces)
+    steps = iter(range(7))
+    with pytest.raises(Interrupted, match="stopped after step 8 of 40; the same command goes on from there"):
+        training(model, tmp_path / "parts", stopped=lambda: next(steps, None) is None).fit(text, text.pieces)
     parts = training(model, tmp_path / "parts").fit(text, text.pieces)
     assert {**parts, "seconds": 0} == {**whole, "seconds": 0}
     written = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("parts", "whole")]
@@ -250,6 +255,27 @@ def test_the_command_trains_and_tells(tmp_path: Path, capsys: pytest.CaptureFixt
     assert read(tmp_path / "out", own.__getitem__).config.aux_layers == (2, 4, 5)
     assert main(given) == 0
     assert "done before with the same settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_stops_with_a_checkpoint(
+    told: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = Trainer._step
+
+    def stopped_step(trainer: Any, *rest: Any) -> None:
+        step(trainer, *rest)
+        os.kill(os.getpid(), told)
+
+    monkeypatch.setattr(Trainer, "_step", stopped_step)
+    before = signal.signal(told, lambda *_: None)  # what ends the tests, if nothing listens
+    try:
+        sizes = ("--depth", "2", "--steps", "2", "--batch-tokens", "64", "--sequence", "32", "--data-tokens", "2000")
+        assert main(command(tmp_path / "out", *sizes)) == 130
+    finally:
+        signal.signal(told, before)
+    assert "stopped after step 1 of 2; the same command goes on from there" in capsys.readouterr().err
+    assert (tmp_path / "out" / ".align" / "checkpoint.pt").exists()
 
 
 Change = Callable[[Path], list[str]]
