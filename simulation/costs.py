@@ -76,8 +76,11 @@ class Costs:
     jitter: float = 0.0
     """Relative standard deviation of a step's time."""
     heads: Mapping[int, Curve] = field(default_factory=dict)
-    """As ``verify``, of steps of which a head reads the hidden states: at the target it guesses besides, for one
-    elsewhere they are fused. Empty: that takes nothing."""
+    """As ``verify``, of steps of which a head reads the hidden states: at the target it guesses besides, unless
+    that is ``level``'s; for one elsewhere they are fused. Empty: that takes nothing."""
+    level: Curve | None = None
+    """A forward of a head at the target before a step, by places expanded, all sessions together: it drafts as many
+    levels as pay. None: what it takes is part of ``heads``, and it drafts all of them."""
     feature_seconds: float = 0.0
     """On the way to a head elsewhere, of what it reads of one token: its bytes over those that pass in a second."""
 

@@ -25,11 +25,12 @@ from simulation.agreement import ReplayedRequest, Replays, Texts
 from simulation.costs import Costs
 from simulation.simulated_draft import SimulatedDrafter
 from simulation.simulated_world import Bounds as Bounds
-from simulation.simulated_world import OwnSources, RecordedEagle, SimulatedWorld, SimulationTotals
+from simulation.simulated_world import OwnSources, RecordedEagle, SimulatedWorld, SimulationTotals, draft_in_turn
 from simulation.simulated_world import SimulationSettings as SimulationSettings
 from speculation.drafting.draft_session import Outcome
-from speculation.messages import Limits, Open, Proposal, Sampling, Schedule, SessionId, Verification
+from speculation.messages import Limits, Open, Proposal, Sampling, Schedule, SessionId, Source, Verification
 from speculation.trie import VerificationTree
+from speculation.verifying.payoff import DraftTurn
 from speculation.verifying.planner import Asked, Planner
 from speculation.verifying.target_session import TargetSession
 
@@ -175,13 +176,15 @@ class _Target:
 
     def __init__(self, world: _Run) -> None:
         self._world = world
-        self._planner = Planner(row_classes=world.costs.row_classes)
         allowed = world.setting.sources if world.setting.schedule is Schedule.TRIE else frozenset()
-        self._sources = OwnSources(allowed, world.bounds.suffix_tokens)
+        self._planner = Planner(beside=Source.EAGLE not in allowed, row_classes=world.costs.row_classes)
+        self._sources = OwnSources(allowed, world.bounds.suffix_tokens, free=world.costs.level is None)
         self._held: dict[SessionId, _Verified] = {}
         self._inbox: list[tuple[Proposal, float]] = []
         self._idle = True
         self._woken = 0
+        self._drafting = 0.0
+        """Seconds that heads here have drafted; no part of the steps that the planner learns from."""
 
     def open(self, opened: Open, request: ReplayedRequest, slot: int, drafter: SimulatedDrafter | None) -> None:
         head, outputs = self._sources.head(request), self._sources.outputs(request)
@@ -201,7 +204,24 @@ class _Target:
         """Step, unless a step is under way: then what has come waits for its end."""
         if self._idle:
             self._idle = False
-            self._world.after(0.0, self._step)
+            self._world.after(0.0, self._turn)
+
+    def _turn(self) -> None:
+        """Let heads here draft for the step to come."""
+        world, held, drafting = self._world, self._held.values(), 0.0
+        heads = [one.head for one in held if one.head is not None and one.session.committed_at is not None]
+        if heads and (level := world.costs.level) is not None:
+            for one in held:
+                one.session.index(one.session.trie.position)
+            plain, further = (world.costs.verify_seconds(len(held), len(held) * n, heads=True) for n in (1, 2))
+            turn = DraftTurn(len(held), plain + world.costs.verify_pause, (further - plain) / len(held))
+            drafting = draft_in_turn(heads, world.setting.max_depth, level, turn)
+        drafting = world.varied(drafting)
+        self._drafting += drafting
+        if drafting:
+            world.after(drafting, self._step)
+        else:
+            self._step()
 
     def _step(self) -> None:
         self._woken += 1
@@ -212,7 +232,7 @@ class _Target:
         held = list(self._held.values())
         each, room = self._world.bounds.room(len(held), self._world.costs.row_classes)
         asked = [Asked(one.session, 0 if one.session.committed_at is None else each) for one in held]
-        plan = self._planner.plan(asked, self._world.now, room=room)
+        plan = self._planner.plan(asked, self._world.now - self._drafting, room=room)
         going = [(one, tree) for one, tree in zip(held, plan.trees, strict=True) if tree is not None]
         if not going:
             self._rest(plan.wake)
@@ -257,7 +277,7 @@ class _Target:
             committed += len(verification.tokens)
             self._tell(one, verification, committed)
         self._planner.observe(len(going), tokens, seconds, committed)
-        world.after(world.costs.verify_pause, self._step)
+        world.after(world.costs.verify_pause, self._turn)
 
     def _tell(self, one: _Verified, verification: Verification, sent: int) -> None:
         """Tell the drafter, and go on with the next request after the last token.

@@ -9,6 +9,7 @@ request has ended.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from functools import reduce
@@ -16,15 +17,18 @@ from math import inf
 from random import Random
 
 from simulation.agreement import ReplayedRequest, ReplayedText
-from simulation.costs import Costs
+from simulation.costs import Costs, Curve
 from speculation import digest as digests
 from speculation.drafting.draft_session import Candidate, DraftLimits
 from speculation.messages import ANCHOR, Schedule, Source, Sources, Speculation, Token, Verification
 from speculation.sources.suffix import SuffixLookup, SuffixStore
 from speculation.verifying.budget import room_for_drafts
+from speculation.verifying.payoff import DraftTurn
 
 HEAD_LEVELS, HEAD_WIDTH, HEAD_NODES = 8, 4, 20
 """How deep a head at a target drafts at most, from how many places of a level, and how many drafts are looked at."""
+SMOOTHING = 0.05
+"""Weight of the latest place in how likely a head is right."""
 MIN_CHANCE = 0.05
 """Of a path; below, it is not gone on from."""
 PATIENCE, REST = 32, 8
@@ -151,6 +155,12 @@ class SimulatedWorld:
         return seconds * self._rng.lognormvariate(-(jitter**2) / 2, jitter) if jitter else seconds
 
 
+_Draft = tuple[Candidate, int, float]
+"""With the number of the one before, and the chance of the path."""
+_Place = tuple[float, int, tuple[Token, ...]]
+"""The chance of the path, the number of its last draft, and its tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedTree:
     """A :class:`speculation.sources.registry.Suggestion`."""
@@ -161,7 +171,7 @@ class RecordedTree:
 
 
 class RecordedEagle:
-    """An EAGLE head at the target, which drafts to its full depth until it does not pay for a while.
+    """An EAGLE head at the target, which drafts the levels that pay, or to its full depth where they cost nothing.
 
     Like the one that serves it goes on from the likeliest paths of a level, and of all its drafts the likeliest are
     looked at. A :class:`speculation.sources.registry.LocalSource`.
@@ -169,10 +179,16 @@ class RecordedEagle:
 
     source, depth = Source.EAGLE, HEAD_LEVELS
 
-    def __init__(self, first: int, text: ReplayedText) -> None:
-        """``text``: what it says; it has something to read behind position ``first``."""
-        self._first, self._text = first, text
+    def __init__(self, first: int, text: ReplayedText, *, free: bool = True) -> None:
+        """``text``: what it says; it has something to read behind position ``first``.
+
+        ``free``: it drafts when it is asked to propose; else :func:`draft_in_turn` says what it drafts.
+        """
+        self._first, self._text, self._free = first, text, free
         self._end = 0
+        self._drafts: list[_Draft] = []
+        self._places: list[_Place] = []
+        self._right = 0.8  # chance that it is, of a place that it has not gone on from
         self._unused = 0  # steps since a draft of its was verified last
 
     @property
@@ -188,19 +204,36 @@ class RecordedEagle:
     def extend(self, tokens: Sequence[Token]) -> None:
         """These were committed; what matters is how many."""
         self._end += len(tokens)
+        self._drafts, self._places = [], []
+
+    def begin(self) -> None:
+        """Nothing is drafted behind the text as it is."""
+        self._drafts, self._places = [], [(1.0, ANCHOR, ())] if self.reads else []
+        if self._places and (said := self._said(())):
+            self._right += SMOOTHING * (said[0].confidence - self._right)
+
+    def gains(self, depth: int) -> list[float]:
+        """Tokens that one more draft at each place of the next level brings, most first; none beyond ``depth``."""
+        deep = self._places and len(self._places[0][2]) >= min(depth, self.depth)
+        return [] if deep else [chance * self._right for chance, _, _ in self._places]
+
+    def grow(self, count: int) -> None:
+        """Go on by a level from the likeliest ``count`` places."""
+        fresh: list[_Place] = []
+        for chance, node, path in self._places[:count]:
+            for said in self._said(path)[:HEAD_WIDTH]:
+                fresh.append((chance * said.confidence, len(self._drafts), (*path, said.token)))
+                self._drafts.append((said, node, chance * said.confidence))
+        likeliest = sorted(fresh, key=lambda place: -place[0])[:HEAD_WIDTH]
+        self._places = [place for place in likeliest if place[0] >= MIN_CHANCE]
 
     def propose(self, depth: int) -> RecordedTree:
         """The likeliest of what it says behind this very place."""
-        drafts: list[tuple[Candidate, int, float]] = []  # with the number of the one before, and the chance of the path
-        places: list[tuple[float, int, tuple[Token, ...]]] = [(1.0, ANCHOR, ())] if self.reads else []
-        while places and len(places[0][2]) < min(depth, self.depth):
-            fresh: list[tuple[float, int, tuple[Token, ...]]] = []
-            for chance, node, path in places:
-                for said in self._said(path)[:HEAD_WIDTH]:
-                    fresh.append((chance * said.confidence, len(drafts), (*path, said.token)))
-                    drafts.append((said, node, chance * said.confidence))
-            likeliest = sorted(fresh, key=lambda place: -place[0])[:HEAD_WIDTH]
-            places = [place for place in likeliest if place[0] >= MIN_CHANCE]
+        if self._free:
+            self.begin()
+            while count := len(self.gains(depth)):
+                self.grow(count)
+        drafts = self._drafts
         # Of equals the first, which is never behind what follows it.
         chosen = sorted(sorted(range(len(drafts)), key=lambda node: -drafts[node][2])[:HEAD_NODES])
         index = {node: i for i, node in enumerate(chosen)} | {ANCHOR: ANCHOR}
@@ -215,19 +248,48 @@ class RecordedEagle:
         return self._text.candidates(self._end + len(path), digest, age=len(path))
 
 
+def draft_in_turn(heads: Sequence[RecordedEagle], depth: int, level: Curve, turn: DraftTurn) -> float:
+    """Let heads draft before a step as many levels as pay, all of them in a forward each; returns the seconds it takes.
+
+    ``turn``: the step without drafts. As :meth:`draft_service.in_turn.InTurn.draft` reckons, a level a launch: drafted
+    is what makes the most of a second.
+    """
+    drafting = 0.0
+    for head in heads:
+        head.begin()
+    while True:
+        places = sorted(((gain, i) for i, head in enumerate(heads) for gain in head.gains(depth)), reverse=True)
+        rate, chosen, tokens = turn.rate, 0, turn.tokens
+        for count, (gain, _) in enumerate(places, start=1):
+            tokens += gain
+            seconds = turn.seconds + level(count) + count * turn.row_seconds
+            if tokens > rate * seconds:
+                rate, chosen, best = tokens / seconds, count, (tokens, seconds)
+        if not chosen:
+            return drafting
+        drafting += level(chosen)
+        turn.tokens, turn.seconds = best
+        taken = Counter(i for _, i in places[:chosen])
+        for i, head in enumerate(heads):
+            head.grow(taken[i])
+
+
 class OwnSources:
     """What the sessions of one target draft with there, beside what their text and their request give them."""
 
-    def __init__(self, allowed: Sources, capacity: int) -> None:
-        """``allowed``: what their requests ask for; ``capacity``: tokens of earlier outputs that are kept."""
-        self._allowed = allowed
+    def __init__(self, allowed: Sources, capacity: int, *, free: bool = True) -> None:
+        """``allowed``: what their requests ask for; ``capacity``: tokens of earlier outputs that are kept.
+
+        ``free``: see :class:`RecordedEagle`.
+        """
+        self._allowed, self._free = allowed, free
         self._store = SuffixStore(capacity) if Source.SUFFIX in allowed else None
 
     def head(self, request: ReplayedRequest) -> RecordedEagle | None:
         """What the head says for a request that is opened, if there is one."""
         if Source.EAGLE not in self._allowed or request.head is None:
             return None
-        return RecordedEagle(len(request.prompt), request.head)
+        return RecordedEagle(len(request.prompt), request.head, free=self._free)
 
     def outputs(self, request: ReplayedRequest) -> SuffixLookup | None:
         """What it can find in earlier outputs, if any are kept."""

@@ -161,6 +161,9 @@ def _sweep(args: argparse.Namespace) -> Sweep:
             raise ValueError(f"one of {', '.join(schedules)}" + " with --head" * bool(args.head))
         return text
 
+    for name in ("rtt", "drafters") if args.head == AT_TARGET else ():
+        if getattr(args, name) is not None:
+            raise BadInput(f"{flag_of(name)} is about draft workers: a head at the target needs none")
     names = ("draft_length", "sessions", "targets", "drafters")
     counts = (values(args, name, SWEEP[name][0], partial(count, maximum=MAX_COUNT)) for name in names)
     draft_lengths, sessions, targets, drafters = counts
@@ -212,7 +215,6 @@ def _within(name: str, value: float, minimum: float, maximum: float) -> None:
 def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
     from simulation.agreement import made_up
     from simulation.costs import FAR, Costs, Curve
-    from simulation.simulated_world import HEAD_LEVELS
 
     given = _given(args, MADE_UP | HEAD)
     if args.coverage is not None:
@@ -223,13 +225,13 @@ def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
     relay, launch = given["relay_ms"] / 1000, given["launch_ms"] / 1000
     steps, step = _steps(args), given["target_step_ms"] / 1000
     sizes = steps or {1: step, FAR: step * (1 + given["verify_slope"] * (FAR - 1))}
-    levels = HEAD_LEVELS if args.head == AT_TARGET else 0
-    reading = (given["fuse_ms"] + levels * given["draft_step_ms"]) / 1000
+    reading, draft = given["fuse_ms"] / 1000, Curve.straight(given["draft_step_ms"] / 1000, given["draft_slope"])
     costs = Costs(
         verify={1: Curve((rows, seconds, 1.0) for rows, seconds in sizes.items())},
         heads={1: Curve((rows, seconds + reading, 1.0) for rows, seconds in sizes.items())} if args.head else {},
         feature_seconds=given["feature_kb"] * 8e-6 / given["feature_gbit"],
-        draft=Curve.straight(given["draft_step_ms"] / 1000, given["draft_slope"]),
+        level=draft if args.head == AT_TARGET else None,
+        draft=draft,
         to_target=relay,
         to_draft=relay,
         verify_each=given["session_ms"] / 1000,

@@ -82,6 +82,21 @@ def test_a_head_at_the_target_is_asked_as_far_from_its_true_states_as_its_tree_i
     assert ignored.tokens_per_verification == pytest.approx(1.0, abs=0.02), "requests that do not ask for a head"
 
 
+@pytest.mark.parametrize("acceptance", [0.5, 0.8])
+def test_a_head_at_the_target_whose_levels_are_dear_drafts_those_that_pay(acceptance):
+    """No number of levels that were always drafted would be much better."""
+    outcomes, step, level = made_up(Random(SEED), acceptance), 0.018, 0.006
+    setting, verify = replace(EAGLE, retention=0.98), {1: Curve.straight(step, 0.01)}
+
+    def rate(depth: int, costs: Costs) -> float:
+        return simulate(replace(setting, max_depth=depth), costs, outcomes, Random(SEED), tokens=400).rate
+
+    in_turn = replace(COSTS, verify=verify, heads=verify, level=Curve.straight(level, 0.0))
+    dearer = ({1: Curve.straight(step + n * level, 0.01 * step / (step + n * level))} for n in range(1, 9))
+    always = [rate(n, replace(COSTS, verify=verify, heads=heads)) for n, heads in enumerate(dearer, start=1)]
+    assert rate(8, in_turn) > 0.9 * max(always)
+
+
 def test_a_head_elsewhere_reads_features_as_they_come_and_distance_makes_what_it_says_old():
     def tokens_a_step(right: int, costs: Costs = COSTS, rtt: float = 0.0) -> float:
         texts = Passages([aged(words(Random(SEED)), right)], VOCABULARY)

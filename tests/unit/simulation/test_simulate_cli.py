@@ -43,6 +43,8 @@ def written(folder, *lines, cut: str = ""):
         (["--rows", "16:0"], "--rows '16:0': must be rows and milliseconds"),
         (["--rows", "16:6", "--target-step-ms", "6"], "--target-step-ms and --rows say what a step takes"),
         (["--record", "/nowhere/steps.jsonl", "--shared-device"], "--shared-device belongs to a made-up set-up"),
+        (["--head", "target", "--rtt", "5"], "--rtt is about draft workers: a head at the target needs none"),
+        (["--head", "target", "--drafters", "2"], "--drafters is about draft workers"),
         (["--retention", "0.9"], "--retention needs --head: it is for an EAGLE-3 head"),
         (
             ["--head", "target", "--schedule", "parallel"],
@@ -172,7 +174,7 @@ def test_what_a_gpu_adds_to_costs_slows_it_down(tmp_path, capsys):
 
 
 def test_what_a_head_costs_slows_it_down(tmp_path, capsys):
-    """Its levels in the target's step; elsewhere what its features take, and how it ages."""
+    """Its levels before the step; elsewhere what its features take, and how it ages."""
     here, away = ["--head", "target"], ["--head", "drafter", "--rtt", "0.5"]
     assert pace(tmp_path, *here, "--draft-step-ms", "0.1") > 1.5 * pace(tmp_path, *here)
     for dearer in (["--retention", "0.5"], ["--fuse-ms", "3"], ["--feature-kb", "8000"]):
