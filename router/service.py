@@ -14,6 +14,7 @@ from functools import partial
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from router.dispatch import Dispatcher, DispatchLimits
 from router.http.api import ApiSettings, build_app
@@ -73,7 +74,7 @@ class RouterSettings:
     """Where prompts are kept; None: nowhere."""
 
 
-def server_config(app: Starlette, host: str, port: int) -> uvicorn.Config:
+def server_config(app: ASGIApp, host: str, port: int) -> uvicorn.Config:
     """How HTTP is served."""
     return uvicorn.Config(
         app,
@@ -81,6 +82,7 @@ def server_config(app: Starlette, host: str, port: int) -> uvicorn.Config:
         port=port,
         log_config=None,
         http=BoundedHttp,
+        ws="none",  # or an offer of it takes the connection from under the answer to what came before
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=LAST_SECONDS,
     )

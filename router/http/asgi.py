@@ -144,7 +144,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     It never upgrades: an offer to, which some clients make with every request (``Upgrade: h2c``), is read under another
     name, or the parser would take the body for the other protocol's. What comes in one read with the end of another
-    request's body is neither counted nor renamed; a read has at most 256 KiB.
+    request's body is neither counted nor renamed, nor taken up either; a read has at most 256 KiB.
     """
 
     _running: RequestResponseCycle | None = None
@@ -191,6 +191,9 @@ class BoundedHttp(HttpToolsProtocol):
             self._line_begins = line.endswith(b"\n")
         if at < len(data) and not self.transport.is_closing():
             self._body_received(data[at:])
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: it would be two lines of log for every offer that is not renamed."""
 
     def _body_received(self, data: bytes) -> None:
         self._beside += len(data)

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
@@ -22,6 +21,7 @@ from router.http.auth import ApiKeys
 from router.limits import Allowance
 from router.schema.prompts import ALWAYS_READ
 from router.schema.request_schema import MAX_MESSAGES
+from router.service import server_config
 from router.text.tokenizer import Tokenizer
 from tests.fakes import FakeGenerator, commits
 from tests.http_server import serve
@@ -377,7 +377,7 @@ async def repeat(scope: Scope, receive: Receive, send: Send) -> None:
 @pytest.fixture
 async def repeating() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection to a server that repeats bodies, over a real socket."""
-    config, state = uvicorn.Config(repeat, lifespan="off", ws="none", log_config=None), ServerState()
+    config, state = server_config(repeat, "127.0.0.1", 0), ServerState()
     server = await asyncio.get_running_loop().create_server(lambda: BoundedHttp(config, state, {}), "127.0.0.1", 0)
     async with server:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])

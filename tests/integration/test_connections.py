@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
-import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
@@ -18,12 +17,14 @@ from router.generation import Committed
 from router.http import asgi
 from router.http.api import build_app
 from router.http.asgi import MAX_HEAD_BYTES, BoundedHttp
+from router.service import server_config
 from tests.fakes import FakeGenerator, FakeTokenizers
 from tests.integration.test_http_api import model, shared
 
 PATIENCE = 60.0
 """Seconds that a test waits for what must come."""
 CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+WEBSOCKET = b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-key: eA==\r\nsec-websocket-version: 13\r\n"
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -49,7 +50,7 @@ async def at_once(_scope: Scope, _receive: Receive, send: Send) -> None:
 @asynccontextmanager
 async def connected(app: ASGIApp) -> AsyncIterator[Connection]:
     """A connection to a server as the router runs it, over a real socket."""
-    config, state = uvicorn.Config(app, lifespan="off", ws="none", log_config=None), ServerState()
+    config, state = server_config(app, "127.0.0.1", 0), ServerState()
     loop, listener, client = asyncio.get_running_loop(), socket.socket(), socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -205,8 +206,11 @@ async def unread(connection: Connection, generator: FakeGenerator, **fields: obj
 
 
 @pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("offer", [b"", WEBSOCKET], ids=["plain", "websocket"])
 @pytest.mark.parametrize("requests", [1, 2, 3])
-async def test_a_client_that_leaves_is_noticed_whatever_it_has_sent_ahead(requests: int, late: bool) -> None:
+async def test_a_client_that_leaves_is_noticed_whatever_it_has_sent_ahead(
+    requests: int, offer: bytes, late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     begun: list[str] = []
     left = asyncio.Event()
 
@@ -217,7 +221,8 @@ async def test_a_client_that_leaves_is_noticed_whatever_it_has_sent_ahead(reques
         left.set()
 
     async with connected(waits) as (_, writer):
-        first, *others = [b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % number for number in range(requests)]
+        ends = [b"content-length: 2\r\n\r\n{}", *[offer + b"\r\n"] * (requests - 1)]  # a body, as all bodies begin
+        first, *others = [b"POST /%d HTTP/1.1\r\nhost: x\r\n%b" % (number, end) for number, end in enumerate(ends)]
         writer.write(first if late else b"".join([first, *others]))
         while not begun:
             await asyncio.sleep(0.001)
@@ -226,7 +231,7 @@ async def test_a_client_that_leaves_is_noticed_whatever_it_has_sent_ahead(reques
             await asyncio.sleep(0.05)
         writer.transport.abort()
         await left.wait()
-    assert begun == ["/0"]
+    assert begun == ["/0"] and not caplog.messages
 
 
 async def test_a_client_that_does_not_read_has_no_more_time_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +265,7 @@ class Watched(asyncio.Transport):
 
 async def test_a_client_that_reads_slowly_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asgi, "STALL_SECONDS", 0.0)
-    config = uvicorn.Config(repeat, lifespan="off", ws="none", log_config=None)
+    config = server_config(repeat, "127.0.0.1", 0)
     for sizes in ((90, 80, 70, 70), (90, 80, 70, 60)):
         protocol, transport = BoundedHttp(config, ServerState(), {}), Watched(*sizes)
         protocol.connection_made(transport)
