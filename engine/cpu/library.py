@@ -19,9 +19,11 @@ import os
 import platform
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_void_p
 from pathlib import Path
 from typing import Any
@@ -296,7 +298,7 @@ def _writable(folder: Path) -> bool:
     """
     try:
         folder.mkdir(mode=0o755, exist_ok=True)
-        return os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid()
+        return os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid() and _guarded(folder, stat.S_ISDIR)
     except OSError:
         return False
 
@@ -304,9 +306,20 @@ def _writable(folder: Path) -> bool:
 def _ours(path: Path) -> bool:
     """Whether there is such a library, and nobody else could have put it there."""
     try:
-        return path.is_file() and path.parent.stat().st_uid in (os.getuid(), 0) and path.stat().st_size > 0
+        return _guarded(path.parent, stat.S_ISDIR) and _guarded(path, stat.S_ISREG) and path.stat().st_size > 0
     except OSError:
         return False
+
+
+def _guarded(path: Path, kind: Callable[[int], bool]) -> bool:
+    """Whether it is of this kind, and only this user and root could have put it there; raises OSError.
+
+    Beside the source links are followed, and a group may write: who could make either may change the source too.
+    """
+    beside = SOURCE.parent in path.parents
+    there = path.stat() if beside else path.lstat()
+    others = stat.S_IWOTH if beside else stat.S_IWOTH | stat.S_IWGRP
+    return kind(there.st_mode) and there.st_uid in (os.getuid(), 0) and not there.st_mode & others
 
 
 def _compile(compiler: str, level: str, path: Path) -> None:
@@ -327,6 +340,7 @@ def _compile(compiler: str, level: str, path: Path) -> None:
         if process.returncode:
             why = next((line for line in said.splitlines() if "error" in line), f"exit {process.returncode}")
             raise Unbuildable(f"{compiler} cannot compile {SOURCE.name}: {why.strip()}")
+        made.chmod(0o755)  # whatever the umask: what others may write is not loaded
         made.replace(path)
 
 
