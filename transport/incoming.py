@@ -27,7 +27,7 @@ from protos.paceline.v1 import worker_pb2 as pb
 from speculation.frozen import frozen
 from speculation.messages import FromWorker, Load, Loading, Proposal, SessionId, Verification, Welcome
 from transport.codec import RELAYED, MalformedMessage, UnknownKind, decode_from_worker, is_features
-from transport.codec_parts import MAX_PLAIN_BYTES, AskedLogprobs
+from transport.codec_parts import MAX_FEATURE_BYTES, MAX_PLAIN_BYTES, AskedLogprobs
 from transport.outbox import MAX_FRAME_ENTRIES
 
 log = logging.getLogger(__name__)
@@ -105,6 +105,8 @@ class _Unread(NamedTuple):
 
 MAX_RELAYED_BYTES = 1 << 12
 """A longer message is encoded again on its way from worker to worker: fields unknown here are no way to send much."""
+MAX_RELAYED_FEATURES = MAX_FEATURE_BYTES + MAX_PLAIN_BYTES
+"""Longest message of features, with all that stands beside its values: a longer one is passed on to nobody."""
 
 MAX_SHIFT = 63
 """Of the last seven bits of a number of 64."""
@@ -261,6 +263,8 @@ class Incoming:
             return _Unread(entry)
         route = self._routes.get(head.session)
         if is_features(entry):  # which may overtake: they say of which tokens they are
+            if len(entry) > MAX_RELAYED_FEATURES:
+                return _Unread(entry)
             if route is None or route.epoch != head.epoch:
                 self._listener.unrouted()
             else:
@@ -310,6 +314,9 @@ class Incoming:
         head = heading(entry, long=True)
         if head is None or head.role != self._role:
             raise MalformedMessage(f"a message of {len(entry)} bytes; at most {MAX_PLAIN_BYTES} are allowed")
+        if is_features(entry) and len(entry) > MAX_RELAYED_FEATURES:
+            why = f"features of {len(entry)} bytes; at most {MAX_RELAYED_FEATURES} are allowed"
+            raise MalformedMessage(why, head.session, head.epoch)
         asked = self._listener.asked(head.session, head.epoch)
         if asked is not None and len(entry) > asked.max_bytes:
             why = f"a verification of {len(entry)} bytes; what was asked for takes at most {asked.max_bytes}"

@@ -11,6 +11,7 @@ import pytest
 
 from protos.paceline.v1 import worker_pb2 as pb
 from speculation.messages import (
+    FeatureFormat,
     Features,
     FromWorker,
     Load,
@@ -28,7 +29,7 @@ from transport.codec import (
     decode_to_worker,
     encode_from_worker,
 )
-from transport.codec_parts import MAX_PLAIN_BYTES, AskedLogprobs
+from transport.codec_parts import MAX_FEATURE_BYTES, MAX_PLAIN_BYTES, AskedLogprobs
 from transport.incoming import (
     HEARD_PER_MALFORMED,
     MAX_MALFORMED,
@@ -423,6 +424,25 @@ def test_features_are_passed_on_and_never_read():
     router.take(features, replace(features, epoch=HERE - 1), replace(features, session=TWO))
     assert [decode_to_worker(entry) for entry in router.sent] == [replace(features, epoch=THERE)]
     assert router.incoming.unread == 0 and not router.heard and router.late_features == 2
+
+
+@pytest.mark.parametrize("of", [ONE, TWO], ids=["open", "not open"])
+def test_features_longer_than_any_are_passed_on_to_nobody_and_count_against_their_target(of):
+    """Long enough, they would make a frame that a drafter does not take, and end the stream to it."""
+    router = Router()
+    router.may_tell = AskedLogprobs() if of == ONE else None
+    router.join(ONE)
+    values, scales = bytes(MAX_FEATURE_BYTES), bytes(MAX_FEATURE_BYTES // 32)
+    longest = Features(ONE, HERE, 3, 9, 128, values, FeatureFormat.FP8, scales)
+    router.take(longest)
+    assert len(router.sent) == 1
+    router.take(*[replace(longest, session=of, values=2 * values, scales=2 * scales)] * (MAX_MALFORMED + 1))
+    while router.later:
+        router.turn()
+    assert len(router.sent) == 1 and not router.late_features
+    error = router.heard[0]
+    assert isinstance(error, MalformedMessage) and (error.session, error.epoch) == (of, HERE)
+    assert str(error).startswith("features of 2162") and len(router.given_up) == 1
 
 
 def test_features_of_a_drafter_are_malformed():
