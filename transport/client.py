@@ -245,16 +245,17 @@ class WorkerConnection:
     async def _read(self, call: grpc.aio.StreamStreamCall[pb.Frame, pb.Frame], incoming: Incoming) -> str:
         """All that comes, and why no more does."""
         ended, liveness, clock = "the stream ended", self._liveness, asyncio.get_running_loop().time
+        was_up = False
         try:
             while isinstance(frame := await call.read(), pb.Frame):
                 self.traffic.received += frame.ByteSize()
                 if frame.HasField("pong"):
                     liveness.answered(frame.pong, clock())
-                was_up = incoming.up
                 incoming.take(frame)
                 if incoming.up or incoming.loading:
                     liveness.heard()
                 if incoming.up and not was_up:
+                    was_up = True
                     self._patience.came(incoming.instance)
                 while incoming.behind:  # what it says meanwhile is not lost, nor is it silent
                     liveness.held_back()

@@ -32,9 +32,9 @@ MAX_DEPTH = 128
 """Longest path in one proposal."""
 MAX_CHILDREN = 32
 """Most tokens of one proposal that follow the same place."""
-MAX_SUPPORT = 1024
-"""Most tokens in one q."""
-MAX_PROPOSAL_BYTES = 5 << 20
+MAX_SUPPORT = 64
+"""Most tokens in one q; drafters cut theirs to fewer (:mod:`engine.sampling.rejection`)."""
+MAX_PROPOSAL_BYTES = 1 << 19
 """Longest proposal; one with the most tokens and the longest q is shorter."""
 MAX_UINT32 = (1 << 32) - 1
 FIRST_NAMED = 64

@@ -11,8 +11,9 @@ A malformed message is reported to the listener and otherwise skipped, unless th
 frame. Then the stream is given up, unread messages and all. Messages of a kind not known here do not count: newer
 workers send them.
 
-Log-probabilities may take long to read. Those that nobody asked for make a message malformed before they are, and those
-of a prompt are left to who shows them, beside the event loop: there they are checked, and end no more than a request.
+Log-probabilities and proposals may take long to read. Log-probabilities that nobody asked for make a message malformed
+before they are; a long message of a session that is not open there is dropped before. Those of a prompt are left to who
+shows them, beside the event loop: there they are checked, and end no more than a request.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from typing import NamedTuple, Protocol
 from protos.paceline.v1 import worker_pb2 as pb
 from speculation.frozen import frozen
 from speculation.messages import FromWorker, Load, Loading, Proposal, SessionId, Verification, Welcome
-from transport.codec import RELAYED, MalformedMessage, UnknownKind, decode_from_worker, is_features
+from transport.codec import (
+    MAX_PROPOSAL_BYTES,
+    RELAYED,
+    MalformedMessage,
+    UnknownKind,
+    decode_from_worker,
+    is_features,
+)
 from transport.codec_parts import MAX_FEATURE_BYTES, MAX_PLAIN_BYTES, AskedLogprobs
 from transport.outbox import MAX_FRAME_ENTRIES
 
@@ -35,8 +43,12 @@ log = logging.getLogger(__name__)
 READ_AT_ONCE = 16
 """Messages read in one turn of the event loop, in which nothing is written and nobody else is heard: under 2 ms. With
 eight, a token took 9 % more of a router's CPU."""
+READ_BYTES = 1 << 14
+"""After which no other is read in the same turn: a long one takes as long as many."""
 MAX_UNREAD = 4096
-"""Messages that wait to be read; with more, no other frame is to be taken."""
+"""Messages that wait to be read; with more, no other frame is to be taken ..."""
+MAX_UNREAD_BYTES = 4 << 20
+"""... nor with more bytes."""
 MAX_MALFORMED = 16
 """Malformed messages that a stream survives in any case ..."""
 HEARD_PER_MALFORMED = 100
@@ -209,6 +221,7 @@ class Incoming:
         self._hints = role == "draft"
         self._give_up = give_up
         self._unread: deque[_Unread] = deque()
+        self._unread_bytes = 0
         self._pending: dict[SessionId, tuple[int, int]] = {}
         """Of each session, how much is unread, and under which epoch that was passed on (0: not all of it was).
 
@@ -226,7 +239,7 @@ class Incoming:
     @property
     def behind(self) -> bool:
         """Whether so much is unread that no more is to be taken."""
-        return len(self._unread) > MAX_UNREAD
+        return len(self._unread) > MAX_UNREAD or self._unread_bytes > MAX_UNREAD_BYTES
 
     def take(self, frame: pb.Frame | None) -> None:
         """Pass on what another worker waits for, now; tell the listener what the messages say, in order, soon.
@@ -246,8 +259,9 @@ class Incoming:
             unread = self._relay(entry) if self.up else _Unread(entry)
             if unread is not None:
                 self._unread.append(unread)
-        while not self.up and self._unread:
-            self._read()
+                self._unread_bytes += len(entry)
+        if not self.up:
+            self._read_slice()
         if idle and self._unread:
             self._later(self._read_some)
 
@@ -280,15 +294,21 @@ class Incoming:
 
     def _read_some(self) -> None:
         try:
-            for _ in range(READ_AT_ONCE):
-                if self._unread:
-                    self._read()
+            self._read_slice()
         finally:
             if self._unread:
                 self._later(self._read_some)
 
+    def _read_slice(self) -> None:
+        unread = self._unread_bytes
+        for _ in range(READ_AT_ONCE):
+            if not self._unread or unread - self._unread_bytes >= READ_BYTES:
+                return
+            self._read()
+
     def _read(self) -> None:
         entry, passed, session = self._unread.popleft()
+        self._unread_bytes -= len(entry)
         self._heard += 1
         if session is not None:
             count, there = self._pending.pop(session)
@@ -309,17 +329,19 @@ class Incoming:
 
         To parse it would take long, whatever becomes of it. Raises :class:`MalformedMessage`.
         """
-        if self._role != "target":
-            return False
         head = heading(entry, long=True)
         if head is None or head.role != self._role:
             raise MalformedMessage(f"a message of {len(entry)} bytes; at most {MAX_PLAIN_BYTES} are allowed")
-        if is_features(entry) and len(entry) > MAX_RELAYED_FEATURES:
-            why = f"features of {len(entry)} bytes; at most {MAX_RELAYED_FEATURES} are allowed"
-            raise MalformedMessage(why, head.session, head.epoch)
-        asked = self._listener.asked(head.session, head.epoch)
-        if asked is not None and len(entry) > asked.max_bytes:
+        asked, why = self._listener.asked(head.session, head.epoch), ""
+        if is_features(entry):
+            if len(entry) > MAX_RELAYED_FEATURES:
+                why = f"features of {len(entry)} bytes; at most {MAX_RELAYED_FEATURES} are allowed"
+        elif self._role == "draft":
+            if len(entry) > MAX_PROPOSAL_BYTES:
+                why = f"a proposal of {len(entry)} bytes; at most {MAX_PROPOSAL_BYTES} are allowed"
+        elif asked is not None and len(entry) > asked.max_bytes:
             why = f"a verification of {len(entry)} bytes; what was asked for takes at most {asked.max_bytes}"
+        if why:
             raise MalformedMessage(why, head.session, head.epoch)
         return asked is None
 
@@ -359,5 +381,6 @@ class Incoming:
     def _break(self, why: str) -> None:
         self.broken = True
         self._unread.clear()
+        self._unread_bytes = 0
         self._pending.clear()
         self._give_up(why)

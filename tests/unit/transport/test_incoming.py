@@ -11,6 +11,7 @@ import pytest
 
 from protos.paceline.v1 import worker_pb2 as pb
 from speculation.messages import (
+    SUPPORT_TOTAL,
     FeatureFormat,
     Features,
     FromWorker,
@@ -18,6 +19,7 @@ from speculation.messages import (
     Loading,
     Proposal,
     SessionId,
+    Support,
     TokenLogprobs,
     Verification,
     Welcome,
@@ -25,6 +27,9 @@ from speculation.messages import (
 from transport import codec, outbox
 from transport import incoming as module
 from transport.codec import (
+    MAX_PROPOSAL_BYTES,
+    MAX_PROPOSED,
+    MAX_SUPPORT,
     MalformedMessage,
     decode_to_worker,
     encode_from_worker,
@@ -33,7 +38,9 @@ from transport.codec_parts import MAX_FEATURE_BYTES, MAX_PLAIN_BYTES, AskedLogpr
 from transport.incoming import (
     HEARD_PER_MALFORMED,
     MAX_MALFORMED,
+    MAX_UNREAD_BYTES,
     READ_AT_ONCE,
+    READ_BYTES,
     Incoming,
     Listener,
     Route,
@@ -338,6 +345,87 @@ def test_all_that_came_is_read_when_the_stream_ends():
     assert len(router.heard) == 20
 
 
+def drafter(router: Router) -> Router:
+    """The same, of a drafter."""
+    router.incoming = Incoming("w", "draft", router, router.routes, router.later.append, router.given_up.append)
+    router.take(Welcome("draft", "m", 100, 100))
+    router.heard.clear()
+    return router
+
+
+def fullest(tokens: int = MAX_PROPOSED, support: int = MAX_SUPPORT) -> Proposal:
+    """Takes the longest to read."""
+    q = Support(tuple(range(support)), (SUPPORT_TOTAL // support,) * support)
+    return Proposal(ONE, HERE, 3, 0, (1,) * tokens, tuple(i % 64 - 1 for i in range(tokens)), q=(q,) * tokens)
+
+
+def test_one_turn_reads_no_more_of_long_messages_than_one():
+    router = drafter(Router())
+    router.may_tell = AskedLogprobs()
+    router.take(*[fullest()] * READ_AT_ONCE)
+    for read in range(READ_AT_ONCE):
+        assert len(router.heard) == read and len(router.later) == 1
+        router.turn()
+    assert router.heard == [fullest()] * READ_AT_ONCE and not router.later
+
+
+def test_one_turn_reads_all_that_drafters_write_in_one():
+    router = drafter(Router())
+    router.take(*[fullest(8, 16)] * READ_AT_ONCE)
+    router.turn()
+    assert len(router.heard) == READ_AT_ONCE
+
+
+def test_a_long_proposal_of_a_session_that_is_not_open_is_not_read(monkeypatch):
+    """It came late, or nobody asked for it."""
+    router = drafter(Router())
+    parsed: list[bytes] = []
+    monkeypatch.setattr(module, "decode_from_worker", lambda entry, *_: parsed.append(entry))
+    router.take(*[fullest()] * (2 * MAX_MALFORMED))
+    router.incoming.finish()
+    assert not parsed and not router.heard and not router.given_up
+
+
+def test_a_proposal_longer_than_any_is_malformed_unread():
+    router = drafter(Router())
+    wire = pb.Proposal(session=ONE, epoch=HERE, tokens=[1], q=[pb.Support(tokens=[1] * MAX_PROPOSAL_BYTES)])
+    router.take(pb.FromWorker(proposed=wire).SerializeToString())
+    router.turn()
+    (error,) = router.heard
+    assert isinstance(error, MalformedMessage) and (error.session, error.epoch) == (ONE, HERE)
+    assert str(error).startswith("a proposal of 524") and "at most 524288 are allowed" in str(error)
+
+
+def test_little_is_read_at_once_of_what_comes_before_a_welcome():
+    router = Router()
+    router.incoming = Incoming("w", "draft", router, router.routes, router.later.append, router.given_up.append)
+    parsed: list[bytes] = []
+    decode = module.decode_from_worker
+    short = encode_from_worker(fullest(256, 16))
+    assert READ_BYTES / 2 < len(short) < READ_BYTES
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "decode_from_worker", lambda entry, *more: parsed.append(entry) or decode(entry, *more))
+        router.take(*[short] * 9, Welcome("draft", "m", 100, 100), Load(sessions=3))
+        assert len(parsed) == 2 and not router.incoming.up
+        while router.later:
+            router.turn()
+    assert router.incoming.up and router.heard == [Load(sessions=3)]
+
+
+def test_a_reader_is_behind_with_few_messages_if_they_are_long():
+    router = drafter(Router())
+    count = MAX_UNREAD_BYTES // len(encode_from_worker(fullest()))
+    router.take(*[fullest()] * count)
+    assert not router.incoming.behind
+    router.take(fullest())
+    assert router.incoming.behind
+    router.turn()
+    assert not router.incoming.behind
+    router.incoming.finish()
+    router.take(*[fullest()] * count)
+    assert not router.incoming.behind, "what has been read does not count"
+
+
 @dataclass
 class Target:
     """A target that is heard, and what it costs to hear it."""
@@ -446,9 +534,7 @@ def test_features_longer_than_any_are_passed_on_to_nobody_and_count_against_thei
 
 
 def test_features_of_a_drafter_are_malformed():
-    router = Router()
-    router.incoming = Incoming("w", "draft", router, router.routes, router.later.append, router.given_up.append)
-    router.take(Welcome("draft", "m", 100, 100))
+    router = drafter(Router())
     router.join(ONE)
     router.take(Features(ONE, HERE, 3, 9, 4, bytes(8)))
     router.turn()
