@@ -21,6 +21,7 @@ from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 from cluster import console
+from tests.time_limit import pytest_runtest_call as pytest_runtest_call  # a hook
 from tests.words import in_one_process, may_match
 
 CLUSTERS = "tests/cluster/"
