@@ -12,6 +12,7 @@ import pytest
 
 from cluster.config.config import from_mapping
 from cluster.config.serving import router_settings
+from router import limits
 from router.answers.choice_reader import TextChunk
 from router.errors import ApiError
 from router.generation import GenerationError
@@ -265,15 +266,15 @@ async def test_chunks_pass_as_they_are_paid_for_and_counted() -> None:
     assert (payer.completion_tokens, tally.model("m").finished["length"]) == (2, 1)
 
 
-async def test_a_prompt_that_nobody_computed_is_paid_back() -> None:
-    payer, tally = Account(), RouterCounters()
-    payer.allow(Allowance(tokens_per_minute=1000), monotonic())
+async def test_a_prompt_that_nobody_computed_is_paid_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    payer, tally, now = Account(), RouterCounters(), 0.0
+    monkeypatch.setattr(limits, "monotonic", lambda: now)
+    payer.allow(Allowance(tokens_per_minute=1000), now)
     for code, begun, left, counted in (
         ("overloaded", (), 1000, 0),
         ("overloaded", (FIRST,), 698, 300),
         ("faulty", (), 398, 600),
     ):
-        now = monotonic()
         lease = payer.enter(now)
         lease.take_prompt(300, now)
         given = chunks(*begun, error=GenerationError(code, "x"))
