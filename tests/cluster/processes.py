@@ -16,7 +16,7 @@ import psutil
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "cluster.cli"]
-PATIENCE = 120.0
+PATIENCE = 600.0
 """Seconds that anything may take on a machine with too much to do. Tests that wait go on as soon as it has come."""
 
 STAGE = re.compile(r"^(?!paceline: ).* \.\.\.\n", re.MULTILINE)

@@ -13,7 +13,7 @@ import httpx
 from tests.cluster.processes import PATIENCE
 from tests.stack import MODELS
 
-TIMEOUT = httpx.Timeout(2 * PATIENCE)
+TIMEOUT = httpx.Timeout(PATIENCE)
 """Longer than a router lets a text wait for its model to be loaded again (``begun_timeout``)."""
 
 

@@ -24,7 +24,7 @@ DRAFT = MODELS / "draft"
 SAMPLING = Sampling(temperature=0.8, seed=2024)
 NEW_TOKENS = 160
 STRIKE_AFTER = 40
-READY_SECONDS = 120
+READY_SECONDS = 600
 
 
 @dataclass

@@ -43,7 +43,7 @@ async def one_killed(slow_target: Path) -> dict[str, Any]:
         addresses = target.worker.address, draft.worker.address
         (victim, doomed), (_, other) = [await router(stack, *addresses) for _ in range(2)]
         http = await stack.enter_async_context(client())
-        http.timeout = 2 * PATIENCE
+        http.timeout = PATIENCE
         replies = [Reply(number, 0.0) for number in range(2)]
         streams = [
             asyncio.create_task(stream(http, url, request, reply))
