@@ -28,12 +28,13 @@ async def test_who_asks_while_no_router_runs_is_told_to_ask_again(environment, m
             waiting = asyncio.create_task(client.post(f"{url}/v1/completions", json=body(prompts(1)[0], TOKENS)))
             async with asyncio.timeout(PATIENCE):
                 while (await client.get(f"{url}/cluster")).json()["workers"][0]["router_sessions"] == 0:
-                    pass
+                    await asyncio.sleep(0.01)
             (router,) = up.descendants("ray::ServeReplica:paceline:Router")
             router.kill()
             answers = [await waiting]
             async with asyncio.timeout(PATIENCE):
                 while answers[-1].status_code != 200:
+                    await asyncio.sleep(0.2)
                     answers.append(await client.post(f"{url}/v1/completions", json=short))
     assert answers[-1].json()["choices"][0]["text"] == wanted
     assert answers[:-1], "the router was back before anybody asked"
