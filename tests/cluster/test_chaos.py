@@ -7,10 +7,10 @@ bound, except that streams must go on before what hangs does.
 import pytest
 import pytest_asyncio
 
-from benchmarks.chaos import scenarios
-from benchmarks.chaos.faults import STUCK_SECONDS
+from benchmarks.chaos import faults, scenarios
 from benchmarks.chaos.settings import ChaosOptions, configuration
-from benchmarks.chaos.stage import running
+from benchmarks.chaos.stage import Stage, running
+from tests.cluster.processes import PATIENCE
 from tests.ports import free_port
 from tests.ranks import needs_no_gpu
 
@@ -21,8 +21,11 @@ SCENARIOS = {scenario.name: scenario for scenario in scenarios.scenarios(OPTIONS
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stage():
-    async with running(configuration(free_port(), OPTIONS.dtype)) as stage:
-        yield stage
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(faults, "STUCK_SECONDS", PATIENCE)
+        patch.setattr(Stage.whole, "__defaults__", (PATIENCE,))
+        async with running(configuration(free_port(), OPTIONS.dtype)) as stage:
+            yield stage
 
 
 # A killed rank is the business of test_serve_ranks.
@@ -35,4 +38,4 @@ async def test_a_fault_is_not_seen_by_clients(stage, name):
     assert (counted.failed, counted.different, counted.refused) == (0, 0, 0), counted.complaints
     assert counted.requests >= OPTIONS.streams
     assert not outcome.complaints
-    assert counted.silence.seconds < (STUCK_SECONDS if name == "stop-rank" else OPTIONS.hang)
+    assert counted.silence.seconds < (PATIENCE if name == "stop-rank" else OPTIONS.hang)
