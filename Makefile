@@ -42,7 +42,7 @@ test: setup
 
 # As well what takes long and rarely fails alone: most faults, more cases and larger samples. CI runs this.
 test-all: setup
-	$(BIN)/python -m pytest -n auto --no-loadscope-reorder -m "not families" $(ARGS)
+	$(BIN)/python -m pytest -n auto --no-loadscope-reorder -m "not families and not quick" $(ARGS)
 
 # Every model family that is known to work, or not to, as tiny random models; six of them are in `make test`.
 families: setup

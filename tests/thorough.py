@@ -15,5 +15,10 @@ def mostly_thorough(values: Iterable[Any], *, quick: Collection[Any]) -> list[An
     return [value if value in quick else pytest.param(*_each(value), marks=pytest.mark.thorough) for value in given]
 
 
+def more_thorough(few: int, many: int) -> list[Any]:
+    """How much of the same is tried: ``make test-all`` takes ``many`` alone, which show what the ``few`` show."""
+    return [pytest.param(few, marks=pytest.mark.quick), pytest.param(many, marks=pytest.mark.thorough)]
+
+
 def _each(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)

@@ -30,7 +30,7 @@ from speculation import noise as reference
 from speculation.acceptance import AcceptanceResult, Chosen, Draft, Sampled, keep_chain, residual
 from speculation.messages import SUPPORT_TOTAL, Sampling, Support
 from speculation.noise import Stream
-from tests.thorough import mostly_thorough
+from tests.thorough import more_thorough
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -234,7 +234,7 @@ CASES: dict[str, tuple[Tensor, list[Sampling], Drafting, tuple[float, float]]] =
 }
 
 
-@pytest.mark.parametrize("sessions", mostly_thorough([FEW, SESSIONS], quick=[FEW]))
+@pytest.mark.parametrize("sessions", more_thorough(FEW, SESSIONS))
 @pytest.mark.parametrize("case", CASES)
 def test_committed_tokens_have_the_targets_distribution(case: str, sessions: int) -> None:
     drafter, samplings, drafting, (min_kept, max_kept) = CASES[case]

@@ -47,7 +47,7 @@ from target_service import scheduler
 from target_service.scheduler import Budget
 from target_service.verdicts import NOT_FINITE
 from target_service.verify_loop import TargetLimits, VerifyLoop
-from tests.thorough import mostly_thorough
+from tests.thorough import more_thorough
 from tests.unit.engine.engine_models import load_tiny
 
 VOCABULARY = 32
@@ -245,7 +245,7 @@ def drive(engine: Any, requests: Sequence[Request], count: int, seed: int, limit
     return routers.seen + Counter(preempted=loop.counters.preempted)
 
 
-@pytest.mark.parametrize("count", mostly_thorough([2500, 10_000], quick=[2500]))
+@pytest.mark.parametrize("count", more_thorough(2500, 10_000))
 def test_thousands_of_requests_on_a_model_that_is_a_table(count):
     rng = Random(1)
     requests = [alone(table_logits, rng) for _ in range(300)]
