@@ -36,10 +36,19 @@ def run(*arguments: str, timeout: float = PATIENCE, stdin: str | None = None) ->
 
 
 def running(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those that have not ended by then. Where nobody reaps orphans, they stay as zombies."""
-    # `is_running` compares start times, so a reused id is not taken for one of them.
-    _, alive = psutil.wait_procs([p for p in processes if p.is_running()], seconds)
-    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    """Those that have not ended by then. Where nobody reaps orphans, they stay as zombies, which have ended."""
+    deadline = time.monotonic() + seconds
+    while (alive := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        # `is_running` compares start times, so a reused id is not taken for it.
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Paceline:

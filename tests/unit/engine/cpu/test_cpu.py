@@ -347,7 +347,7 @@ def test_a_compiler_that_takes_too_long_is_ended_whole(tmp_path: Path, monkeypat
     pid = tmp_path / "pid"
     started: list[psutil.Process] = []
     compiler = tmp_path / "c++"
-    compiler.write_text(f"#!/bin/sh\nsleep 600 & echo $! > {pid}; wait")
+    compiler.write_text(f"#!/bin/sh\nsleep 6000 & echo $! > {pid}; wait")
     compiler.chmod(0o755)
 
     def communicate(process: subprocess.Popen[str], timeout: float) -> None:
