@@ -272,7 +272,7 @@ class StepAccount:
         decoding = [entry for entry in entries if entry.decodes]
         computing = ended - started - drafting
         if len(decoding) == len(entries):
-            self._planner.observe(len(entries), tokens, computing, committed)
+            self._planner.observe(len(entries), tokens, computing, committed, drafting)
         self.time.observe(tokens, computing)
         self._longest.observe(tokens, ended - started)
         if decoding:

@@ -95,18 +95,21 @@ class Planner:
     def _quiet(self) -> bool:
         return self._quiet_for >= SETTLE
 
-    def observe(self, sessions: int, tokens: int, seconds: float, committed: int | None = None) -> None:
+    def observe(
+        self, sessions: int, tokens: int, seconds: float, committed: int | None = None, drafting: float = 0.0
+    ) -> None:
         """Learn from the step planned last, which decoded ``sessions`` sessions and prefilled nothing.
 
-        ``committed``: tokens of all together; None: nothing is learned of whether drafting pays. What the host takes
-        between two steps counts as part of the second, unless it waits on purpose.
+        ``committed``: tokens of all together; None: nothing is learned of whether drafting pays. ``drafting``: seconds
+        that it took besides, to draft in turn. What the host takes between two steps counts as part of the second,
+        unless it waits on purpose.
         """
         payoff, between, waited = self._payoff(sessions), 0.0, 0.0
         if self._began is not None and self._asked_at is not None:
             if self._ended is not None:
                 between = min(max(self._asked_at - self._ended, 0.0), seconds)
             waited = self._began - self._asked_at
-            self._ended = self._began + seconds
+            self._ended = self._began + seconds + drafting
             self._asked_at = self._began = None
         payoff.observe(tokens, seconds + between, quiet=self._quiet, branched=self._branched)
         if committed is None or not self._adaptive or not self._follow:

@@ -515,6 +515,17 @@ def test_a_step_that_reads_prompts_and_a_pause_say_nothing_of_the_time_between_s
     assert 0.01 < made.cost(1)(1) < 0.012, "the host took two milliseconds before the last"
 
 
+def test_what_drafting_in_turn_takes_is_no_part_of_the_next_step():
+    made = Planner(beside=False)
+    one = session(made, replace(DRAFT, enabled=False))
+    for number in range(20):
+        now = 0.018 * number  # seven milliseconds of drafts, ten of the step, one between
+        made.plan([Asked(one, 8)], now)
+        one.commit([9], now + 0.017)
+        made.observe(1, 1, 0.01, 1, 0.007)
+    assert made.cost(1)(1) == pytest.approx(0.011, rel=0.01)
+
+
 def test_in_a_class_of_rows_all_that_has_room_is_verified():
     made = Planner(row_classes=(16, 32))
     for _ in range(3):
