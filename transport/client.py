@@ -209,9 +209,12 @@ class WorkerConnection:
 
     async def run(self) -> None:
         """Connect, serve, and connect again, until cancelled."""
-        failures = broken = 0
+        failures, broken, task = 0, 0, asyncio.current_task()
+        assert task is not None
         while True:
             incoming = await self._attempt()
+            if task.cancelling():  # while a call begins, gRPC may take that for its own, and only say that it failed
+                raise asyncio.CancelledError
             failures = 0 if incoming.up else failures + 1
             broken = broken + 1 if incoming.broken else 0
             await asyncio.sleep(pause_after(failures, broken))

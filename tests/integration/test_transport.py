@@ -177,6 +177,25 @@ async def test_a_worker_that_stops_is_noticed_and_one_that_returns_is_used_again
                 await again.stop()
 
 
+async def test_a_connection_that_is_told_to_end_does_though_grpc_takes_that_for_its_own(monkeypatch):
+    asked = asyncio.Event()
+
+    async def read(*_):
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return "UNAVAILABLE: failed to connect"  # what a call says that could not begin, one time in a hundred
+
+    monkeypatch.setattr(WorkerConnection, "_read", read)
+    running = asyncio.create_task(WorkerConnection("127.0.0.1:1", "target", Heard()).run())
+    await asked.wait()
+    running.cancel()
+    async with asyncio.timeout(10):
+        await asyncio.wait({running})
+    assert running.cancelled()
+
+
 async def test_a_malformed_opening_fails_its_session_and_no_other():
     async with echo_worker(Echo()) as worker, grpc.aio.insecure_channel(worker.address) as channel:
         bad = pb.ToWorker(open=pb.Open(session=5, epoch=2)).SerializeToString()
