@@ -45,6 +45,8 @@ class Workplace:
                 (out / REPORT).unlink(missing_ok=True)
             else:
                 self._check(out)
+                if self._unused():  # nothing of other settings is gone on from
+                    shutil.rmtree(self.work, ignore_errors=True)
             self.work.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SettingsError(f"--out {out}: cannot be used: {error.strerror}") from error

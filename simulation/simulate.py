@@ -28,7 +28,7 @@ from simulation.simulated_world import Bounds as Bounds
 from simulation.simulated_world import OwnSources, RecordedEagle, SimulatedWorld, SimulationTotals, draft_in_turn
 from simulation.simulated_world import SimulationSettings as SimulationSettings
 from speculation.drafting.draft_session import Outcome
-from speculation.messages import Limits, Open, Proposal, Sampling, Schedule, SessionId, Source, Verification
+from speculation.messages import Limits, Open, Proposal, Sampling, Schedule, SessionId, Verification
 from speculation.trie import VerificationTree
 from speculation.verifying.payoff import DraftTurn
 from speculation.verifying.planner import Asked, Planner
@@ -177,7 +177,7 @@ class _Target:
     def __init__(self, world: _Run) -> None:
         self._world = world
         allowed = world.setting.sources if world.setting.schedule is Schedule.TRIE else frozenset()
-        self._planner = Planner(beside=Source.EAGLE not in allowed, row_classes=world.costs.row_classes)
+        self._planner = Planner(row_classes=world.costs.row_classes)
         self._sources = OwnSources(allowed, world.bounds.suffix_tokens, free=world.costs.level is None)
         self._held: dict[SessionId, _Verified] = {}
         self._inbox: list[tuple[Proposal, float]] = []

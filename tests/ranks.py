@@ -41,7 +41,7 @@ class Watched(RankProcesses):
 def on_ranks(settings: EngineSettings, ranks: Watched | None = None, count: int = 2) -> Iterator[Engine]:
     """An engine on several ranks, which are gone afterwards. They have time to join however slow the machine is."""
     ranks = ranks or Watched()
-    if settings.join_timeout == EngineSettings.join_timeout:
+    if settings.join_timeout == EngineSettings("").join_timeout:
         settings = replace(settings, join_timeout=900.0)
     engine = build(replace(settings, tensor_parallel_size=count), ranks=ranks)
     try:

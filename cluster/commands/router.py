@@ -8,6 +8,7 @@ import importlib
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from cluster.config import flags
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if args.after_input:
         importlib.import_module("router.service")  # most of a start, and workers take longer
         sys.stdin.buffer.read()
-    return asyncio.run(_serve(config, directory))
+    return asyncio.run(_serve(config, directory, awaited=args.after_input))
 
 
 def _directory(args: argparse.Namespace) -> StaticDirectory:
@@ -82,14 +83,16 @@ def _directory(args: argparse.Namespace) -> StaticDirectory:
     return StaticDirectory(addresses_in(args))
 
 
-async def _serve(config: Config, directory: StaticDirectory) -> int:
+async def _serve(config: Config, directory: StaticDirectory, *, awaited: bool = False) -> int:
+    """Until told to stop. ``awaited``: workers of all the models configured are to come; those by hand are of none."""
     from router.service import Router, RouterError, freeze_loaded
 
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
     targets, drafts = (tuple(directory.workers[role]) for role in (Role.TARGET, Role.DRAFT))
-    router = Router(router_settings(config, targets=targets, drafts=drafts))
+    settings = router_settings(config, targets=targets, drafts=drafts)
+    router = Router(settings if awaited else replace(settings, limits=replace(settings.limits, models=())))
     starting = asyncio.create_task(router.start())
     stop = asyncio.create_task(stopped.wait())
     try:

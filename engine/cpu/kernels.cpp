@@ -7,7 +7,7 @@
 // where the processor multiplies pairs of bfloat16 numbers, what goes into a product is rounded to it.
 //
 // Plain C interface, used through ctypes (engine/cpu/library.py), which also says how weights are packed. What computes
-// returns 0, or 1 for want of memory.
+// returns 0, or 1 for want of memory for what its threads share; what a thread needs for itself is small.
 //
 // Legend: T rows, D hidden size, Q query heads, H key/value heads, E head size, V size of a head's values (E in these
 // layers), I intermediate size, O outputs, K inputs of a product.

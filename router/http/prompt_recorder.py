@@ -158,7 +158,8 @@ class _Files:
 
     def append(self, line: bytes) -> None:
         """Write a line, as a whole or not at all. Raises OSError."""
-        if self._size and self._size + len(line) > self._settings.file_bytes:
+        full = self._size and self._size + len(line) > self._settings.file_bytes
+        if full or not os.fstat(self._file).st_nlink:  # another router may have taken it for the oldest
             self.open()
         try:
             written = os.write(self._file, line)

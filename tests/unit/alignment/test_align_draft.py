@@ -244,6 +244,14 @@ def test_a_disk_that_is_full_from_the_start_leaves_a_folder_to_begin_in(
     assert (tmp_path / "out" / ".align" / "settings.json").exists()
 
 
+def test_nothing_is_gone_on_from_whose_settings_are_gone(tmp_path: Path) -> None:
+    work = Workplace(tmp_path / "out", {"seed": 1}, resume=True).work
+    (work / "checkpoint.pt").touch()
+    (work / "settings.json").unlink()
+    Workplace(tmp_path / "out", {"seed": 2}, resume=True)
+    assert [path.name for path in work.iterdir()] == ["settings.json"]
+
+
 def test_a_checkpoint_that_outgrows_a_real_limit_leaves_the_one_before(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     write_checkpoint(path, {"weights": torch.ones(3)})

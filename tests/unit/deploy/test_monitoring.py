@@ -141,6 +141,8 @@ DECIDED = 'paceline_autoscaling_replicas{pool="DraftWorker-m.draft",state="decid
             },
         ),
         ("PacelineFailovers", {"paceline_failovers_total": "0+3x200"}),
+        # A target that dies again every seven minutes, as soon as it has loaded.
+        ("PacelineFailovers", {"paceline_failovers_total": " ".join(f"{25 * n}x6" for n in range(30))}),
         # One target was lost, with all its sessions, eight minutes ago.
         (None, {"paceline_failovers_total": "0x141 25x58"}),
         ("PacelineAcceptanceCollapsed", {'paceline_acceptance_collapsed{target="t",draft="d"}': "1x200"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import signal
@@ -63,6 +64,29 @@ async def test_the_command_says_that_it_serves_without_a_target(
     assert await command._serve(config, directory) == 0
     assert capsys.readouterr().out.endswith(" (no target worker yet)\n")
     assert told == ["frozen", READY, STOPPING]
+
+
+@pytest.mark.parametrize(("awaited", "models"), [(True, ("large", "small")), (False, ())])
+async def test_models_of_a_file_are_waited_for_only_where_their_workers_are_started_with_the_router(
+    awaited: bool, models: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: list[RouterSettings] = []
+
+    class Stopped(Exception):
+        pass
+
+    def router(given: RouterSettings) -> Router:
+        settings.append(given)
+        raise Stopped
+
+    monkeypatch.setattr(service, "Router", router)
+    listed = {name: {"target": {"model": "models/target"}} for name in ("small", "large")}
+    config = from_mapping({"models": listed}, "test")
+    with pytest.raises(Stopped):
+        await command._serve(config, StaticDirectory({Role.TARGET: ["127.0.0.1:9"], Role.DRAFT: []}), awaited=awaited)
+    assert tuple(sorted(settings[0].limits.models)) == models
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().remove_signal_handler(number)
 
 
 def test_the_collector_passes_by_what_a_router_has_loaded() -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import resource
 import threading
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,19 @@ def test_the_bound_also_holds_for_routers_that_write_little_each(
         assert sum(file.stat().st_size for file in files) <= settings.total_bytes
         assert all(file.stat().st_size for file in files), "none is left empty"
     assert len(files) > 2
+
+
+def test_a_file_that_another_router_took_for_the_oldest_is_begun_anew(tmp_path: Path) -> None:
+    quiet = PromptRecorder(RecordSettings(tmp_path, 4000))
+    quiet.take(asked("first"))
+    while not quiet.recorded:
+        time.sleep(0.01)
+    (taken,) = tmp_path.glob(PATTERN)
+    taken.unlink()
+    quiet.take(asked("later"))
+    quiet.close()
+    (file,) = tmp_path.glob(PATTERN)
+    assert "later" in file.read_text()
 
 
 def test_a_full_disk_ends_the_recording_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
