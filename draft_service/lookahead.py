@@ -160,8 +160,7 @@ class Lookahead:
         # Before a session is made of it, which takes long for a long text. A text that is translated may be shorter.
         size, cache = len(opened.tokens) if self._reader.text is Text else 0, self._engine.cache
         if size > cache.capacity:
-            why = f"a text of {size} tokens; the draft cache has room for {cache.capacity}"
-            return _refused(link, opened, RefusalCode.INVALID, why)
+            return _too_long(link, opened, size, cache.capacity)
         no_room = _refused(link, opened, RefusalCode.OVERLOADED, "no room for another session")
         if len(self._sequences) >= self._limits.sessions or size > cache.free_tokens:
             return no_room
@@ -170,8 +169,8 @@ class Lookahead:
             opened, vocabulary=vocabulary, limits=limits, calibration=self._calibration, resting=self._resting
         )
         text = self._reader.text(session.tokens)
-        if len(text.tokens) > cache.free_tokens:
-            return no_room
+        if (size := len(text.tokens)) > cache.free_tokens:
+            return no_room if size <= cache.capacity else _too_long(link, opened, size, cache.capacity)
         session.outcomes = [] if self._recorder else None
         session_log = SessionLog(log, opened.session, opened.request_options.request)
         session_log.info("opened with %d tokens, epoch %d", len(opened.tokens), opened.epoch)
@@ -218,6 +217,8 @@ class Lookahead:
         if why := self._reason_to_refuse(verification.tokens):
             return self._give_back(sequence, RefusalCode.INVALID, why)
         sequence.follow(old_root, verification)
+        if len(sequence.text.tokens) > self._engine.model.context:
+            sequence.rewind(0)  # nothing is drafted for it any more: others may have its room
         # A target that ran out of drafts may need what was drafted but not sent; the next step would hold it up.
         return sequence.pushes()
 
@@ -391,3 +392,8 @@ class Lookahead:
 
 def _refused(link: Hashable, about: Open | Verification, code: RefusalCode, message: str) -> Outgoing:
     return [(link, Refused(about.session, about.epoch, code, message))]
+
+
+def _too_long(link: Hashable, opened: Open, tokens: int, capacity: int) -> Outgoing:
+    why = f"a text of {tokens} tokens; the draft cache has room for {capacity}"
+    return _refused(link, opened, RefusalCode.INVALID, why)

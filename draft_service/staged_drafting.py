@@ -12,6 +12,7 @@ Tensor legend: N sessions, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from draft_service.sequence import DraftBatchEntry, DraftSequence
 from engine.cache.kv_cache import CachedSequence, CacheFull
-from engine.interface import Chunk
+from engine.interface import FATAL, Chunk
 from engine.sampling.sampling import Draw, candidates
 from engine.shaping.shaping import shaped
 from engine.step import Engine
@@ -32,6 +33,8 @@ from speculation.sources.lookup import PromptLookup
 from speculation.trie import Node
 from speculation.verifying.budget import StepCost
 from speculation.verifying.calibration import Calibration
+
+log = logging.getLogger(__name__)
 
 INDEXED = 512
 """Committed tokens that lookup takes in at once; a long prompt is read over several steps."""
@@ -165,7 +168,9 @@ class Assistant:
                 scope = session.opened.request_options.cache_scope
                 self._read[ask.sequence] = _Read(self._engine.cache.sequence(session.tokens, scope))
             read = self._read[ask.sequence]
-            if read is not None and ask.guesses.first_odds < read.odds and ask.place.end < self._engine.model.context:
+            if ask.place.end >= self._engine.model.context:
+                self._give_up(ask.sequence)
+            elif read is not None and ask.guesses.first_odds < read.odds:
                 read.rested += 1
                 yield ask, read
 
@@ -173,6 +178,11 @@ class Assistant:
         """Forget a session."""
         if (read := self._read.pop(sequence, None)) is not None:
             read.cached.free()
+
+    def _give_up(self, sequence: DraftSequence) -> None:
+        """Guess nothing more for a session."""
+        self.drop(sequence)
+        self._read[sequence] = None
 
     def _lengthen(self, going: Sequence[tuple[Ask, _Read]], *, begin: bool) -> bool:
         """One more guess for each session, instead of others' to ``begin`` with; False if there was no room for it."""
@@ -188,9 +198,7 @@ class Assistant:
         try:
             logits_NV = self._engine.run(chunks)
         except CacheFull:
-            ask, read = going[-1]
-            read.cached.free()
-            self._read[ask.sequence] = None
+            self._give_up(going[-1][0].sequence)
             return False
         for (_, read), chunk in zip(going, chunks, strict=True):
             read.chain += chunk.tokens
@@ -237,8 +245,15 @@ class StagedDrafting:
         self._asked = {ask.sequence: ask for ask in asked}
         gain = sum(node.weight for entry in entries for node in entry.expands)
         forward = Forward(sum(len(entry.tokens) for entry in entries), gain, cost)
-        for guesser in self._guessers:
-            guesser.guess(asked, forward)
+        try:
+            for guesser in self._guessers:
+                guesser.guess(asked, forward)
+        except FATAL:
+            raise
+        except Exception as error:  # whatever a model may raise; what goes on without guesses loses no draft
+            log.warning("a step goes on without guesses: %s: %s", type(error).__name__, error)
+            for ask in asked:
+                ask.guesses.clear()
         trees = [ask.guesses.tree for ask in asked]
         chances = [[ask.place.weight * odds for odds in tree.odds] for ask, tree in zip(asked, trees, strict=True)]
         for (entry, _), tree, count in zip(guessed, trees, forward.worth(chances), strict=True):
