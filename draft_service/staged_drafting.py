@@ -245,6 +245,14 @@ class StagedDrafting:
         self._asked = {ask.sequence: ask for ask in asked}
         gain = sum(node.weight for entry in entries for node in entry.expands)
         forward = Forward(sum(len(entry.tokens) for entry in entries), gain, cost)
+        self._guess(asked, forward)
+        trees = [ask.guesses.tree for ask in asked]
+        chances = [[ask.place.weight * odds for odds in tree.odds] for ask, tree in zip(asked, trees, strict=True)]
+        for (entry, _), tree, count in zip(guessed, trees, forward.worth(chances), strict=True):
+            entry.guesses = tree.first(count)
+        self.seconds = time.perf_counter() - started
+
+    def _guess(self, asked: Sequence[Ask], forward: Forward) -> None:
         try:
             for guesser in self._guessers:
                 guesser.guess(asked, forward)
@@ -254,11 +262,6 @@ class StagedDrafting:
             log.warning("a step goes on without guesses: %s: %s", type(error).__name__, error)
             for ask in asked:
                 ask.guesses.clear()
-        trees = [ask.guesses.tree for ask in asked]
-        chances = [[ask.place.weight * odds for odds in tree.odds] for ask, tree in zip(asked, trees, strict=True)]
-        for (entry, _), tree, count in zip(guessed, trees, forward.worth(chances), strict=True):
-            entry.guesses = tree.first(count)
-        self.seconds = time.perf_counter() - started
 
     def _ask(self, entry: DraftBatchEntry, depth: int) -> Ask:
         """The place of an entry behind which guesses hang: the one that is worth most."""

@@ -164,6 +164,9 @@ class Router:
         self._serving = asyncio.create_task(self._serve(self._server, listener))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.005)
+        if self._serving.done() and (error := self._serving.exception()) is not None:
+            self._serving = None
+            raise addresses.AddressError(f"cannot listen on {addresses.join(host, port)}: {error}") from error
         await self.connect()
 
     @staticmethod

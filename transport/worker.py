@@ -279,9 +279,9 @@ class Worker:
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
         self._heart.cancel()
+        await self._server.stop()  # first: whoever stays connected believes that it lives
         if self._ended is not None:
             await asyncio.to_thread(self._ended)
-        await self._server.stop()
 
     # -- transport.server.Handler, on the event loop -------------------------------------------------------------------
 

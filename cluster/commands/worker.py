@@ -113,15 +113,17 @@ async def _serve(role: Role, config: Config, listen: str) -> int:
     notify(READY)
     await asyncio.wait({serving})
     notify(STOPPING)
-    if not serving.cancelled() and (error := serving.exception()):
-        await worker.stop()
-        complain(f"paceline: the {role} worker failed: {type(error).__name__}: {error}")
-        return FAILED
     for number in SIGNALS:
         loop.remove_signal_handler(number)
     _let_signals_end()
+    error = None if serving.cancelled() else serving.exception()
+    patience = 0.0 if error else config.drain_timeout
     # What is stuck is not waited for, be it the loop, a rank or the interpreter's end.
-    faulthandler.dump_traceback_later(config.drain_timeout + STOP_SECONDS, exit=True, file=STDERR)
+    faulthandler.dump_traceback_later(patience + STOP_SECONDS, exit=True, file=STDERR)
+    if error:
+        complain(f"paceline: the {role} worker failed: {type(error).__name__}: {error}")
+        await worker.stop()
+        return FAILED
     await worker.drain(config.drain_timeout)
     return 0
 

@@ -18,8 +18,10 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from threading import Thread
 from typing import Any, Self
 
 import tokenizers
@@ -248,6 +250,10 @@ RETRY_SECONDS = 10.0
 """Pause after a tokenizer could not be read, or was read again: every request of a model that it is not would try."""
 
 
+READ_SECONDS, SILENT_SECONDS = 120.0, 300.0
+"""That reading one may take, and pause after it took longer: a hub that takes a connection may never answer."""
+
+
 class Tokenizers:
     """Of one router. Used from one event loop."""
 
@@ -300,15 +306,46 @@ class Tokenizers:
 
     async def _load(self, source: str) -> Tokenizer | TokenizerError:
         read: Tokenizer | TokenizerError
+        pause = RETRY_SECONDS
         try:
-            read = await asyncio.to_thread(Tokenizer.load, source)
+            async with asyncio.timeout(READ_SECONDS):
+                read = await _loaded(source)
+        except TimeoutError:
+            read = TokenizerError(f"{source}: not read within {READ_SECONDS:g} s; is the hub reachable?")
+            pause = SILENT_SECONDS
         except TokenizerError as error:
             read = error
         finally:
             del self._reading[source]
         first = source not in self._read and isinstance(read, Tokenizer)  # whose files may have been replaced since
-        self._read[source] = read, 0.0 if first else asyncio.get_running_loop().time() + RETRY_SECONDS
+        self._read[source] = read, 0.0 if first else asyncio.get_running_loop().time() + pause
         return read
+
+
+def _loaded(source: str) -> asyncio.Future[Tokenizer]:
+    """What a thread reads that nobody waits for at the end: neither the loop nor the process."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Tokenizer] = loop.create_future()
+
+    def tell(read: Tokenizer | Exception) -> None:
+        if answer.done():
+            return
+        if isinstance(read, Exception):
+            answer.set_exception(read)
+        else:
+            answer.set_result(read)
+
+    def load() -> None:
+        read: Tokenizer | Exception
+        try:
+            read = Tokenizer.load(source)
+        except Exception as error:  # raised by whoever waits
+            read = error
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(tell, read)
+
+    Thread(target=load, name="tokenizer", daemon=True).start()
+    return answer
 
 
 def _fits(read: Tokenizer | TokenizerError | None, model: ServedModel) -> bool:

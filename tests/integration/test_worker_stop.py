@@ -20,14 +20,16 @@ def stuck(*_):
 async def start(*_):
     async def wait():
         print("stuck", flush=True)
+        if sys.argv[1] == "fail":
+            raise ValueError("a step")
         await asyncio.Event().wait()
 
-    async def drain(_):
+    async def drain(_=0):
         print("drains", flush=True)
         time.sleep(60)
 
     welcome = SimpleNamespace(dtype="fp32")
-    return SimpleNamespace(address="here", welcome=welcome, freeze_loaded=bool, wait=wait, drain=drain)
+    return SimpleNamespace(address="here", welcome=welcome, freeze_loaded=bool, wait=wait, drain=drain, stop=drain)
 
 worker.STOP_SECONDS = float(sys.argv[2])
 if sys.argv[1] == "import":
@@ -59,3 +61,18 @@ def test_a_worker_that_stands_still_ends(stage, bound, signals, says, number):
             process.kill()
     assert says in errors
     assert process.returncode == (1 if says else -number)
+
+
+@pytest.mark.parametrize("bound", [60, 1], ids=["by a signal", "once its time is up"])
+def test_a_worker_that_failed_and_stands_still_ends(bound):
+    command = [sys.executable, "-c", START, "fail", str(bound)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert any("drains" in line for line in process.stdout)
+            if bound == 60:
+                process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=40)
+        finally:
+            process.kill()
+    assert "the draft worker failed: ValueError: a step" in errors
+    assert process.returncode == (-signal.SIGTERM if bound == 60 else 1)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 
@@ -23,6 +24,7 @@ from router.service import Router, RouterSettings
 from router.text.tokenizer import TokenizerError
 from speculation.events import Role
 from tests.ports import free_port
+from transport import address as addresses
 
 
 async def test_a_router_without_a_target_serves_and_keeps_trying(caplog: pytest.LogCaptureFixture) -> None:
@@ -38,6 +40,25 @@ async def test_a_router_without_a_target_serves_and_keeps_trying(caplog: pytest.
     assert asked.headers["retry-after"] == "1"
     assert [known.peer for known in router.dispatcher.pool.peers.values()], "it tries no more"
     await router.stop()
+
+
+async def test_a_router_whose_port_is_taken_while_it_starts_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = addresses.bound
+
+    def bound_by_two(host: str, port: int) -> socket.socket:
+        listener = bound(host, port)
+        other = bound(host, listener.getsockname()[1])
+        other.listen()
+        others.append(other)
+        return listener
+
+    others: list[socket.socket] = []
+    monkeypatch.setattr(addresses, "bound", bound_by_two)
+    router = Router(RouterSettings(targets=("127.0.0.1:9",), port=0, ready_timeout=0.0, drain_timeout=0.0))
+    with pytest.raises(addresses.AddressError, match=r"cannot listen on 127\.0\.0\.1"):
+        await router.start()
+    await router.stop()
+    others[0].close()
 
 
 async def test_a_router_opens_nothing_on_the_word_of_a_worker() -> None:

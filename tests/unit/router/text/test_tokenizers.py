@@ -12,6 +12,7 @@ import pytest
 
 from router.generation import ServedModel
 from router.http.api import build_app
+from router.text import tokenizer as tokenizer_module
 from router.text.tokenizer import Tokenizer, TokenizerError, Tokenizers
 from tests.fakes import EOS, FakeGenerator, commits, tiny_tokenizer
 
@@ -130,3 +131,31 @@ async def test_a_preferred_tokenizer_needs_no_other_leave(disk: Disk) -> None:
     assert await tokenizers.of(ServedModel("m", 400, 64, 0, "/etc")) is disk.kept["a"]
     with pytest.raises(TokenizerError, match="the tokenizer in 'a' is not that of"):
         await tokenizers.of(disk.model("b"))
+
+
+async def test_a_hub_that_never_answers_holds_up_no_request_for_good(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "READ_SECONDS", 0.05)
+    monkeypatch.setattr(tokenizer_module, "SILENT_SECONDS", 0.0)
+    tokenizers = Tokenizers()
+    disk.gate.clear()
+    with pytest.raises(TokenizerError, match=r"a: not read within 0.05 s; is the hub reachable\?"):
+        await tokenizers.of(disk.model("a"))
+    disk.gate.set()
+    monkeypatch.setattr(tokenizer_module, "READ_SECONDS", 60.0)
+    assert await tokenizers.of(disk.model("a")) is disk.kept["a"]
+    assert disk.reads == {"a": 2}
+
+
+def test_no_loop_waits_at_its_end_for_what_is_still_read(disk: Disk) -> None:
+    async def ask() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await Tokenizers().read("a")
+
+    disk.gate.clear()
+    began = threading.active_count()
+    asyncio.run(ask())
+    assert threading.active_count() == began + 1
+    disk.gate.set()
