@@ -221,23 +221,5 @@ class InTurn(Lookahead):
     def _worth(
         self, gains: Sequence[tuple[float, float, int]], sessions: int, deepest: int, turn: DraftTurn
     ) -> tuple[int, int]:
-        """How many of these places, best first, and levels make the most of a second; none if nothing more does.
-
-        ``gains``: tokens that one more draft there brings, the chance of a draft of its session to be right, and tokens
-        computed for it. ``sessions``: of the places. Each further level of a launch is reckoned as wide as the first,
-        and every draft as likely as its session's.
-        """
-        chosen, best, level = (0, 1), (turn.tokens, turn.seconds), self._levels.time_of(sessions).further
-        rate, gained, read = turn.rate, [0.0] * deepest, 0
-        for number, (gain, chance, computed) in enumerate(gains, start=1):
-            read += computed
-            tokens, seconds = turn.tokens, turn.seconds + self._cost(read)
-            for further in range(deepest):
-                gained[further] += gain
-                gain *= chance
-                seconds += number * turn.row_seconds + (level if further else 0.0)
-                tokens += gained[further]
-                if tokens > rate * seconds:
-                    rate, best, chosen = tokens / seconds, (tokens, seconds), (number, further + 1)
-        turn.tokens, turn.seconds = best
-        return chosen
+        """How many of these places and levels ``turn`` is extended by; ``sessions``: of the places."""
+        return turn.extend(gains, deepest, self._cost, self._levels.time_of(sessions).further)

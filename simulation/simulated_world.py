@@ -251,24 +251,17 @@ class RecordedEagle:
 def draft_in_turn(heads: Sequence[RecordedEagle], depth: int, level: Curve, turn: DraftTurn) -> float:
     """Let heads draft before a step as many levels as pay, all of them in a forward each; returns the seconds it takes.
 
-    ``turn``: the step without drafts. As :meth:`draft_service.in_turn.InTurn.draft` reckons, a level a launch: drafted
-    is what makes the most of a second.
+    ``turn``: the step without drafts. A level is a launch.
     """
     drafting = 0.0
     for head in heads:
         head.begin()
     while True:
         places = sorted(((gain, i) for i, head in enumerate(heads) for gain in head.gains(depth)), reverse=True)
-        rate, chosen, tokens = turn.rate, 0, turn.tokens
-        for count, (gain, _) in enumerate(places, start=1):
-            tokens += gain
-            seconds = turn.seconds + level(count) + count * turn.row_seconds
-            if tokens > rate * seconds:
-                rate, chosen, best = tokens / seconds, count, (tokens, seconds)
+        chosen, _ = turn.extend([(gain, 0.0, 1) for gain, _ in places], 1, level, 0.0)
         if not chosen:
             return drafting
         drafting += level(chosen)
-        turn.tokens, turn.seconds = best
         taken = Counter(i for _, i in places[:chosen])
         for i, head in enumerate(heads):
             head.grow(taken[i])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -215,6 +215,31 @@ class DraftTurn:
     def rate(self) -> float:
         """Tokens a second."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    def extend(
+        self, gains: Iterable[tuple[float, float, int]], deepest: int, first: Callable[[int], float], further: float
+    ) -> tuple[int, int]:
+        """How many of these places, best first, and levels make the most of a second; none if nothing more does.
+
+        It comes to what is expected of it with them. ``gains``: tokens that one more draft there brings, the chance of
+        a draft of its session to be right, and tokens computed for it. ``first``: seconds of a launch of one level, by
+        all tokens computed; ``further``: of each level more, which is reckoned as wide as the first, and every draft as
+        likely as its session's.
+        """
+        chosen, best = (0, 1), (self.tokens, self.seconds)
+        rate, gained, read = self.rate, [0.0] * deepest, 0
+        for number, (gain, chance, computed) in enumerate(gains, start=1):
+            read += computed
+            tokens, seconds = self.tokens, self.seconds + first(read)
+            for level in range(deepest):
+                gained[level] += gain
+                gain *= chance
+                seconds += number * self.row_seconds + (further if level else 0.0)
+                tokens += gained[level]
+                if tokens > rate * seconds:
+                    rate, best, chosen = tokens / seconds, (tokens, seconds), (number, level + 1)
+        self.tokens, self.seconds = best
+        return chosen
 
 
 class Payoff:
