@@ -184,7 +184,7 @@ class _Target:
         self._idle = True
         self._woken = 0
         self._drafting = 0.0
-        """Seconds that heads here have drafted; no part of the steps that the planner learns from."""
+        """Seconds that heads here took to draft for the step to come, or under way."""
 
     def open(self, opened: Open, request: ReplayedRequest, slot: int, drafter: SimulatedDrafter | None) -> None:
         head, outputs = self._sources.head(request), self._sources.outputs(request)
@@ -216,10 +216,9 @@ class _Target:
             plain, further = (world.costs.verify_seconds(len(held), len(held) * n, heads=True) for n in (1, 2))
             turn = DraftTurn(len(held), plain + world.costs.verify_pause, (further - plain) / len(held))
             drafting = draft_in_turn(heads, world.setting.max_depth, level, turn)
-        drafting = world.varied(drafting)
-        self._drafting += drafting
-        if drafting:
-            world.after(drafting, self._step)
+        self._drafting = world.varied(drafting)
+        if self._drafting:
+            world.after(self._drafting, self._step)
         else:
             self._step()
 
@@ -276,7 +275,7 @@ class _Target:
                 world.totals.count(verification, world.now - before)
             committed += len(verification.tokens)
             self._tell(one, verification, committed)
-        self._planner.observe(len(going), tokens, seconds, committed)
+        self._planner.observe(len(going), tokens, seconds, committed, self._drafting)
         world.after(world.costs.verify_pause, self._turn)
 
     def _tell(self, one: _Verified, verification: Verification, sent: int) -> None:
