@@ -170,7 +170,7 @@ class _Api:
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         self._reader.check_served()
-        return JSONResponse(self._model_body(name, self._reader.served(name)))
+        return JSONResponse(self._model_body(name, self._reader.served(name, self._reader.models())))
 
     async def health(self, _request: Request) -> Response:
         """200 as long as the process serves, whatever the workers do."""

@@ -157,17 +157,17 @@ class RequestReader:
         if not self._generator.models:
             raise GenerationError("unavailable", "no target worker is connected; try again soon")
 
-    def names(self, *, loading: bool = True) -> list[str]:
-        """Public names of the models that are served now, then of those that are to be; also of those that load."""
-        served = self._generator.models
+    def _names(self, models: Mapping[str, ServedModel], *, loading: bool = True) -> list[str]:
+        """Public names of these, which are served now, then of those that are to be; also of those that load."""
+        served = {model.name for model in models.values()}
         coming = (*self._generator.expected, *(sorted(self._generator.loading) if loading else ()))
-        return list(dict.fromkeys((*self.models(), *(name for name in coming if name not in served))))
+        return list(dict.fromkeys((*models, *(name for name in coming if name not in served))))
 
-    def served(self, name: str) -> ServedModel:
-        """The model of this public name. Raises :class:`ApiError`, retryable while it has no target."""
-        if (model := self.models().get(name)) is not None:
+    def served(self, name: str, models: Mapping[str, ServedModel]) -> ServedModel:
+        """That of :meth:`models` with this name. Raises :class:`ApiError`, retryable while it has no target."""
+        if (model := models.get(name)) is not None:
             return model
-        if name in (names := self.names()):
+        if name in (names := self._names(models)):
             raise GenerationError("unavailable", f"no target worker of model {name} is connected; try again soon")
         raise no_such_model(name, names)
 
@@ -176,8 +176,9 @@ class RequestReader:
         self.check_served()
         small = len(body) <= PARSED_INLINE_BYTES
         read = read_body(body, kind) if small else await self._in_thread(partial(read_body, body, kind))
-        name = model_asked(read, self.names(loading=read.model is not None))
-        model_entry = await self._model_entry(name, self.served(name))
+        models = self.models()
+        name = model_asked(read, self._names(models, loading=read.model is not None))
+        model_entry = await self._model_entry(name, self.served(name, models))
         make = partial(request_of, read, model_entry, request_id)
         if demands_structure(read):
             return await self._grammars.run(caller, make), model_entry
