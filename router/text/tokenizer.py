@@ -18,7 +18,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
 from threading import Thread
@@ -248,8 +248,6 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 RETRY_SECONDS = 10.0
 """Pause after a tokenizer could not be read, or was read again: every request of a model that it is not would try."""
-
-
 READ_SECONDS, SILENT_SECONDS = 120.0, 300.0
 """That reading one may take, and pause after it took longer: a hub that takes a connection may never answer."""
 
@@ -324,28 +322,17 @@ class Tokenizers:
 
 def _loaded(source: str) -> asyncio.Future[Tokenizer]:
     """What a thread reads that nobody waits for at the end: neither the loop nor the process."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Tokenizer] = loop.create_future()
-
-    def tell(read: Tokenizer | Exception) -> None:
-        if answer.done():
-            return
-        if isinstance(read, Exception):
-            answer.set_exception(read)
-        else:
-            answer.set_result(read)
+    answer: Future[Tokenizer] = Future()
+    answer.set_running_or_notify_cancel()  # so that whoever gives up waiting does not take it from the thread
 
     def load() -> None:
-        read: Tokenizer | Exception
         try:
-            read = Tokenizer.load(source)
+            answer.set_result(Tokenizer.load(source))
         except Exception as error:  # raised by whoever waits
-            read = error
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(tell, read)
+            answer.set_exception(error)
 
     Thread(target=load, name="tokenizer", daemon=True).start()
-    return answer
+    return asyncio.wrap_future(answer)
 
 
 def _fits(read: Tokenizer | TokenizerError | None, model: ServedModel) -> bool:
