@@ -40,13 +40,11 @@ class Workplace:
         self.out, self.work = out, out / WORK
         self._settings = json.loads(json.dumps(settings))
         try:
-            if not resume and self._mine():
-                shutil.rmtree(self.work, ignore_errors=True)
+            if self._unused() or (not resume and self._mine()):
+                shutil.rmtree(self.work, ignore_errors=True)  # nothing of other settings is gone on from
                 (out / REPORT).unlink(missing_ok=True)
             else:
                 self._check(out)
-                if self._unused():  # nothing of other settings is gone on from
-                    shutil.rmtree(self.work, ignore_errors=True)
             self.work.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SettingsError(f"--out {out}: cannot be used: {error.strerror}") from error
@@ -92,8 +90,6 @@ class Workplace:
         )
 
     def _check(self, out: Path) -> None:
-        if self._unused():
-            return
         if not self._mine():
             raise SettingsError(f"--out {out}: is not empty, and no alignment's; give a folder that does not exist yet")
         done = out / REPORT

@@ -93,7 +93,7 @@ class EagleTraining:
         options = self._options
         self._report(f"reading {data}")
         train, apart = gather(data, self._encoder, options.data_tokens, HELD_OUT, options.seed)
-        if not any(piece.start or len(piece.ids) > options.reach for piece in apart):
+        if not self._judgeable(apart):
             raise DataError(f"{data}: nothing held out is longer than the {options.reach} tokens guessed; give more")
         ids = joined([piece.ids for piece in train], self._encoder.separator)
         self._report(f"training on {len(ids)} tokens")
@@ -101,7 +101,7 @@ class EagleTraining:
 
     def fit(self, batches: BatchSource, held_out: Sequence[EncodedText]) -> dict[str, Any]:
         """The same with token ids."""
-        rows = self._held_out([piece for piece in held_out if piece.start or len(piece.ids) > self._options.reach])
+        rows = self._held_out(self._judgeable(held_out))
         trainer, best = self.begin(batches), self._place.work / "best.safetensors"
         measured = HeldOut(lambda: asdict(self.measure(rows)), itemgetter("run"), EVALUATIONS, PATIENCE, best)
         trainer.train_to_best(batches, self._learn, "head", measured, self._stopped)
@@ -180,6 +180,10 @@ class EagleTraining:
         inner = [parameter for name, parameter in trained if parameter.ndim == 2 and name != "lm_head.weight"]
         others = [parameter for name, parameter in trained if parameter.ndim != 2 or name == "lm_head.weight"]
         return muon_and_adamw(inner, rate * MUON, others, rate)
+
+    def _judgeable(self, pieces: Sequence[EncodedText]) -> list[EncodedText]:
+        """Those behind which a head's guesses may be judged."""
+        return [piece for piece in pieces if piece.start or len(piece.ids) > self._options.reach]
 
     def _held_out(self, pieces: Sequence[EncodedText]) -> list[WrittenRow]:
         """What is measured on: what the target writes behind prompts of these, or they as they are if that is short.
