@@ -163,14 +163,14 @@ class Assistant:
     def _worth_asking(self, asked: Sequence[Ask]) -> Iterator[tuple[Ask, _Read]]:
         """Where its own guesses may be better than those that hang there."""
         for ask in asked:
-            if ask.sequence not in self._read:
+            if ask.place.end >= self._engine.model.context:
+                self._give_up(ask.sequence)
+            elif ask.sequence not in self._read:
                 session = ask.sequence.session
                 scope = session.opened.request_options.cache_scope
                 self._read[ask.sequence] = _Read(self._engine.cache.sequence(session.tokens, scope))
             read = self._read[ask.sequence]
-            if ask.place.end >= self._engine.model.context:
-                self._give_up(ask.sequence)
-            elif read is not None and ask.guesses.first_odds < read.odds:
+            if read is not None and ask.guesses.first_odds < read.odds:
                 read.rested += 1
                 yield ask, read
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
@@ -41,6 +42,18 @@ sys.exit(main(["worker", "draft", "--listen", "127.0.0.1:0"]))
 """
 
 
+@contextmanager
+def standing_still(stage, bound, line):
+    """A worker that stands still at this stage and may for so long; it has said this line."""
+    command = [sys.executable, "-c", START, stage, str(bound)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert any(line in said for said in process.stdout)
+            yield process
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     ("stage", "bound", "signals", "says"),
@@ -48,31 +61,21 @@ sys.exit(main(["worker", "draft", "--listen", "127.0.0.1:0"]))
     ids=["while it imports", "by a second signal", "once its time is up"],
 )
 def test_a_worker_that_stands_still_ends(stage, bound, signals, says, number):
-    command = [sys.executable, "-c", START, stage, str(bound)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert any("stuck" in line for line in process.stdout)
+    with standing_still(stage, bound, "stuck") as process:
+        process.send_signal(number)
+        if signals == 2:
+            assert "drains" in process.stdout.readline()
             process.send_signal(number)
-            if signals == 2:
-                assert "drains" in process.stdout.readline()
-                process.send_signal(number)
-            _, errors = process.communicate(timeout=40)
-        finally:
-            process.kill()
+        _, errors = process.communicate(timeout=40)
     assert says in errors
     assert process.returncode == (1 if says else -number)
 
 
 @pytest.mark.parametrize("bound", [60, 1], ids=["by a signal", "once its time is up"])
 def test_a_worker_that_failed_and_stands_still_ends(bound):
-    command = [sys.executable, "-c", START, "fail", str(bound)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert any("drains" in line for line in process.stdout)
-            if bound == 60:
-                process.send_signal(signal.SIGTERM)
-            _, errors = process.communicate(timeout=40)
-        finally:
-            process.kill()
+    with standing_still("fail", bound, "drains") as process:
+        if bound == 60:
+            process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=40)
     assert "the draft worker failed: ValueError: a step" in errors
     assert process.returncode == (-signal.SIGTERM if bound == 60 else 1)

@@ -14,7 +14,6 @@ from draft_service.in_turn import InTurn
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.sequence import DraftSequence
 from draft_service.staged_drafting import Ask, Guesser, Lookup, StagedDrafting
-from engine.cache.kv_cache import KVCache
 from engine.interface import Chunk
 from engine.model import Model
 from engine.parallel.group import RankError
@@ -70,9 +69,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def drafter(model: Model, *, guessers: Sequence[Guesser] = ()) -> Lookahead:
-    engine = Engine(
-        model, KVCache(model.layers, 1024, block=model.block, dtype=model.dtype, device=model.device), invariant=False
-    )
+    engine = Engine(model, model.new_cache(1024), invariant=False)
     second = StagedDrafting(VOCABULARY, guessers)
     return Lookahead(engine, Welcome("draft", "tiny", VOCABULARY, CONTEXT), LIMITS, staged=second)
 
@@ -354,7 +351,7 @@ def test_no_session_waits_behind_long_prompts(model: Model) -> None:
 
 
 def test_in_turn_no_session_waits_behind_long_prompts(model: Model) -> None:
-    cache = KVCache(model.layers, 1024, block=model.block, dtype=model.dtype, device=model.device)
+    cache = model.new_cache(1024)
     limits = replace(LIMITS, prefill_from=8)
     worker = InTurn(Engine(model, cache, invariant=False), Welcome("draft", "tiny", VOCABULARY, CONTEXT), limits)
     for number, length in enumerate([CONTEXT - 4] * 4 + [12], start=1):

@@ -10,7 +10,6 @@ import torch
 
 from draft_service.sequence import Text
 from draft_service.staged_drafting import Assistant
-from engine.cache.kv_cache import KVCache
 from engine.model import Model
 from engine.step import Engine
 from speculation.messages import RefusalCode, Refused, Token
@@ -28,11 +27,6 @@ from tests.unit.draft_service.test_draft_faults import (
 from tests.unit.engine.engine_models import random_tokens
 
 __all__ = ["model"]  # a fixture
-
-
-def small_engine(model: Model) -> Engine:
-    cache = KVCache(model.layers, 1024, block=model.block, dtype=model.dtype, device=model.device)
-    return Engine(model, cache, invariant=False)
 
 
 def test_a_translated_text_that_can_never_fit_is_refused_for_good(model: Model) -> None:
@@ -63,7 +57,7 @@ def test_a_text_that_outgrows_the_draft_model_makes_room_for_others(model: Model
 
 
 def test_an_assistant_keeps_no_room_for_texts_that_it_cannot_guess_on(model: Model) -> None:
-    small = small_engine(model)
+    small = Engine(model, model.new_cache(1024), invariant=False)
     assistant = Assistant(small)
     short = replace(model, context=24)
     worker = drafter(model, guessers=[assistant])
@@ -76,7 +70,7 @@ def test_an_assistant_keeps_no_room_for_texts_that_it_cannot_guess_on(model: Mod
 
 
 def test_a_step_whose_guesses_fail_goes_on_without_them(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = small_engine(model)
+    small = Engine(model, model.new_cache(1024), invariant=False)
     texts = {number: random_tokens(20, seed=number) for number in (1, 2)}
     plain, guessed = drafter(model), drafter(model, guessers=[Assistant(small)])
 
