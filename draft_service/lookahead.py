@@ -199,7 +199,7 @@ class Lookahead:
         if sequence is None:
             return _refused(link, verification, RefusalCode.UNKNOWN_SESSION, "not opened here")
         self._resting = verification.lead == 0
-        old_root, lead = sequence.session.trie.root, sequence.session.lead
+        old_root, lead = sequence.session.trie.root, sequence.lead(self._engine.model.context)
         sync = sequence.session.verified(verification)
         self._account.note(sequence.session)
         if sync is Sync.IGNORED:

@@ -96,6 +96,12 @@ class DraftSequence:
         """Tokens of the committed text that the cache does not hold."""
         return len(self.text.tokens) - self.cached.length
 
+    def lead(self, context: int) -> tuple[int, int]:
+        """The session's lead in tokens, asked for and reached, as far as a draft model of this ``context`` can go."""
+        asked, reached = self.session.lead
+        room = max(context + 1 - len(self.text.tokens), 0)
+        return min(asked, room), min(reached, room)
+
     def frontier(self, context: int) -> Sequence[Node]:
         """The places worth expanding that a draft model of so much ``context`` can be fed."""
         room = context - len(self.text.tokens)

@@ -53,6 +53,10 @@ def test_a_text_that_outgrows_the_draft_model_makes_room_for_others(model: Model
     worker.validate()
     assert cache.free_tokens == cache.capacity
     assert worker.step() is None
+    demand = worker.demand()
+    assert 0 < demand.asked <= 5, "no more than there was room for"
+    worker.receive(ROUTER, verified(1, (*text, *range(40, 46)), 46))
+    assert worker.demand() == demand, "nobody can draft for this text: more drafters would not help"
     close(worker)
 
 
