@@ -103,6 +103,6 @@ def slow_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.bundled import MODELS
 
     folder = tmp_path_factory.mktemp("slow") / "target"
-    stretch(load(MODELS / "target", torch.float32), hidden_size=1024, layers=8).save_pretrained(folder)
+    stretch(load(MODELS / "target", torch.float32), hidden_size=768, layers=6).save_pretrained(folder)
     save_tokenizer(load_tokenizer(MODELS / "target"), folder)
     return folder

@@ -8,6 +8,7 @@ import grpc
 import httpx
 import psutil
 import pytest
+import pytest_asyncio
 
 from speculation.messages import Load
 from tests.cluster.processes import PATIENCE, STARTS, Paceline
@@ -32,6 +33,13 @@ def paceline(slow_target):
 @pytest.fixture(scope="module")
 def url(paceline):
     return paceline.expect(r"Paceline serves at (\S+)")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def long(url):
+    """Requests long enough to lose a worker meanwhile, and their texts."""
+    bodies = [body(prompt, TOKENS, temperature=0.8) for prompt in prompts(3)]
+    return bodies, await plain(url, bodies)
 
 
 def replicas(paceline, kind: str) -> list[psutil.Process]:
@@ -87,9 +95,8 @@ async def test_both_routers_answer(url):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "role"), [("DraftWorker", "draft"), ("TargetWorker", "target")])
-async def test_a_worker_killed_mid_stream_does_not_change_the_text(paceline, url, kind, role):
-    bodies = [body(prompt, TOKENS, temperature=0.8) for prompt in prompts(3)]
-    expected = await plain(url, bodies)
+async def test_a_worker_killed_mid_stream_does_not_change_the_text(paceline, url, long, kind, role):
+    bodies, expected = long
     killed = set()
 
     async def kill(results):
