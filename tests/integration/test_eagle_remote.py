@@ -486,8 +486,8 @@ def test_a_head_that_no_target_feeds_gets_no_sessions(folders: Folders, beside: 
 @pytest.mark.slow
 async def test_killed_workers_do_not_change_the_text(slow_target: Path, tmp_path: Path) -> None:
     """kill -9 of the drafter, then of the target: the next ones go on, and get features again."""
-    changes: dict[str, Any] = {"vocab_size": 4096, "draft_vocab_size": 4096, "target_hidden_size": 1024}
-    save(tiny_head(**changes, aux_layers=(2, 4, 6)), tmp_path / "head", embedding=True)
+    changes: dict[str, Any] = {"vocab_size": 4096, "draft_vocab_size": 4096, "target_hidden_size": 768}
+    save(tiny_head(**changes, aux_layers=(1, 3, 5)), tmp_path / "head", embedding=True)
     flags = ["--draft-eagle", str(tmp_path / "head")]
     processes = [
         Process(role, slow_target, f"127.0.0.1:{free_port()}", flags=[*flags, *more])
