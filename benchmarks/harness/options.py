@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -66,11 +67,13 @@ class Options:
     @property
     def command(self) -> str:
         """What measures the same again."""
-        own = [(_name(one), getattr(self, one.name)) for one in flags(type(self)) if one.name not in PLACES]
-        words = (
-            name if value is True else f"{name} {_word(value)}" for name, value in own if value not in (False, (), "")
-        )
-        return " ".join([f"paceline bench {self.BENCH}", *words])
+        words = ["paceline", "bench", self.BENCH]
+        for one in flags(type(self)):
+            value = getattr(self, one.name)
+            # What is empty, or 0, by default need not be said.
+            if one.name not in PLACES and (value or value != one.default):
+                words += [_name(one)] if value is True else [_name(one), _word(value)]
+        return shlex.join(words)
 
     @classmethod
     def add(cls, parser: Parser) -> None:

@@ -176,6 +176,22 @@ def test_the_quick_run_is_smaller_unless_told_otherwise(started, tmp_path):
     assert full.out.parent == RESULTS == CHECKOUT / "benchmarks" / "results"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bench scale --only 'with features' --features 8",
+        "bench gpu --device cpu --agreement 0 --records 'a folder'",
+        "bench soak --seed 3 --minutes 0.5",
+    ],
+)
+def test_the_command_that_results_name_asks_for_the_same_again(command, started, tmp_path, monkeypatch):
+    (tmp_path / "a folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)) == 0
+    assert main(shlex.split(started[0].command)[1:]) == 0
+    assert started[0] == started[1]
+
+
 def test_workers_compute_on_cpus_unless_their_plan_says_otherwise(monkeypatch):
     """What they are compared with does, also on a machine that has a GPU."""
     commands = []
