@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partialmethod
-from itertools import takewhile
 from typing import Any
 from unittest.mock import patch
 
@@ -36,13 +35,10 @@ from engine.eagle.cached import packed, unpacked
 from engine.eagle.head import EagleHead
 from models.pair import load
 from simulation.agreement import AgreementPassage
-from speculation.drafting.draft_session import Candidate
 from speculation.messages import FeatureFormat, Features, SessionId
 
 DRAFT = str(ROOT / "models" / "draft")
 FUSE = EagleHead.fuse
-Said = Callable[[AgreementPassage, int, int], Sequence[Candidate]]
-"""Of a passage, a place and a number k: what is said of the k-th token from there on, if all before is right."""
 
 
 def _sent(head: EagleHead, wanted: FeatureFormat, aux_1TA: Tensor) -> Tensor:
@@ -53,14 +49,12 @@ def _sent(head: EagleHead, wanted: FeatureFormat, aux_1TA: Tensor) -> Tensor:
     return unpacked(features, states_TD.shape[1], torch.float32)[None]
 
 
-def kept(passage: AgreementPassage, said: Said, depth: int) -> list[int]:
+def kept(passage: AgreementPassage, depth: int) -> list[int]:
     """Of each step of greedy decoding, from the second token on: how many drafts it keeps."""
     found: list[int] = []
     place = 1
     while place + depth <= len(passage.tokens):
-        firsts = (said(passage, place, k)[:1] for k in range(depth))
-        right = (bool(first) and first[0].token == passage.tokens[place + k] for k, first in enumerate(firsts))
-        found.append(sum(takewhile(bool, right)))
+        found.append(passage.kept(place, depth))
         place += found[-1] + 1
     return found
 
@@ -85,19 +79,18 @@ def main(prompts: int, tokens: int, depth: int) -> None:
     texts = [TargetText("", row.tokens[: row.start], row.tokens[row.start :]) for row in written]
     told = FitOptions(target=str(BUNDLED), dtype="float32", device="cpu")
 
-    def show(way: str, passages: Sequence[AgreementPassage], said: Said) -> None:
-        found = [count for passage in passages for count in kept(passage, said, depth)]
+    def show(way: str, passages: Sequence[AgreementPassage]) -> None:
+        found = [count for passage in passages for count in kept(passage, depth)]
         tell({"way": way, "depth": depth, **figures(found, depth)})
 
     drafted = teacher.passages(told, DRAFT, texts)
-    show("draft model", drafted, lambda one, place, k: one.places[place + k])
+    show("draft model", drafted)
     for sent in (None, *FeatureFormat):
         fuse = partialmethod(_sent, sent)
         with patch.object(EagleHead, "fuse", fuse) if sent is not None else nullcontext():
             by_age = teacher.by_age(replace(told, eagle=str(EAGLE)), texts)
-        asked = [replace(one, by_age=each) for one, each in zip(drafted, by_age, strict=True)]
-        way = "eagle" if sent is None else f"eagle, states in {sent}"
-        show(way, asked, lambda one, place, k: one.by_age[k][place + k])
+        asked = [replace(one, places=(), by_age=each) for one, each in zip(drafted, by_age, strict=True)]
+        show("eagle" if sent is None else f"eagle, states in {sent}", asked)
     say(f"{len(written)} prompts, up to {tokens} tokens each, {time.monotonic() - began:.0f} s")
 
 

@@ -153,6 +153,15 @@ class AgreementPassage:
         """What the drafter says at each place: a draft model, or a head of that age where there is none."""
         return self.places if self.places or not self.by_age else self.by_age[min(age, len(self.by_age) - 1)]
 
+    def kept(self, place: int, depth: int) -> int:
+        """Tokens of a draft of so many, from a place on, that are right: of first choices; a head ages on the way."""
+        ahead = self.tokens[place : place + depth]
+        for age, token in enumerate(ahead):
+            said = self.said(age)[place + age]
+            if not said or said[0].token != token:
+                return age
+        return len(ahead)
+
 
 class Spoken(ReplayedText):
     """The very words of a passage, so that sources which read the text find in it what they would find."""

@@ -81,17 +81,11 @@ def agreement(way: Way, passages: Sequence[AgreementPassage]) -> Agreement:
 
 def _drafted(passage: AgreementPassage) -> list[DraftRun]:
     """What comes of following the first choice of a draft model, or of a head, which ages on the way."""
-    found: list[DraftRun] = []
-    for place in range(len(passage.tokens)):
-        ahead = range(min(len(passage.tokens) - place, DEPTH))
-        right = next((age for age in ahead if not _is_right(passage, place + age, age)), len(ahead))
-        found.append(DraftRun(len(ahead) if passage.said(0)[place] else 0, right))
-    return found
-
-
-def _is_right(passage: AgreementPassage, place: int, age: int) -> bool:
-    said = passage.said(age)[place]
-    return bool(said) and said[0].token == passage.tokens[place]
+    most = len(passage.tokens)
+    return [
+        DraftRun(min(most - place, DEPTH) if said else 0, passage.kept(place, DEPTH))
+        for place, said in enumerate(passage.said(0))
+    ]
 
 
 def _local(way: Way, request: ReplayedRequest, sources: OwnSources) -> list[LocalSource]:

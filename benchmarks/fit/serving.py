@@ -83,8 +83,7 @@ class Watched:
     def costs(self, draft: str | None) -> Costs:
         """Of the target with a drafter, or alone. What its steps cost by themselves is the same for all."""
         undisturbed = [line for there in self.plainly for line in _within(self.lines[there], self.plainly[there])]
-        with_head = {id(line) for line in _within(self.lines[None], self.guessing)}
-        without_head = [line for line in self.lines[None] if id(line) not in with_head]
+        without_head = [line for line in self.lines[None] if not _ended_in(line, self.guessing)]
         alone = costs_in([*without_head, *undisturbed], drafter=False)
         if draft is None:
             return alone
@@ -263,5 +262,9 @@ def _lines(file: Path) -> list[Line]:
 
 def _within(lines: Iterable[Line], spans: Sequence[Span]) -> list[Line]:
     """Those of steps, and of waits, that ended in one of the spans."""
-    ends = ((line, line["wait"][1] if "wait" in line else line["end"]) for line in lines)
-    return [line for line, at in ends if any(began <= at <= ended for began, ended in spans)]
+    return [line for line in lines if _ended_in(line, spans)]
+
+
+def _ended_in(line: Line, spans: Sequence[Span]) -> bool:
+    at = line["wait"][1] if "wait" in line else line["end"]
+    return any(began <= at <= ended for began, ended in spans)

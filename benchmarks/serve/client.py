@@ -24,16 +24,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import httpx
 
 from benchmarks.harness import prompts
 from benchmarks.harness.prompts import Prompt, PromptError
 from benchmarks.serve.settings import BUNDLED_PROMPTS, PACELINE, VLLM, Json, ServeOptions, ServerContender
-from cluster.completion import bearer
+from cluster.completion import bearer, is_local
 from cluster.config.environment import BUNDLED
-from transport.address import is_loopback
 
 CHUNK_SIZES = {PACELINE: {"include_speculation": True}, VLLM: {"continuous_usage_stats": True}}
 """What makes a server say how many tokens a chunk has."""
@@ -255,8 +253,7 @@ def connect(contender: ServerContender, options: ServeOptions) -> httpx.AsyncCli
         headers=bearer(contender.api_key),
         timeout=httpx.Timeout(None, connect=min(CONNECT_SECONDS, options.timeout)),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        # A proxy from the environment cannot reach this machine's loopback.
-        trust_env=not is_loopback(urlsplit(contender.url).hostname or ""),
+        trust_env=not is_local(contender.url),
     )
 
 
