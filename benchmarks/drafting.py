@@ -36,7 +36,7 @@ from benchmarks.harness.measure import (
 )
 from benchmarks.harness.pair import ROOT, Pair, Shape, held_out, noiseless_target, stretched_eagle, stretched_pair
 from benchmarks.harness.processes import WorkerPlan, routed
-from benchmarks.harness.report import Goal, Result, against, goals_table, table_of, tell
+from benchmarks.harness.report import Goal, Result, table_of, tell
 from cluster.console import say
 from cluster.local.stretched import HIDDEN, LAYERS
 from router.dispatch import Dispatcher
@@ -367,9 +367,7 @@ def main(options: DraftingOptions) -> int:
             found[part.name] = asyncio.run(_measure(part, size))
     tables = [table_of(name, rows, {key: itemgetter(key) for key in rows[0]}) for name, rows in found.items()]
     goals = [goal for goal in GOALS if goal.ours(found) is not None]
-    tables += [goals_table(goals, found)] if goals else []
-    figures = {**against(goals, found), "parts": found}
-    Result("drafting", "Ways to draft", options, tables, [ABOUT], figures).publish()
+    Result("Ways to draft", options, tables, [ABOUT], {"parts": found}, goals, found).publish()
     return 0
 
 

@@ -239,7 +239,6 @@ def result(options: FaultOptions, outcomes: Sequence[FaultResult]) -> Result:
     figures = [f"{one.name}: {'; '.join(one.notes)}" for one in outcomes if one.notes]
     problems = [f"{one.name}, NOT AS WANTED: {why}" for one in outcomes for why in one.problems]
     return Result(
-        options.BENCH,
         "Faults",
         options,
         [table],
@@ -252,7 +251,6 @@ def result(options: FaultOptions, outcomes: Sequence[FaultResult]) -> Result:
             "holds": all(outcome.holds for outcome in outcomes),
             "rows": [{**asdict(one), "problems": one.problems, "holds": one.holds} for one in outcomes],
         },
-        machine=machine,
     )
 
 

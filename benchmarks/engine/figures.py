@@ -31,7 +31,6 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any
 
 import torch
 from transformers import LlamaForCausalLM
@@ -39,7 +38,7 @@ from transformers import LlamaForCausalLM
 from benchmarks.engine.settings import HEAD_SIZE, VOCABULARY, EngineOptions, LlamaShape
 from benchmarks.engine.steps import PREFIX, TREE, chain, many
 from benchmarks.harness.measure import Batch, Run
-from benchmarks.harness.report import Goal, Result, Table, against, describe_machine, goals_table
+from benchmarks.harness.report import Goal, Result, Table, describe_machine
 from cluster.config.config import Config
 from engine.model import placed
 
@@ -231,18 +230,15 @@ def pace(measured: Measured) -> Table:
     return Table("Plain decoding, tokens/s", columns, lines)
 
 
-def result(options: EngineOptions, dtype: str, measured: Measured, **about: Any) -> Result:
-    """All that is shown. ``summary`` and ``wanted`` have exactly the keys of the goals."""
-    machine = about.setdefault("machine", describe_machine())
+def result(options: EngineOptions, dtype: str, measured: Measured) -> Result:
+    """All that is shown."""
     sizes = {"parameters": options.shape.weights_read, "hidden": options.hidden, "layers": options.layers}
     return Result(
-        "engine",
         "The engine",
         options,
-        (steps(measured), pace(measured), goals_table(GOALS, measured)),
-        notes(options, dtype, measured, machine["processor"]),
+        (steps(measured), pace(measured)),
+        notes(options, dtype, measured),
         {
-            **against(GOALS, measured),
             "transformers": {goal.key: goal.transformers(measured) for goal in GOALS if goal.transformers},
             "dtype": dtype,
             "model": {**sizes, "weights": "random"},
@@ -259,15 +255,17 @@ def result(options: EngineOptions, dtype: str, measured: Measured, **about: Any)
             "first_token_seconds": [dict(zip(("cold", "repeated"), pair, strict=True)) for pair in measured.prefixes],
             "memory_bytes": asdict(measured.memory),
         },
-        **about,
+        GOALS,
+        measured,
     )
 
 
-def notes(options: EngineOptions, dtype: str, measured: Measured, processor: str) -> list[str]:
+def notes(options: EngineOptions, dtype: str, measured: Measured) -> list[str]:
     """What a reader of the figures must know, a sentence or two each."""
     bandwidths, (prompts, answers) = measured.bandwidths, zip(*lengths(CONCURRENT), strict=True)
     together, alone = (_over_theirs(name, measured, whole=False) for name in (TOGETHER, ALONE))
     held = {name: value / MEGABYTE for name, value in asdict(measured.memory).items()}
+    processor = describe_machine()["processor"]
     return [
         f"{processor}, {options.threads} cores; {dtype}. A Llama of {options.shape.weights_read / 1e6:.0f}M parameters "
         f"(hidden size {options.hidden}, {options.layers} layers, tied embeddings) with random weights: its speed is "

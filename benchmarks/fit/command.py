@@ -116,6 +116,7 @@ _VALIDATE = "serve the best way for real, at a few depths, and compare with what
 class FitOptions(Options):
     """A fit."""
 
+    BENCH = "fit"
     MODULE = "benchmarks.fit.main"
     target: str = _compared("", "folder or hub id (default: the bundled target)", metavar="MODEL")
     drafts: tuple[str, ...] = _compared((), _DRAFTS, name="--draft", metavar="MODEL", whole=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,8 @@ class FitResult:
 def shown(result: FitResult) -> Result:
     """Everything, with the advice last."""
     said = [*_sentences(result), advice(result.chosen, result.forecasts, result.loaded)]
-    return Result("fit", "Fit", result.options, tables(result), said, as_json(result), lambda to: plots(result, to))
+    drawn = partial(plots, result)
+    return Result("Fit", result.options, tables(result), said, as_json(result), plots=drawn)
 
 
 def tables(result: FitResult) -> list[Table]:

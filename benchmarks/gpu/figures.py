@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.gpu import settings
 from benchmarks.gpu.settings import DraftingSetting, GpuOptions, launched
-from benchmarks.harness.report import Goal, Result, Table, against, goals_table, table_of
+from benchmarks.harness.report import Goal, Result, Table, table_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,18 +169,17 @@ GOALS: tuple[Goal[Sequence[StageResult]], ...] = (
 
 
 def result(options: GpuOptions, device: str, outcomes: Sequence[StageResult], warnings: Sequence[str]) -> Result:
-    """What there is so far. ``summary`` and ``wanted`` have exactly the keys of the goals."""
+    """What there is so far."""
     figures = {
-        **against(GOALS, outcomes),
         "device": device,
         "sizes": asdict(options.sizes),
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }
-    return Result("gpu", "On a GPU", options, tables(outcomes), notes(device, warnings), figures)
+    return Result("On a GPU", options, tables(outcomes), notes(device, warnings), figures, GOALS, outcomes)
 
 
 def tables(outcomes: Sequence[StageResult]) -> list[Table]:
-    """All that have lines, the one that matters last."""
+    """All that have lines."""
     steps = table_of(
         "Steps",
         [(outcome, name, step) for outcome in outcomes for name, step in outcome.steps.items()],
@@ -214,7 +213,7 @@ def tables(outcomes: Sequence[StageResult]) -> list[Table]:
         for what, fact in (outcome.facts | ({"failed": outcome.failed} if outcome.failed else {})).items()
     ]
     found = (steps, rates, _drafting(outcomes), Table("Besides", ("stage", "shape", "what", "found"), facts))
-    return [*(table for table in found if table.lines), goals_table(GOALS, outcomes)]
+    return [table for table in found if table.lines]
 
 
 def _drafting(outcomes: Sequence[StageResult]) -> Table:

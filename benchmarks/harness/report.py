@@ -90,16 +90,19 @@ class Goal(Generic[Measured]):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One run, as it is shown. ``figures``: what its JSON has besides the date, the machine, the command and notes."""
+    """One run, as it is shown."""
 
-    name: str
     title: str
     options: Options
     tables: Sequence[Table]
-    """The one that matters last."""
+    """The one that matters last, unless there are goals."""
     notes: Sequence[str]
     """What a reader of the figures must know, a sentence or two each."""
     figures: Mapping[str, Any]
+    """What its JSON has besides the date, the machine, the command, notes and goals."""
+    goals: Sequence[Goal[Any]] | None = None
+    """What ``measured`` must reach."""
+    measured: Any = None
     plots: Callable[[Path], Mapping[str, str]] | None = None
     """Draws into a folder; what each of the files it writes shows."""
     indent: int | None = 2
@@ -121,7 +124,7 @@ class Result:
     def show(self) -> None:
         """Print tables and notes on stdout."""
         console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS)
-        for table in self.tables:
+        for table in self._tables():
             console.print(table.rich())
         for note in self.notes:
             console.print(note, highlight=False, markup=False, soft_wrap=True)
@@ -129,7 +132,8 @@ class Result:
     def document(self) -> dict[str, Any]:
         """Everything, for other programs."""
         about = {"date": self.day.isoformat(), "hardware": self.machine, "command": self.options.command}
-        return {**about, "notes": list(self.notes), **self.figures}
+        judged = {} if self.goals is None else against(self.goals, self.measured)
+        return {**about, "notes": list(self.notes), **judged, **self.figures}
 
     def write_json(self, file: Path) -> None:
         """The document."""
@@ -138,14 +142,17 @@ class Result:
     def write_folder(self, folder: Path) -> None:
         """The document, plots, and ``README.md``: the command, the notes, the tables, the last of them first, plots."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.write_json(folder / f"{self.name}.json")
+        self.write_json(folder / f"{self.options.BENCH}.json")
         drawn = self.plots(folder) if self.plots is not None else {}
-        *others, first = (table.markdown() for table in self.tables)
+        *others, first = (table.markdown() for table in self._tables())
         notes = "\n".join(f"- {note}" for note in self.notes)
         pictures = (f"![{caption}]({file})\n\n{caption}" for file, caption in drawn.items())
         parts = [f"## {self.title}, {self.day.isoformat()}", f"`{self.options.command}`", notes, first, *others]
         parts = [*filter(None, parts), *pictures]
         (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+    def _tables(self) -> list[Table]:
+        return [*self.tables, *([goals_table(self.goals, self.measured)] if self.goals else [])]
 
 
 @dataclass(frozen=True, slots=True)

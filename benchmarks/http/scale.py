@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness.options import FIGURES, Options, flag
-from benchmarks.harness.report import Goal, Result, Table, against, goals_table, table_of
+from benchmarks.harness.report import Goal, Result, Table, against, table_of
 from cluster.config.flags import count
 
 ROUTER, FEATURES, BARE = "router", "with features", "bare"
@@ -187,11 +187,8 @@ def notes(options: ScaleOptions) -> list[str]:
 
 def result(options: ScaleOptions, points: Sequence[LoadPoint]) -> Result:
     """All that is shown."""
-    tables = [table(points)]
-    document: dict[str, Any] = {"points": [asdict(point) for point in points]}
+    goals, document = None, dict[str, Any](points=[asdict(point) for point in points])
     if any(point.contender == ROUTER for point in points):
         goals = [goal for goal in GOALS if goal.ours(points) is not None]
-        tables += [goals_table(goals, points)]
-        told = against(goals, points)
-        document = {**told, "summary": {**told["summary"], **summary(points)}, **document}
-    return Result("scale", "What one router carries", options, tables, notes(options), document)
+        document["summary"] = against(goals, points)["summary"] | summary(points)
+    return Result("What one router carries", options, [table(points)], notes(options), document, goals, points)

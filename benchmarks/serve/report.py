@@ -197,7 +197,7 @@ def result(log: Log, options: ServeOptions) -> Result:
     }
     found = [table for table in tables(rows, comparisons) if table.lines]
     said = notes(log, options, rows)
-    return Result("serve", "Load on a server", options, found, said, document, indent=None)
+    return Result("Load on a server", options, found, said, document, indent=None)
 
 
 def _request(turn: Turn, one: Heard) -> Json:

@@ -15,7 +15,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
@@ -49,11 +48,9 @@ from benchmarks.harness.report import (
     PlotPanel,
     Result,
     Table,
-    against,
     cell,
     describe_machine,
     draw,
-    goals_table,
     table_of,
 )
 from benchmarks.speculation import figures, settings
@@ -209,11 +206,11 @@ STYLES = {
 TRIED = 10
 
 
-def result(options: SpeculationOptions, outcomes: Sequence[PairResult], **about: Any) -> Result:
+def result(options: SpeculationOptions, outcomes: Sequence[PairResult]) -> Result:
     """All that is shown; the main pair's outcome comes first."""
     rows = list(chain.from_iterable(outcome.rows for outcome in outcomes))
     given = {name: value for name, value in asdict(options).items() if name not in ("json", "out")}
-    pairs, machine = [outcome.pair for outcome in outcomes], about.setdefault("machine", describe_machine())
+    pairs, machine = [outcome.pair for outcome in outcomes], describe_machine()
     about_all = (
         f"{machine['processor']}, {machine['cores']} cores: one for the target, one for the drafter, the router beside "
         f"them; transformers {machine['transformers']} gets as many in all. {options.dtype}, {options.prompts} prompts "
@@ -221,21 +218,20 @@ def result(options: SpeculationOptions, outcomes: Sequence[PairResult], **about:
         "over the prompts. The round trip is injected between router and drafter."
     )
     return Result(
-        "speculation",
         "Speculative decoding",
         options,
-        (settings_table(rows), step_times(rows), goals_table(figures.GOALS, rows)),
+        (settings_table(rows), step_times(rows)),
         [about_all, *(f"{pair.name}: {pair.about}" for pair in pairs), *NOTES],
         {
-            **against(figures.GOALS, rows),
             "options": given,
             "pairs": [{"name": pair.name, "parameters": pair.parameters, "about": pair.about} for pair in pairs],
             "rows": [asdict(row) for row in rows],
             "tried": [asdict(row) for outcome in outcomes for row in outcome.tried],
             "machine": machine,
         },
+        figures.GOALS,
+        rows,
         plots=lambda folder: plots(rows, folder),
-        **about,
     )
 
 
