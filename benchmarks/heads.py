@@ -28,7 +28,7 @@ from benchmarks.fit import teacher
 from benchmarks.fit.command import FitOptions
 from benchmarks.fit.serving import TargetText
 from benchmarks.harness.measure import reached
-from benchmarks.harness.pair import BUNDLED, EAGLE, ROOT, held_out
+from benchmarks.harness.pair import BUNDLED, DRAFT, EAGLE, held_out
 from benchmarks.harness.report import tell
 from cluster.console import say
 from engine.eagle.cached import packed, unpacked
@@ -37,7 +37,6 @@ from models.pair import load
 from simulation.agreement import AgreementPassage
 from speculation.messages import FeatureFormat, Features, SessionId
 
-DRAFT = str(ROOT / "models" / "draft")
 FUSE = EagleHead.fuse
 
 
@@ -83,7 +82,7 @@ def main(prompts: int, tokens: int, depth: int) -> None:
         found = [count for passage in passages for count in kept(passage, depth)]
         tell({"way": way, "depth": depth, **figures(found, depth)})
 
-    drafted = teacher.passages(told, DRAFT, texts)
+    drafted = teacher.passages(told, str(DRAFT), texts)
     show("draft model", drafted)
     for sent in (None, *FeatureFormat):
         fuse = partialmethod(_sent, sent)

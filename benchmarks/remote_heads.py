@@ -17,7 +17,7 @@ import argparse
 import heapq
 import itertools
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -29,12 +29,12 @@ from benchmarks.fit import teacher
 from benchmarks.fit.command import FitOptions
 from benchmarks.fit.serving import TargetText
 from benchmarks.harness.measure import reached
-from benchmarks.harness.pair import BUNDLED, EAGLE, ROOT, held_out
+from benchmarks.harness.pair import BUNDLED, DRAFT, EAGLE, held_out
 from benchmarks.harness.report import tell
 from cluster.config.config import SpeculationConfig
 from draft_service.eagle import HeadLookahead
 from draft_service.lookahead import Lookahead
-from draft_service.service import ROLE as DRAFT
+from draft_service.service import ROLE as DRAFTER
 from draft_service.service import DraftSettings, load_head
 from engine.build import build, build_target, welcome
 from engine.settings import EngineSettings
@@ -182,10 +182,10 @@ def world(way: str, clock: Clock, options: argparse.Namespace, one_way: float) -
     told, drafter = welcome(settings, engine.model, TARGET), None
     forward = options.forward / 1e3
     if way == "draft model":
-        small = replace(TARGET_SETTINGS, model=str(ROOT / "models" / "draft"))
+        small = replace(TARGET_SETTINGS, model=str(DRAFT))
         own: Any = build(small, invariant=False)
         timed: Any = Timed(own, clock, forward)
-        drafter = Lookahead(timed, welcome(small, own.model, DRAFT))
+        drafter = Lookahead(timed, welcome(small, own.model, DRAFTER))
     elif way != LOCAL:
         head, introduction = load_head(DraftSettings(settings, eagle_format=options.format))
         computes: Any = Timed(head._head, clock, forward)
@@ -200,10 +200,8 @@ def measure(
 ) -> dict[str, object]:
     """The figures of a way at a round trip in ms; what was said is added to ``texts``."""
     clock = Clock()
-    with ExitStack() as patched:
-        patched.enter_context(patch("time.perf_counter", clock))
-        if way == NEVER_WAITING:
-            patched.enter_context(patch.object(planner, "worth_waiting", lambda *_: None))
+    waiting = patch.object(planner, "worth_waiting", lambda *_: None) if way == NEVER_WAITING else nullcontext()
+    with patch("time.perf_counter", clock), waiting:
         made = world(way, clock, options, trip / 2e3)
         for number, prompt in enumerate(held_out(options.prompts), 1):
             limits, before = Limits(len(prompt) + options.tokens), len(made.tokens)
@@ -250,9 +248,8 @@ def simulate_all(options: argparse.Namespace) -> None:
     """Tell what is expected of every way."""
     texts: list[TargetText] = []
     tell(measure(LOCAL, 0.0, options, texts))
-    draft = str(ROOT / "models" / "draft")
-    told = FitOptions(target=str(BUNDLED), drafts=(draft,), eagle=str(EAGLE), dtype="float32", device="cpu")
-    drafted, by_age = teacher.passages(told, draft, texts), teacher.by_age(told, texts)
+    told = FitOptions(target=str(BUNDLED), drafts=(str(DRAFT),), eagle=str(EAGLE), dtype="float32", device="cpu")
+    drafted, by_age = teacher.passages(told, str(DRAFT), texts), teacher.by_age(told, texts)
     by_head = [replace(one, places=(), by_age=said) for one, said in zip(drafted, by_age, strict=True)]
     tell(simulated(LOCAL, 0.0, options, by_head))
     for way, passages in (("eagle remote", by_head), ("draft model", drafted)):

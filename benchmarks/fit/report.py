@@ -136,8 +136,7 @@ class FitResult:
 def shown(result: FitResult) -> Result:
     """Everything, with the advice last."""
     said = [*_sentences(result), advice(result.chosen, result.forecasts, result.loaded)]
-    drawn = partial(plots, result)
-    return Result("Fit", result.options, tables(result), said, as_json(result), plots=drawn)
+    return Result("Fit", result.options, tables(result), said, as_json(result), plots=partial(plots, result))
 
 
 def tables(result: FitResult) -> list[Table]:

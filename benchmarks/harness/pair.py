@@ -27,6 +27,7 @@ from models.stretch import calibrate_noise, calibration_prompts
 
 ROOT = CHECKOUT
 BUNDLED = ROOT / "models" / "target"
+DRAFT = ROOT / "models" / "draft"
 EAGLE = ROOT / "models" / "eagle"
 CACHE = ROOT / "benchmarks" / ".cache"
 SEED = 0
@@ -59,7 +60,7 @@ def trained_pair() -> Pair:
     """The bundled target and draft, as they are."""
     parameters = parameter_count(load(BUNDLED, torch.bfloat16))
     about = f"Target ({parameters / 1e6:.1f}M parameters) and draft: the bundled pair, as trained."
-    return Pair("trained", BUNDLED, ROOT / "models" / "draft", parameters, about)
+    return Pair("trained", BUNDLED, DRAFT, parameters, about)
 
 
 def stretched_pair(shape: Shape, device: torch.device | None = None) -> Pair:

@@ -23,6 +23,7 @@ from benchmarks.http.scale import BARE, FEATURES, ROUTER, LoadPoint, ScaleOption
 from benchmarks.http.workers import FakeWorker, Script, StepPace
 from cluster.config.environment import BUNDLED
 from cluster.console import stages
+from router.answers.responses import DONE
 from router.http.asgi import REQUEST_ID_HEADER
 from router.http.exhaustion import raise_limit
 from router.text.tokenizer import Tokenizer
@@ -32,7 +33,7 @@ from speculation.messages import Welcome
 MODEL = "target"
 PROMPT = "def merge(left, right):\n"
 TEXT = "    result = []\n    while left and right:\n        result.append(min(left, right))\n"
-EVENT, LAST = b"data: ", b"data: [DONE]\n\n"
+EVENT = b"data: "
 CONTEXT = 1 << 20
 SETTLE_SECONDS = 1.5
 OPENING = 256
@@ -93,7 +94,7 @@ class Client(asyncio.Protocol):
         self.events += [time.monotonic()] * count if count != 1 else (time.monotonic(),)
         if not self.begun.done() and count:
             self.begun.set_result(None)
-        if LAST in data:
+        if DONE in data:
             self.ended.set_result(None)
             self._transport.close()
 

@@ -29,6 +29,7 @@ from starlette.types import ASGIApp
 
 from benchmarks.harness.processes import answer_lines, until_up
 from benchmarks.http.workers import StepPace
+from router.answers.responses import DONE
 from router.dispatch import DispatchLimits
 from router.http.asgi import REQUEST_ID_HEADER
 from router.http.exhaustion import raise_limit
@@ -36,7 +37,6 @@ from router.service import Router, RouterSettings, freeze_loaded
 
 EVENT = b"data: " + json.dumps({"id": "cmpl-" + "0" * 32, "choices": [{"text": "x" * 150}]}).encode() + b"\n\n"
 """As long as one of ours."""
-LAST_EVENT = b"data: [DONE]\n\n"
 MAX_SESSIONS = 1 << 14
 
 
@@ -59,7 +59,7 @@ class Ticker:
         number = 0
         while True:
             number = await self.pace.step(group / self.groups, number)
-            now, event = time.monotonic(), LAST_EVENT if self.pace.ending else EVENT
+            now, event = time.monotonic(), DONE if self.pace.ending else EVENT
             for times, queue in self._queues[group]:
                 times.append(now)
                 queue.put_nowait(event)
@@ -73,7 +73,7 @@ class Ticker:
         queue.put_nowait(EVENT)
 
         async def events() -> AsyncIterator[bytes]:
-            while (event := await queue.get()) is not LAST_EVENT:
+            while (event := await queue.get()) is not DONE:
                 yield event
             yield event
 
