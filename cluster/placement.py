@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.config.config import Config, max_replicas_of, min_replicas_of
+from cluster.config.config import Config, min_replicas_of
 from cluster.config.pools import Pool
 from cluster.config.settings import AUTO
 
@@ -101,7 +101,7 @@ def living(nodes: Iterable[Mapping[str, Any]]) -> list[ClusterNode]:
 
 def needs(config: Config) -> list[Need]:
     """Of every pool of workers that has some or may, then of the routers; of each the fewest that it may have."""
-    return [*(need(pool, config) for pool in config.pools() if max_replicas_of(pool.settings)), router_need(config)]
+    return [*(need(pool, config) for pool in config.nonempty_pools()), router_need(config)]
 
 
 def router_need(config: Config) -> Need:

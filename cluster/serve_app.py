@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster.config.config import Config, from_mapping, max_replicas_of
+from cluster.config.config import Config, from_mapping
 from cluster.placement import ROUTER, living, with_routers
 from cluster.ray.parts import options
 from cluster.ray.router_replica import RouterReplica
@@ -39,10 +39,9 @@ def application(args: dict[str, Any]) -> serve.Application:
 def build(config: Config) -> serve.Application:
     """The application, ready to be deployed."""
     handles = []
-    for pool in config.pools():
-        if max_replicas_of(pool.settings):
-            workers = _deployment(ServedWorker, pool.deployment, options(config, pool))
-            handles.append((pool.role, workers.bind(config, pool.deployment)))
+    for pool in config.nonempty_pools():
+        workers = _deployment(ServedWorker, pool.deployment, options(config, pool))
+        handles.append((pool.role, workers.bind(config, pool.deployment)))
     return _deployment(RouterReplica, ROUTER, options(config, None)).bind(config, handles)
 
 

@@ -16,7 +16,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.autoscaling.serve_policy import IMPORT_PATH as POLICY_PATH
 from cluster.autoscaling.serve_policy import declared
-from cluster.config.config import AutoscalingConfig, Config, from_mapping, max_replicas_of
+from cluster.config.config import AutoscalingConfig, Config, from_mapping
 from cluster.config.environment import BUNDLED
 from cluster.config.pools import TargetConfig, role_of
 from cluster.config.security import SecurityError, check_worker_exposure
@@ -340,7 +340,7 @@ def _unknown(where: str, given: Object, known: Iterable[str]) -> Iterator[str]:
 def _of_pools(config: Config, listed: object) -> Iterator[str]:
     """The policy keeps a pool that it is not told of as it is."""
     pools: list[dict[str, Any]] = declared(config)["policy_kwargs"]["pools"]
-    deployed = {pool.deployment for pool in config.pools() if max_replicas_of(pool.settings)}
+    deployed = {pool.deployment for pool in config.nonempty_pools()}
     needed = [pool for pool in pools if pool["deployment"] in deployed]
     if not (isinstance(listed, list) and all(one in pools for one in listed) and all(one in listed for one in needed)):
         written = yaml.safe_dump(needed, default_flow_style=True, sort_keys=False, width=WIDTH).strip()

@@ -158,10 +158,10 @@ def _await_http(config: Config) -> None:
 def _introduce(config: Config) -> None:
     tell(f"Paceline serves at {_url(config)}")
     pools = []
-    for pool in config.pools():
+    for pool in config.nonempty_pools():
         fewest, largest = min_replicas_of(pool.settings), max_replicas_of(pool.settings)
         size = f"{fewest}" if fewest == largest else f"{fewest} to {largest}"
-        pools += [f"{size} x {pool} {pool.settings.model}"] if largest else []
+        pools.append(f"{size} x {pool} {pool.settings.model}")
     shared = [draft.model for pool in config.pools() if (draft := config.shared_draft(pool))]
     drafts = f", drafting in turn with {', '.join(shared)}" if shared else "" if config.drafts else ", no drafts"
     tell(f"  {', '.join(pools)}{drafts}, on {config.backend}")

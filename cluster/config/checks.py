@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from cluster.config.config import Config, max_replicas_of
+from cluster.config.config import Config
 from cluster.config.environment import COMMIT, expanded, is_folder, pinned
 from cluster.config.pools import AT_DRAFTER, DraftConfig, TargetConfig
 from cluster.config.security import check_http_exposure, check_security, check_worker_exposure
@@ -36,11 +36,10 @@ def check(config: Config) -> None:
     check_security(config, ROLES if config.on_this_machine else ())
     if config.on_this_machine:  # in a cluster it may be our own, to be updated
         check_free(join(config.router.host, config.router.port))
-    for pool in config.pools():
-        if max_replicas_of(pool.settings):
-            named = {name: f"{pool.path}.{name}" for name in LOADED} | {"shared": "--draft"}
-            named |= {} if pool.model else {"model": f"--{pool.path}"}
-            check_loaded(pool.settings, config.shared_draft(pool), named)
+    for pool in config.nonempty_pools():
+        named = {name: f"{pool.path}.{name}" for name in LOADED} | {"shared": "--draft"}
+        named |= {} if pool.model else {"model": f"--{pool.path}"}
+        check_loaded(pool.settings, config.shared_draft(pool), named)
     check_ranks(config)
     for pool in config.pools():
         if pool.role is Role.TARGET:
@@ -102,11 +101,10 @@ def check_heads(config: Config) -> None:
 
     Nobody has to where requests get no drafts unless they ask.
     """
-    pools = config.pools()
-    for pool in pools:
+    drafted = {pool.model for pool in config.nonempty_pools() if pool.role is Role.DRAFT}
+    for pool in config.pools():
         head = isinstance(pool.settings, TargetConfig) and pool.settings.eagle and pool.settings.eagle_at == AT_DRAFTER
-        drafters = [other for other in pools if other.role is Role.DRAFT and other.model == pool.model]
-        if not (head and config.speculation.enabled) or any(max_replicas_of(other.settings) for other in drafters):
+        if not (head and config.speculation.enabled) or pool.model in drafted:
             continue
         wanted = config.speculation.drafters
         why = "there are no draft workers" if wanted else "speculation.drafters is false, as method eagle3 has it"

@@ -227,6 +227,10 @@ class Config:
                 found += [Pool(Role.DRAFT, model, name, draft) for name, draft in own.items()]
         return found
 
+    def nonempty_pools(self) -> list[Pool]:
+        """Those of :meth:`pools` that have replicas, or may come to have some."""
+        return [pool for pool in self.pools() if max_replicas_of(pool.settings)]
+
     @property
     def drafts_with_models(self) -> bool:
         """Whether draft models are wanted at all."""

@@ -13,7 +13,7 @@ import torch
 
 from cluster.config.config import Config, max_replicas_of
 from cluster.config.environment import expanded, variable
-from cluster.config.pools import NO_QUANTIZATION, DraftConfig, Pool, TargetConfig, chosen_threads
+from cluster.config.pools import NO_QUANTIZATION, DraftConfig, TargetConfig, chosen_threads
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.models import WeightsError, read_weights
 from cluster.local.gpus import divided
@@ -94,7 +94,7 @@ def check_driver(devices: Devices, config: Config) -> Iterator[Finding]:
     elif devices.driver:
         text = f"there is an NVIDIA driver, but PyTorch, built for CUDA {devices.cuda}, sees no GPU"
         yield problem("gpu", text, "update the driver for that CUDA, or give the container its GPUs; see nvidia-smi")
-    elif any(pool.settings.gpus or pool.settings.device.startswith("cuda") for pool in _pools(config)):
+    elif any(pool.settings.gpus or pool.settings.device.startswith("cuda") for pool in config.nonempty_pools()):
         yield problem("gpu", "the configuration asks for GPUs and there is none", "set gpus to 0 and device to auto")
     else:
         yield ok("gpu", "none; the CPU computes")
@@ -155,7 +155,7 @@ def _check_main_memory(needs: Sequence[DeviceNeed], left: int) -> Iterator[Findi
 
 def needs(config: Config, devices: Devices) -> Iterator[DeviceNeed]:
     """What the pools ask for, as far as their models are folders that can be read."""
-    for named in _pools(config):
+    for named in config.nonempty_pools():
         pool, beside = named.settings, config.shared_draft(named)
         own = _memory(pool, devices)
         drafting = (0, 0) if beside is None else _memory(beside, devices)
@@ -194,10 +194,6 @@ def check_devices(config: Config) -> Iterator[Finding]:
     yield from check_memory(needs(divided(config, len(devices.gpus)), devices), devices)
 
 
-def _pools(config: Config) -> list[Pool]:
-    return [pool for pool in config.pools() if max_replicas_of(pool.settings)]
-
-
 def room_of(folder: Path) -> tuple[int, int]:
     """Bytes of a file system, all and those left; none where there is no such file system."""
     try:
@@ -209,7 +205,7 @@ def room_of(folder: Path) -> tuple[int, int]:
 
 def check_threads(config: Config, cores: int) -> Iterator[Finding]:
     """Whether workers of this machine ask for more threads than it has cores."""
-    pools = [pool.settings for pool in _pools(config)]
+    pools = [pool.settings for pool in config.nonempty_pools()]
     asked = sum(max_replicas_of(pool) * pool.tensor_parallel_size * chosen_threads(pool) for pool in pools)
     chosen = any(isinstance(pool.threads, int) for pool in pools)
     text = f"workers here compute with {asked} threads, but there are {cores} cores"

@@ -57,7 +57,7 @@ def placed(config: Config, gpus: int) -> Config:
 
 def divided(config: Config, gpus: int) -> Config:
     """The same of ``gpus`` GPUs; unchanged where somebody has decided."""
-    pools = [pool for pool in config.pools() if max_replicas_of(pool.settings) and pool.settings.device != "cpu"]
+    pools = [pool for pool in config.nonempty_pools() if pool.settings.device != "cpu"]
     if not gpus or not all(_open(pool.settings) for pool in pools):
         return config
     shares = _shares(pools, gpus)

@@ -112,14 +112,13 @@ def with_replicas(config: Config, counts: Mapping[str, Mapping[str, int]]) -> Co
 
 def declaration(config: Config) -> dict[str, Any]:
     """What ``paceline up`` deploys: an entry of ``applications`` in a ServeDeploySchema, as plain values."""
-    pools = [pool for pool in config.pools() if max_replicas_of(pool.settings)]
     described = {
         "name": APPLICATION,
         "route_prefix": "/",
         "import_path": IMPORT_PATH,
         "runtime_env": {"env_vars": importable(config)},
         "args": asdict(outline(config)),
-        "deployments": [_declared(config, pool) for pool in (*pools, None)],
+        "deployments": [_declared(config, pool) for pool in (*config.nonempty_pools(), None)],
     }
     return described | ({"autoscaling_policy": serve_policy.declared(config)} if config.autoscales else {})
 
