@@ -236,10 +236,9 @@ def worker_config(config: Config, pool: Pool) -> Config:
     chosen = config.of_worker(pool)
     if not isinstance(pool.settings, DraftConfig) or chosen.draft.target_tokenizer:
         return chosen
-    target = target_of(config, pool)
-    if not difference(target, chosen.draft.model):
+    if not difference(chosen.target.model, chosen.draft.model):
         return chosen
-    return replace(chosen, draft=replace(chosen.draft, target_tokenizer=target))
+    return replace(chosen, draft=replace(chosen.draft, target_tokenizer=chosen.target.model))
 
 
 def may_draft_in_turn(config: Config) -> bool:
@@ -256,12 +255,6 @@ def may_draft_in_turn(config: Config) -> bool:
         return False
     theirs, ours = _vocabulary(config.target.model), _vocabulary(draft.model)
     return theirs is not None and theirs == ours
-
-
-def target_of(config: Config, pool: Pool) -> str:
-    """The model of the targets that a draft pool drafts for."""
-    models = [other.settings.model for other in config.pools() if other.model == pool.model]
-    return models[0]
 
 
 def difference(target: str, draft: str) -> str:

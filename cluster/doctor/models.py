@@ -19,7 +19,7 @@ from cluster.config.checks import CheckError, check_model, check_tokenizer
 from cluster.config.config import Config, max_replicas_of
 from cluster.config.environment import expanded, is_folder
 from cluster.config.pools import DraftConfig, TargetConfig
-from cluster.config.serving import difference, target_of
+from cluster.config.serving import difference
 from cluster.doctor.finding import Finding, ok, problem, warning
 from engine.loading.checkpoint import read_config
 from engine.model import ModelError
@@ -34,7 +34,7 @@ def check(config: Config) -> Iterator[Finding]:
     for pool in pools:
         yield from check_folder(f"model of {pool}", pool.settings)
         if pool.role is Role.DRAFT:
-            yield from check_pair(f"vocabulary of {pool}", target_of(config, pool), pool.settings.model)
+            yield from check_pair(f"vocabulary of {pool}", config.of_worker(pool).target.model, pool.settings.model)
         elif draft := config.shared_draft(pool):
             yield from check_folder(f"draft model of {pool}", draft)
 

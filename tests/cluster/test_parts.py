@@ -17,7 +17,7 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.config.checks import CheckError, check_ranks
 from cluster.config.config import Override, from_mapping, load
 from cluster.config.security import SecurityError
-from cluster.config.serving import router_settings, target_of
+from cluster.config.serving import router_settings
 from cluster.console import CommandError
 from cluster.discovery import ServeDirectory, StaticDirectory
 from cluster.placement import GPU_CLASS, ClusterNode, Need, lacking, needs
@@ -215,7 +215,7 @@ def test_every_replica_finds_what_it_is_told_in_its_environment(monkeypatch, doc
         else:
             original = pools[entry["name"]]
             assert replace(pool.settings, replicas=original.settings.replicas) == original.settings
-            assert target_of(own, pool) == target_of(config, original)
+            assert own.of_worker(pool).target.model == config.of_worker(original).target.model
     monkeypatch.delenv(SETTINGS)
     assert known(config) is config
 
