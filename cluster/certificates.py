@@ -29,10 +29,6 @@ AUTHORITY = "ca"
 """Its files are ``ca.crt`` and ``ca.key``; those of a role ``target.crt`` and ``target.key``."""
 
 
-class IssueError(BadInput):
-    """An authority that cannot be used. One line that names the file."""
-
-
 @dataclass(frozen=True, slots=True)
 class Issued:
     """A certificate with its private key."""
@@ -79,27 +75,27 @@ def issue(authority: Issued, role: str, now: datetime, life: timedelta = LIFE) -
 
 
 def read_authority(folder: Path, now: datetime) -> Issued:
-    """The authority in a folder. Raises :class:`IssueError`."""
+    """The authority in a folder. Raises :class:`BadInput`, which names the file."""
     certificate_path, key_path = folder / f"{AUTHORITY}.crt", folder / f"{AUTHORITY}.key"
     try:
         certificate = x509.load_pem_x509_certificate(certificate_path.read_bytes())
         key = load_pem_private_key(key_path.read_bytes(), password=None)
     except OSError as error:
-        raise IssueError(f"{error.filename}: cannot be read: {error.strerror}") from error
+        raise BadInput(f"{error.filename}: cannot be read: {error.strerror}") from error
     except (ValueError, TypeError) as error:
-        raise IssueError(f"{certificate_path} and {key_path}: not a certificate and its key in PEM") from error
+        raise BadInput(f"{certificate_path} and {key_path}: not a certificate and its key in PEM") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
-        raise IssueError(f"{key_path}: is not the key of {certificate_path}")
+        raise BadInput(f"{key_path}: is not the key of {certificate_path}")
     if now >= certificate.not_valid_after_utc:
-        raise IssueError(f"{certificate_path}: has expired; make a new one in another folder")
+        raise BadInput(f"{certificate_path}: has expired; make a new one in another folder")
     return Issued(certificate, key)
 
 
 def write_authority(folder: Path, authority: Issued) -> None:
-    """Into a folder that has none. Raises :class:`IssueError`, OSError."""
+    """Into a folder that has none. Raises :class:`BadInput`, OSError."""
     existing = [path for suffix in ("crt", "key") if (path := folder / f"{AUTHORITY}.{suffix}").exists()]
     if existing:
-        raise IssueError(f"{existing[0]}: is there already; --renew keeps it and makes new certificates for all roles")
+        raise BadInput(f"{existing[0]}: is there already; --renew keeps it and makes new certificates for all roles")
     _write(folder, AUTHORITY, authority)
 
 

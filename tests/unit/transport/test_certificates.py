@@ -13,7 +13,6 @@ from cryptography.x509 import load_pem_x509_certificate
 
 from cluster.certificates import (
     REDIS,
-    IssueError,
     issue,
     new_authority,
     now,
@@ -21,6 +20,7 @@ from cluster.certificates import (
     write_authority,
     write_roles,
 )
+from cluster.console import BadInput
 from tests.certificates import Authority
 from transport.tls import ROLES, Identity, TlsError, read
 
@@ -134,21 +134,21 @@ def test_the_certificate_of_redis_lives_as_long_as_the_authority(ours):
 def test_an_authority_is_kept_and_never_overwritten(ours):
     kept = read_authority(ours.folder, now())
     assert kept.certificate == ours.issued.certificate
-    with pytest.raises(IssueError, match="is there already; --renew keeps it"):
+    with pytest.raises(BadInput, match="is there already; --renew keeps it"):
         write_authority(ours.folder, new_authority(now()))
     (ours.folder / "ca.crt").unlink()
-    with pytest.raises(IssueError, match=r"ca\.key: is there already"):
+    with pytest.raises(BadInput, match=r"ca\.key: is there already"):
         write_authority(ours.folder, new_authority(now()))
-    with pytest.raises(IssueError, match=r"ca\.crt: cannot be read: No such file"):
+    with pytest.raises(BadInput, match=r"ca\.crt: cannot be read: No such file"):
         read_authority(ours.folder, now())
 
 
 def test_an_authority_of_no_use_is_refused(ours, tmp_path):
-    with pytest.raises(IssueError, match=r"ca\.crt: has expired"):
+    with pytest.raises(BadInput, match=r"ca\.crt: has expired"):
         read_authority(ours.folder, now() + timedelta(days=5000))
     shutil.copy(Authority.made(tmp_path / "theirs").folder / "ca.key", ours.folder)
-    with pytest.raises(IssueError, match=r"ca\.key: is not the key of "):
+    with pytest.raises(BadInput, match=r"ca\.key: is not the key of "):
         read_authority(ours.folder, now())
     (ours.folder / "ca.key").write_text("rubbish")
-    with pytest.raises(IssueError, match="not a certificate and its key in PEM"):
+    with pytest.raises(BadInput, match="not a certificate and its key in PEM"):
         read_authority(ours.folder, now())
