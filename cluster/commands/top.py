@@ -122,17 +122,16 @@ def watch(
     console: Console,
     interval: float,
     sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Show the view, and look again and again, until KeyboardInterrupt. While the router is away, the last, and why."""
-    seen = clock()
+    seen = time.monotonic()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             trouble = ""
             try:
-                view, seen = look(), clock()
+                view, seen = look(), time.monotonic()
             except Unreachable as error:
-                away = math.ceil(clock() - seen)
+                away = math.ceil(time.monotonic() - seen)
                 trouble = f"as of {away} s ago; {error}; trying again"
             live.update(screen(view, console.width, console.height, trouble), refresh=True)
             sleep(interval)
