@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -55,16 +54,6 @@ COUNTED = 64
 """Batches whose tokens are counted for a reduced vocabulary."""
 PROMPT = 48
 """Tokens that the target goes on from of a passage held out that may be cut anywhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class Accuracy:
-    """Of a head, on held-out text."""
-
-    by_head: tuple[float, ...]
-    """How often each guess in a row is the target's first choice, nearest first."""
-    run: float
-    """How many guesses in a row are right, from the first on, in the mean."""
 
 
 class EagleTraining:
@@ -103,7 +92,7 @@ class EagleTraining:
         """The same with token ids."""
         rows = self._held_out(self._judgeable(held_out))
         trainer, best = self.begin(batches), self._place.work / "best.safetensors"
-        measured = HeldOut(lambda: asdict(self.measure(rows)), itemgetter("run"), EVALUATIONS, PATIENCE, best)
+        measured = HeldOut(lambda: self.measure(rows), itemgetter("run"), EVALUATIONS, PATIENCE, best)
         trainer.train_to_best(batches, self._learn, "head", measured, self._stopped)
         restore(self._head, best)
         notes, progress = trainer.notes, trainer.progress
@@ -132,11 +121,15 @@ class EagleTraining:
         return Trainer(self._head, plan, self._place.work / "checkpoint.pt", self._make_optimizers())
 
     @torch.no_grad()
-    def measure(self, rows: Sequence[WrittenRow]) -> Accuracy:
-        """How right the head is behind these prompts, wherever all of its guesses can be judged."""
+    def measure(self, rows: Sequence[WrittenRow]) -> dict[str, Any]:
+        """How right the head is behind these prompts, wherever all of its guesses can be judged.
+
+        ``by_head``: how often each guess in a row is the target's first choice, nearest first; ``run``: how many of
+        them are right, from the first on, in the mean.
+        """
         hits_HN = torch.cat([self._hits(row) for row in rows], -1).double()
         run = float(hits_HN.cumprod(0).sum(0).mean())
-        return Accuracy(tuple(round(share, 4) for share in hits_HN.mean(-1).tolist()), round(run, 4))
+        return {"by_head": [round(share, 4) for share in hits_HN.mean(-1).tolist()], "run": round(run, 4)}
 
     def _fresh(self, batches: BatchSource) -> EagleHead:
         """A head as training with these begins, on the target's device, in float32."""

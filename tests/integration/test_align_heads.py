@@ -105,9 +105,9 @@ def test_measured_is_how_many_in_a_row_are_right(model: Model, tmp_path: Path) -
         guessed = [int(logits.argmax()) for logits in drafted(one._head, model, row, place, depth)]
         rights.append([guess == said[place + 1 + step] for step, guess in enumerate(guessed)])
     found = one.measure([WrittenRow(tuple(row), 12, 0.0)])
-    assert found.by_head == tuple(round(sum(each) / len(rights), 4) for each in zip(*rights, strict=True))
-    assert found.run == round(sum(sum(takewhile(bool, each)) for each in rights) / len(rights), 4)
-    assert 0.0 < found.run < depth, "some are right and some are not"
+    assert found["by_head"] == [round(sum(each) / len(rights), 4) for each in zip(*rights, strict=True)]
+    assert found["run"] == round(sum(sum(takewhile(bool, each)) for each in rights) / len(rights), 4)
+    assert 0.0 < found["run"] < depth, "some are right and some are not"
 
 
 def test_measured_is_what_the_target_answers_to_whole_prompts(tmp_path: Path) -> None:
