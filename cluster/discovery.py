@@ -244,13 +244,14 @@ def read_list(file: Path) -> dict[Role, list[str]]:
     """The workers that a file lists, in its order; every role has an entry. Raises :class:`WorkerListError`."""
     try:
         with file.open("rb") as stream:
-            text = stream.read(MAX_BYTES + 1).decode("utf-8")
+            content = stream.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise WorkerListError(f"{file}: is larger than {MAX_BYTES >> 20} MiB; give a list of workers")
+        text = content.decode("utf-8")
     except OSError as error:
         raise WorkerListError(f"{file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise WorkerListError(f"{file}: is not a text file") from error
-    if len(text) > MAX_BYTES:
-        raise WorkerListError(f"{file}: is larger than {MAX_BYTES >> 20} MiB; give a list of workers")
     found: dict[Role, dict[str, None]] = {role: {} for role in Role}
     for number, line in enumerate(text.splitlines(), 1):
         words, where = line.partition("#")[0].split(), f"{file}, line {number}"

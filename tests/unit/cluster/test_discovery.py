@@ -44,6 +44,7 @@ def test_a_list(file):
         ("draft 10.0.0.5:7001", "lists no target worker"),
         ("", "lists no target worker"),
         ("\0" * (1 << 21), "is larger than 1 MiB"),
+        ("target 10.0.0.5:7001 # \u00e9\n" * (1 << 17), "is larger than 1 MiB"),
         (b"\xff", "is not a text file"),
     ],
 )
