@@ -96,7 +96,7 @@ def _findings(args: argparse.Namespace, listed: dict[Role, list[str]]) -> Iterat
 def _configuration(args: argparse.Namespace) -> tuple[Config, str]:
     """What is to be checked, and where it stands: without a file, what is deployed where ``--address`` says."""
     config = configuration(args)
-    if args.config is None and _on_ray(config):
+    if args.config is None and not config.on_this_machine:
         from cluster.doctor import ray_nodes
         from cluster.ray.parts import with_replicas
 
@@ -107,25 +107,21 @@ def _configuration(args: argparse.Namespace) -> tuple[Config, str]:
     return config, str(args.config) if args.config else "the defaults, and flags"
 
 
-def _on_ray(config: Config) -> bool:
-    return config.backend == "ray" and config.ray.address != "local"
-
-
 def _checks(args: argparse.Namespace, config: Config, listed: dict[Role, list[str]]) -> Iterator[tuple[str, Check]]:
     """What there is to check, in order; ``listed`` gets the workers that Ray knows."""
     from cluster.doctor import certificates, endpoint, machine, models, ray_nodes
 
     folders = [Path(pool.settings.model) for pool in config.pools()]
-    elsewhere = _on_ray(config) and not all(folder.is_dir() for folder in folders if folder.is_absolute())
+    elsewhere = not (config.on_this_machine or all(folder.is_dir() for folder in folders if folder.is_absolute()))
     if not elsewhere:
         yield "models", lambda: models.check(config)
     if (security := config.security).certificate:
         files = security.certificate, security.key, security.authority
         yield "certificates", lambda: certificates.check_all(*files)
-    if not (_on_ray(config) or any(listed.values()) or args.url):
+    if config.on_this_machine and not (any(listed.values()) or args.url):
         yield "devices", lambda: machine.check_devices(config)
         yield "this machine", lambda: machine.check_machine(config)
-    if _on_ray(config):
+    if not config.on_this_machine:
         yield f"Ray at {config.ray.address}", lambda: ray_nodes.check(config, listed, models=elsewhere)
     yield "workers", lambda: _workers(args, config, listed)
     if args.url:  # with the key of the flag, else as other clients have it, else where the configuration says

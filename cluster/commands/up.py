@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if args.stretched:
         with stages() as report:
             config = stretched(config, report)
-    if args.detach and (config.backend != "ray" or config.ray.address == "local"):
+    if args.detach and config.on_this_machine:
         raise BadInput("--detach leaves the application on a running Ray cluster: name it by --address")
     check(config)
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT as well: in the background it starts out ignored
