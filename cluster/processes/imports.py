@@ -68,10 +68,7 @@ def on_own_gpu(config: Config, role: Role) -> Config:
     Kernels are launched on a thread's current GPU, which is the first that the process sees. Comes before PyTorch.
     Raises :class:`cluster.config.settings.CheckError`.
     """
-    sections = {"target"} if role is Role.TARGET else {"draft"}
-    if config.draft.placement == SHARED:
-        sections.add("draft")
-    workers: dict[str, TargetConfig | DraftConfig] = {name: getattr(config, name) for name in sections}
+    workers = _in_process(config, role)
     named = {name: worker for name, worker in workers.items() if re.fullmatch(r"cuda:\d+", worker.device)}
     numbers = {worker.device for worker in named.values()}
     if not numbers or workers[role.value].tensor_parallel_size > 1:  # ranks take one each of those that are seen
@@ -87,15 +84,18 @@ def on_own_gpu(config: Config, role: Role) -> Config:
     return replace(config, **there)
 
 
+def _in_process(config: Config, role: Role) -> dict[str, TargetConfig | DraftConfig]:
+    """What a process computes for, by section: a draft, or a target, with the draft model that takes turns with it."""
+    sections = {role.value, "draft"} if config.draft.placement == SHARED else {role.value}
+    return {name: getattr(config, name) for name in sections}
+
+
 def reads_plain_weights(config: Config, role: Role) -> bool:
     """Whether its models are folders of plain weights that it reads whole, on a CPU. What a hub has is not known."""
-    workers: list[TargetConfig | DraftConfig] = [config.target] if role is Role.TARGET else [config.draft]
-    models = [workers[0].model]
+    workers = _in_process(config, role).values()
+    models = [worker.model for worker in workers]
     if role is Role.DRAFT and config.draft.assistant:
         models.append(config.draft.assistant)
-    elif role is Role.TARGET and config.draft.placement == SHARED:
-        workers.append(config.draft)
-        models.append(config.draft.model)
     whole = all(worker.tensor_parallel_size == 1 and worker.quantization == "none" for worker in workers)
     whole = whole and all(on_cpu(worker.device) for worker in workers)  # elsewhere it was never tried
     return whole and all(_stores_plain_weights(model) for model in models)
