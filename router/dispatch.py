@@ -199,9 +199,7 @@ class Dispatcher:
                 self._handle(run, event)
         self._ask_again_soon()
 
-    def _received(self, peer: PeerId, message: messages.FromWorker) -> None:
-        if isinstance(message, (messages.Load, messages.Welcome)):
-            return
+    def _received(self, peer: PeerId, message: messages.SessionMessage) -> None:
         run = self._runs.get(message.session)
         if run is None:
             self.totals.stale += 1

@@ -14,8 +14,8 @@ from typing import NewType
 from speculation.frozen import frozen
 from speculation.messages import (
     FinishReason,
-    FromWorker,
     Proposal,
+    SessionMessage,
     Source,
     SourceName,
     Token,
@@ -76,7 +76,7 @@ class Received:
     """A message of a worker about this session."""
 
     peer: PeerId
-    message: FromWorker
+    message: SessionMessage
 
 
 @dataclass(frozen=True, slots=True)

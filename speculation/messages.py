@@ -396,4 +396,5 @@ class Features:
 
 
 ToWorker = Open | Proposal | Verification | Close | Subscribe | Features
-FromWorker = Welcome | Proposal | Verification | Refused | Load
+SessionMessage = Proposal | Verification | Refused  # all that workers say of a session
+FromWorker = Welcome | SessionMessage | Load

@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 
 from protos.paceline.v1 import worker_pb2 as pb
 from speculation.frozen import frozen
-from speculation.messages import FromWorker, Load, Loading, Proposal, SessionId, Verification, Welcome
+from speculation.messages import FromWorker, Load, Loading, Proposal, SessionId, SessionMessage, Verification, Welcome
 from transport.codec import (
     MAX_PROPOSAL_BYTES,
     RELAYED,
@@ -69,8 +69,8 @@ class Listener:
     def loading(self, loading: Loading | None) -> None:
         """What it does before it can; None: its stream has ended meanwhile."""
 
-    def received(self, message: FromWorker) -> None:
-        """The worker sent a message (never a Welcome)."""
+    def received(self, message: SessionMessage | Load) -> None:
+        """The worker, while up, sent a message."""
 
     def malformed(self, error: MalformedMessage) -> None:
         """The worker, while up, sent a message that breaks the protocol, or is of a kind not known here.

@@ -40,7 +40,7 @@ class PoolEvents:
     changed: Callable[[Available | Draining | Stays], None]
     lost: Callable[[Role, PeerId, bool], None]
     """A worker is gone; whether it was expected to go."""
-    received: Callable[[PeerId, messages.FromWorker], None]
+    received: Callable[[PeerId, messages.SessionMessage], None]
     malformed: Callable[[PeerId, MalformedMessage], None]
 
 
@@ -106,7 +106,7 @@ class Peer(Listener):
             log.info("worker %s is there and loads %s", self.peer, loading.model)
         self.doing = loading
 
-    def received(self, message: messages.FromWorker) -> None:
+    def received(self, message: messages.SessionMessage | messages.Load) -> None:
         """The worker sent a message. With its load it says how busy it is, and what it has counted."""
         match message:
             case messages.Load():
@@ -126,7 +126,6 @@ class Peer(Listener):
                     self.pool.closed(self.peer, message.session)
                 self.pool.events.received(self.peer, message)
             case _:
-                assert not isinstance(message, messages.Welcome)
                 opened = self.opened.get(message.session)
                 if opened is not None:
                     opened.unanswered = 0

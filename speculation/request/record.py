@@ -18,12 +18,12 @@ from typing import NamedTuple
 from speculation import digest as digests
 from speculation import events
 from speculation.events import Emit, Event, PeerId, StepMetadata
-from speculation.messages import FromWorker, Load, Open, Proposal, Refused, SessionId, Token, Verification, Welcome
+from speculation.messages import Open, Proposal, Refused, SessionId, SessionMessage, Token, Verification
 from speculation.request.placement import Drafting, Opening, RetryState, SessionLimits
 
 HISTORY = 16
 
-Kind = type[Event] | type[FromWorker]
+Kind = type[Event] | type[SessionMessage]
 
 
 class Phase(Enum):
@@ -52,7 +52,7 @@ class SessionState(Enum):
 
 
 ANSWERS: tuple[Kind, ...] = (events.Placed, events.PoisonRequest)
-MESSAGES: tuple[Kind, ...] = (Verification, Proposal, Refused, events.Faulted, Load, Welcome)
+MESSAGES: tuple[Kind, ...] = (Verification, Proposal, Refused, events.Faulted)
 NEWS: tuple[Kind, ...] = (events.Lost, events.Draining, events.Stays, events.Available, events.Tick)
 KINDS: tuple[Kind, ...] = (events.Start, *ANSWERS, *MESSAGES, *NEWS, events.Stop)
 

@@ -23,7 +23,7 @@ from typing import assert_never
 
 from speculation import events
 from speculation.events import Effect, Event, Fail, FailureCode, Finish, PeerId, Place, Relay, Role, Send, Wake
-from speculation.messages import MAX_PRIORITY, FromWorker, Load, Proposal, RefusalCode, Refused, Verification, Welcome
+from speculation.messages import MAX_PRIORITY, Proposal, RefusalCode, Refused, SessionMessage, Verification
 from speculation.request.placement import Opening, closed
 from speculation.request.placement import SessionLimits as SessionLimits
 from speculation.request.record import TRANSITIONS, IllegalTransition, Kind, SessionRecord, SessionState
@@ -255,7 +255,7 @@ class Session(SessionRecord):
 
     # -- both ----------------------------------------------------------------------------------------------------------
 
-    def _receive(self, now: float, peer: PeerId, message: FromWorker) -> list[Effect]:
+    def _receive(self, now: float, peer: PeerId, message: SessionMessage) -> list[Effect]:
         from_draft, migrating = self.drafting.at(peer), self._migration_target
         match message:
             case Verification() if migrating is not None and migrating == Opening(peer, message.epoch):
@@ -270,8 +270,6 @@ class Session(SessionRecord):
                 return self._refused(now, peer, message)
             case Verification() | Proposal():
                 return self._too_late()
-            case Load() | Welcome():
-                return []
             case _:
                 assert_never(message)
 

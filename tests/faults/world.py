@@ -25,6 +25,7 @@ from speculation.messages import (
     Refused,
     Sampling,
     SessionId,
+    SessionMessage,
     Token,
     ToWorker,
     Verification,
@@ -217,7 +218,7 @@ class FaultWorld(SimulatedWorkers):
         """Pass it on, and read it a little later, in its turn: as in :class:`transport.incoming.Incoming`."""
         if not peer.known or link != peer.link:
             return
-        assert isinstance(message, Verification | Proposal | Refused)
+        assert isinstance(message, SessionMessage)
         if not isinstance(message, Refused):
             self._pass_on(peer, message)
         peer.heard.append((link, message))

@@ -46,6 +46,7 @@ from speculation.messages import (
     Sampling,
     Schedule,
     SessionId,
+    SessionMessage,
     Speculation,
     Support,
     Verification,
@@ -107,8 +108,7 @@ class Router:
     def lost(self, role: Role, peer: PeerId, expected: bool) -> None:
         self.changed(Lost(peer))
 
-    def received(self, peer: PeerId, message: FromWorker) -> None:
-        assert not isinstance(message, Load | Welcome)
+    def received(self, peer: PeerId, message: SessionMessage) -> None:
         if isinstance(message, Proposal) and (wrong := outside_vocabulary(message, VOCABULARY)):
             self.note_malformed(peer, wrong)
         elif message.session in self.sessions:
