@@ -138,10 +138,10 @@ class Heading(NamedTuple):
     epoch: int
 
 
-def heading(entry: bytes, *, long: bool = False) -> Heading | None:
-    """Of one entry of a worker's frame; None: something else, long unless it may be, or written in an unusual way."""
+def heading(entry: bytes) -> Heading | None:
+    """Of one entry of a worker's frame; None: something else, or written in an unusual way."""
     kind = RELAYED.get(entry[:1])
-    if kind is None or (len(entry) > MAX_RELAYED_BYTES and not long and not is_features(entry)):
+    if kind is None:
         return None
     try:
         length, start = _read_varint(entry, 1)
@@ -272,7 +272,7 @@ class Incoming:
 
     def _relay(self, entry: bytes) -> _Unread | None:
         """Pass an entry on if it can be; what is to be read of it, if anything."""
-        head = heading(entry, long=True)
+        head = heading(entry)
         if head is None or head.role != self._role:
             return _Unread(entry)
         route = self._routes.get(head.session)
@@ -329,7 +329,7 @@ class Incoming:
 
         To parse it would take long, whatever becomes of it. Raises :class:`MalformedMessage`.
         """
-        head = heading(entry, long=True)
+        head = heading(entry)
         if head is None or head.role != self._role:
             raise MalformedMessage(f"a message of {len(entry)} bytes; at most {MAX_PLAIN_BYTES} are allowed")
         asked, why = self._listener.asked(head.session, head.epoch), ""
