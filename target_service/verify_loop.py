@@ -384,7 +384,7 @@ class VerifyLoop:
         self.counters.count(entry.tree, commit)
         self.counters.prefilled += scheduled - 1
         for drafter in self._drafters:
-            drafter.settled(sequence, entry.tree, verification)
+            drafter.settled(sequence, verification)
         sequence.timings.draws(ended)
         sequence.timings.counts(verification)
         if self._recorder:

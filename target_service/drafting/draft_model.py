@@ -21,7 +21,6 @@ from draft_service.in_turn import InTurn
 from engine.interface import FATAL, StepEngine
 from engine.model import ModelError
 from speculation.messages import Close, Proposal, RefusalCode, Refused, Source, Verification, Welcome
-from speculation.trie import VerificationTree
 from speculation.verifying.payoff import DraftTurn, Payoff
 from speculation.verifying.planner import Planner
 from target_service.drafting.state_reader import StateReader
@@ -130,7 +129,7 @@ class DraftModel(StateReader):
         """Raise AssertionError where its books contradict each other."""
         self._drafter.validate()
 
-    def settled(self, sequence: TargetSequence, _tree: VerificationTree, verification: Verification) -> None:
+    def settled(self, sequence: TargetSequence, verification: Verification) -> None:
         """A step has committed tokens of a session."""
         self._unheard[sequence] = verification
 

@@ -15,7 +15,6 @@ from engine.host.upload import upload
 from engine.interface import Chunk, StepEngine
 from speculation.acceptance import AcceptanceResult
 from speculation.messages import Subscribe, Verification
-from speculation.trie import VerificationTree
 from target_service.sequence import BatchEntry, TargetSequence
 from target_service.verdicts import Fault, Verdict
 from transport.worker import Outgoing
@@ -55,8 +54,8 @@ class StateReader:
     def unjudged(self) -> None:
         """Another has decided that no drafts are verified in the step at hand."""
 
-    def settled(self, sequence: TargetSequence, tree: VerificationTree, verification: Verification) -> None:
-        """A step of a session is over, in which the tree was verified."""
+    def settled(self, sequence: TargetSequence, verification: Verification) -> None:
+        """A step has committed tokens of a session."""
 
     def observe(self, sessions: int, tokens: int, seconds: float) -> None:
         """A step over ``sessions``, all past their prompts, brought ``tokens``, drafting included."""
