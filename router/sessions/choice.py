@@ -184,7 +184,7 @@ class WantedWorker:
     end: int = 0
     """Tokens that it may have at last."""
     blocks: tuple[int, ...] = ()
-    """Of the prompt; see :mod:`router.sessions.choice`."""
+    """Of the prompt; see :func:`blocks_of`."""
     head: int = 0
     """Of a drafter: fingerprint of the EAGLE head that its target makes features for; 0: for none."""
 
@@ -207,7 +207,7 @@ class WorkerCandidate:
     acceptance: float = 0.5
     """Share of a drafter's drafts that targets of the session's model are expected to keep."""
     idle: bool = False
-    """Whether it is a target that stands by: see :mod:`router.sessions.choice`."""
+    """Whether it is a target that stands by: see :func:`idle_targets`."""
 
     @property
     def busy(self) -> int:

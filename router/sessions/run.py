@@ -224,7 +224,7 @@ class RunningSession:
     generation: Generation
     model: ServedModel | None
     blocks: tuple[int, ...]
-    """Of the prompt; see :mod:`router.sessions.choice`."""
+    """Of the prompt; see :func:`router.sessions.choice.blocks_of`."""
     began: float
     """On the event loop's clock, in seconds."""
     log: SessionLog

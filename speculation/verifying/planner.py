@@ -38,7 +38,7 @@ class Asked:
 
 @frozen
 class Plan:
-    """``offers[i]`` is what the i-th session asked about verifies; None: it sits this step out, until ``wake``."""
+    """``trees[i]`` is what the i-th session asked about verifies; None: it sits this step out, until ``wake``."""
 
     trees: tuple[VerificationTree | None, ...]
     wake: float | None = None
