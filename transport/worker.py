@@ -39,7 +39,7 @@ from speculation.messages import (
 )
 from transport.codec import encode_from_worker
 from transport.outbox import HEARTBEAT_SECONDS
-from transport.server import Link, WorkerServer, serve
+from transport.server import Handler, Link, WorkerServer, serve
 from transport.tls import Identity
 
 log = logging.getLogger(__name__)
@@ -90,10 +90,10 @@ def end_process(why: str) -> None:
     os._exit(1)
 
 
-class Door:
+class Door(Handler):
     """Where a worker listens before it has loaded: routers that come hear what it does, and wait.
 
-    A context that leaves by an error closes it. Implements :class:`transport.server.Handler`.
+    A context that leaves by an error closes it.
     """
 
     server: WorkerServer
@@ -147,12 +147,6 @@ class Door:
     def connected(self, _link: Link) -> Loading:
         """A router came."""
         return self._now
-
-    def received(self, link: Link, messages: Sequence[ToWorker]) -> None:
-        """A router sent what it had no reason to."""
-
-    def disconnected(self, link: Link) -> None:
-        """A router went."""
 
 
 class Watchdog:
