@@ -47,29 +47,29 @@ class Session(SessionRecord):
         if allowed is None:
             raise IllegalTransition(self.session, f"was told {kind.__name__} while {state.label}", self._history)
         self._now = now
-        effects = self._react(now, event)
+        effects = self._react(event)
         if self._state not in allowed:
             what = f"went from {state.label} to {self._state.label} on {kind.__name__}"
             raise IllegalTransition(self.session, what, self._history)
         return effects
 
-    def _react(self, now: float, event: Event) -> list[Effect]:
+    def _react(self, event: Event) -> list[Effect]:
         match event:
             case events.Received(peer=peer, message=message):
-                return self._receive(now, peer, message)
+                return self._receive(peer, message)
             case events.Start():
-                self._began = now
-                return self._place_target(now)
+                self._began = self._now
+                return self._place_target()
             case events.Placed(role=Role.TARGET, peer=peer, queued=queued):
-                return self._target_found(now, peer, queued=queued)
+                return self._target_found(peer, queued=queued)
             case events.Placed(peer=peer):
                 return self._open_draft(peer)
             case events.PoisonRequest(deaths=deaths):
-                return self._fail_as_poison(now, deaths)
+                return self._fail_as_poison(deaths)
             case events.Faulted(peer=peer, epoch=epoch, why=why):
-                return self._fault(now, Opening(peer, epoch), why)
+                return self._fault(Opening(peer, epoch), why)
             case events.Lost(peer=peer):
-                return self._lose(now, peer)
+                return self._lose(peer)
             case events.Draining(peer=peer):
                 return self._prepare_to_leave(peer)
             case events.Stays(peer=peer):
@@ -82,16 +82,16 @@ class Session(SessionRecord):
             case events.Stop():
                 return self._end(Finish(None))
             case events.Tick():
-                return self._tick(now)
+                return self._tick()
             case _:
                 assert_never(event)
 
     # -- the target side -----------------------------------------------------------------------------------------------
 
-    def _place_target(self, now: float) -> list[Effect]:
+    def _place_target(self) -> list[Effect]:
         """Ask for a target; the drafter, if any, is opened again with it, since a new target holds no drafts."""
         effects = self._close_all()
-        self._retries.begin_search(now)
+        self._retries.begin_search(self._now)
         self._state = SessionState.PLACING
         return [*effects, Place(Role.TARGET, self._retries.avoid)]
 
@@ -100,57 +100,57 @@ class Session(SessionRecord):
         placing = self._state is SessionState.PLACING
         return [Place(Role.TARGET, self._retries.avoid)] if placing else self._seek_migration_target()
 
-    def _target_found(self, now: float, peer: PeerId | None, *, queued: bool) -> list[Effect]:
+    def _target_found(self, peer: PeerId | None, *, queued: bool) -> list[Effect]:
         """Open the session there; None: there is none at the moment, so ask again, but not for ever."""
         if self._state is SessionState.LEAVING:
-            return self._ask_again(now) if peer is None or peer in self._draining else self._prefill(peer, again=False)
+            return self._ask_again() if peer is None or peer in self._draining else self._prefill(peer, again=False)
         if self._state is not SessionState.PLACING:
             return []
         if peer is not None:
-            return self._open_target(now, peer)
-        failure = self._retries.none_found(now, queued=queued, begun=self._text.begun)
-        return self._end(failure) if failure else self._ask_again(now)
+            return self._open_target(peer)
+        failure = self._retries.none_found(self._now, queued=queued, begun=self._text.begun)
+        return self._end(failure) if failure else self._ask_again()
 
-    def _open_target(self, now: float, peer: PeerId) -> list[Effect]:
+    def _open_target(self, peer: PeerId) -> list[Effect]:
         self._state = SessionState.LEAVING if peer in self._draining else SessionState.DECODING
-        self._retries.opened(now)
+        self._retries.opened(self._now)
         self._target = Opening(peer, self._next_epoch())
         opening = Send(peer, self._opening(self._target.epoch))
         return [opening, *self._wake(self._retries.stalled_at), *self._place_draft()]
 
-    def _ask_again(self, now: float) -> list[Effect]:
+    def _ask_again(self) -> list[Effect]:
         """In a while; then any will do."""
-        return self._wake(now + self._retries.pause(moving=self._state is SessionState.LEAVING))
+        return self._wake(self._now + self._retries.pause(moving=self._state is SessionState.LEAVING))
 
-    def _fail_as_poison(self, now: float, deaths: int) -> list[Effect]:
+    def _fail_as_poison(self, deaths: int) -> list[Effect]:
         """No target takes it any more; where it runs on one that drains, it runs on until that goes."""
         if self._state is not SessionState.PLACING:
-            return self._ask_again(now) if self._state is SessionState.LEAVING else []
+            return self._ask_again() if self._state is SessionState.LEAVING else []
         text = f"given up after {deaths} target workers in a row died when they computed it"
         return self._end(Fail(FailureCode.FAULTY, text))
 
-    def _retry_target(self, now: float, peer: PeerId, why: str) -> list[Effect]:
+    def _retry_target(self, peer: PeerId, why: str) -> list[Effect]:
         """The target failed at this session alone."""
         if failure := self._retries.fault(why):
             return self._end(failure)
         self.reopened += 1
-        return self._move_target(now, peer)
+        return self._move_target(peer)
 
-    def _move_target(self, now: float, peer: PeerId) -> list[Effect]:
+    def _move_target(self, peer: PeerId) -> list[Effect]:
         """Open the session elsewhere. If there is no elsewhere, it waits and takes any."""
         self._retries.avoid |= {peer}
-        return self._place_target(now)
+        return self._place_target()
 
-    def _verified(self, now: float, verification: Verification) -> list[Effect]:
+    def _verified(self, verification: Verification) -> list[Effect]:
         assert self._target is not None
         if verification.epoch != self._target.epoch or self._text.has(verification):
             return self._too_late()
         first = not self._text.begun
         committed = self._text.commit(verification)
         if committed is None:
-            return self._retry_target(now, self._target.peer, "a verification did not connect to the committed tokens")
+            return self._retry_target(self._target.peer, "a verification did not connect to the committed tokens")
         self._lead = verification.lead
-        self._retries.progress(now)
+        self._retries.progress(self._now)
         if verification.finish:
             return [committed, *self._end(Finish(verification.finish))]
         effects: list[Effect] = [committed, *self.drafting.relay(verification)]
@@ -195,7 +195,7 @@ class Session(SessionRecord):
         behind = min(self._request.priority + 1, MAX_PRIORITY)
         return [Send(peer, replace(self._opening(self._migration_target.epoch), priority=behind))]
 
-    def _prefilled(self, now: float, verification: Verification) -> list[Effect]:
+    def _prefilled(self, verification: Verification) -> list[Effect]:
         """The migration target has computed what was committed when it was asked to; if much has been since, that too.
 
         Each time there is less, so when the session moves at last, its client waits for a few tokens only.
@@ -204,7 +204,7 @@ class Session(SessionRecord):
         behind = len(self._tokens) - verification.position
         if behind > self._bounds.max_migration_lag and self._prefills < self._bounds.max_prefills:
             return self._prefill(self._migration_target.peer, again=True)
-        return self._migrate(now)
+        return self._migrate()
 
     def _drop_migration_target(self) -> list[Effect]:
         effects = closed(self.session, self._migration_target)
@@ -212,19 +212,19 @@ class Session(SessionRecord):
             self._migration_target, self._state = None, SessionState.LEAVING
         return effects
 
-    def _lose_migration_target(self, now: float, peer: PeerId) -> list[Effect]:
+    def _lose_migration_target(self, peer: PeerId) -> list[Effect]:
         """It will not be this one; the next is looked for in a moment."""
         self._migration_target, self._state = None, SessionState.LEAVING
-        return self._wake(now + self._retries.move_failed(peer))
+        return self._wake(self._now + self._retries.move_failed(peer))
 
-    def _migrate(self, now: float) -> list[Effect]:
+    def _migrate(self) -> list[Effect]:
         """Go on at the migration target, from what is committed by now: nearly all of that is in its cache."""
         assert self._migration_target is not None
         peer = self._migration_target.peer
         effects = closed(self.session, self._target) + self.drafting.close()
         self._target = self._migration_target = None
         self.moved += 1
-        return effects + self._open_target(now, peer)
+        return effects + self._open_target(peer)
 
     # -- the draft side ------------------------------------------------------------------------------------------------
 
@@ -255,64 +255,64 @@ class Session(SessionRecord):
 
     # -- both ----------------------------------------------------------------------------------------------------------
 
-    def _receive(self, now: float, peer: PeerId, message: SessionMessage) -> list[Effect]:
+    def _receive(self, peer: PeerId, message: SessionMessage) -> list[Effect]:
         from_draft, migrating = self.drafting.at(peer), self._migration_target
         match message:
             case Verification() if migrating is not None and migrating == Opening(peer, message.epoch):
-                return self._prefilled(now, message)
+                return self._prefilled(message)
             case Verification() if self._at_target(peer):
-                return self._verified(now, message)
+                return self._verified(message)
             case Proposal() if from_draft:
                 return self._proposed(message)
             case Verification() if from_draft:
-                return self._fault(now, Opening(peer, message.epoch), "a verification from a drafter")
+                return self._fault(Opening(peer, message.epoch), "a verification from a drafter")
             case Refused():
-                return self._refused(now, peer, message)
+                return self._refused(peer, message)
             case Verification() | Proposal():
                 return self._too_late()
             case _:
                 assert_never(message)
 
-    def _fault(self, now: float, opening: Opening, why: str) -> list[Effect]:
+    def _fault(self, opening: Opening, why: str) -> list[Effect]:
         if opening == self.drafting.opening:
             return self._strike(why)
         if opening == self._target:
-            return self._retry_target(now, opening.peer, why)
+            return self._retry_target(opening.peer, why)
         if opening == self._migration_target:
-            return closed(self.session, opening) + self._lose_migration_target(now, opening.peer)
+            return closed(self.session, opening) + self._lose_migration_target(opening.peer)
         return self._too_late()
 
     def _too_late(self) -> list[Effect]:
         self.stale += 1
         return []
 
-    def _refused(self, now: float, peer: PeerId, refused: Refused) -> list[Effect]:
+    def _refused(self, peer: PeerId, refused: Refused) -> list[Effect]:
         opening = Opening(peer, refused.epoch)
         if opening == self.drafting.opening:
-            self.drafting.refused(now, refused.code)
+            self.drafting.refused(self._now, refused.code)
             again = self.drafting.again_at
             return self._place_draft() + (self._wake(again) if again is not None else [])
         if opening == self._migration_target:
-            return closed(self.session, opening) + self._lose_migration_target(now, peer)
+            return closed(self.session, opening) + self._lose_migration_target(peer)
         if opening != self._target:
             return self._too_late()
         match refused.code:
             case RefusalCode.INVALID:
                 return self._end(Fail(FailureCode.INVALID, refused.message))
             case RefusalCode.INTERNAL | RefusalCode.UNKNOWN_SESSION:
-                return self._retry_target(now, peer, refused.message)
+                return self._retry_target(peer, refused.message)
             case RefusalCode.OVERLOADED | RefusalCode.DRAINING:
                 self._retries.refused(full=refused.code is RefusalCode.OVERLOADED)
                 self.moved += 1
-                return self._move_target(now, peer)
+                return self._move_target(peer)
             case _:
                 assert_never(refused.code)
 
-    def _lose(self, now: float, peer: PeerId) -> list[Effect]:
+    def _lose(self, peer: PeerId) -> list[Effect]:
         expected = peer in self._draining
         self._draining -= {peer}
         if self._migration_target is not None and self._migration_target.peer == peer:
-            return self._lose_migration_target(now, peer)
+            return self._lose_migration_target(peer)
         if self.drafting.at(peer):
             self.drafting.opening = None
             return self._place_draft()
@@ -320,31 +320,31 @@ class Session(SessionRecord):
             return []
         self._target = None
         if self._migration_target is not None:
-            return self._migrate(now)
+            return self._migrate()
         self._retries.end_search()
         self.moved += expected
         self.reopened += not expected
-        return self._move_target(now, peer)
+        return self._move_target(peer)
 
-    def _tick(self, now: float) -> list[Effect]:
-        if self._wake_at is not None and now >= self._wake_at:
+    def _tick(self) -> list[Effect]:
+        if self._wake_at is not None and self._now >= self._wake_at:
             self._wake_at = None
         if self.phase is not Phase.RUNNING:
             return self._seek_target()
         due = self._retries.stalled_at
-        if now < due:
-            effects = self._place_draft() if self.drafting.due(now) else []
+        if self._now < due:
+            effects = self._place_draft() if self.drafting.due(self._now) else []
             return self._wake(min(due, self.drafting.again_at or due)) + effects + self._seek_migration_target()
-        return self._stall(now)
+        return self._stall()
 
-    def _stall(self, now: float) -> list[Effect]:
+    def _stall(self) -> list[Effect]:
         """The target has said nothing for too long: perhaps it computes a long prompt, but not twice in a row."""
         assert self._target is not None
         if failure := self._retries.silence():
             return self._end(failure)
         self.reopened += 1
         again = self._retries.stalls > 1
-        return self._move_target(now, self._target.peer) if again else self._place_target(now)
+        return self._move_target(self._target.peer) if again else self._place_target()
 
     def _wake(self, at: float) -> list[Effect]:
         """Ask for a tick, unless one that comes no later is under way."""

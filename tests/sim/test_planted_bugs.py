@@ -32,7 +32,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 def unchecked(patch: pytest.MonkeyPatch) -> None:
     """Commit whatever arrives."""
 
-    def verified(self: Session, now: float, verification: Verification):
+    def verified(self: Session, verification: Verification):
         self._tokens.extend(verification.tokens)
         return [Emit(verification.tokens, 0, 0)]
 
@@ -43,11 +43,11 @@ def older_epochs(patch: pytest.MonkeyPatch) -> None:
     """Commit what the same target said under an older epoch, as if it had been said now."""
     verified = Session._verified
 
-    def any_epoch(self: Session, now: float, message: Verification):
+    def any_epoch(self: Session, message: Verification):
         if message.epoch < self._target.epoch:
             self._tokens.extend(message.tokens)
             return [Emit(message.tokens, 0, 0)]
-        return verified(self, now, message)
+        return verified(self, message)
 
     patch.setattr(Session, "_verified", any_epoch)
 
@@ -56,11 +56,11 @@ def no_digest(patch: pytest.MonkeyPatch) -> None:
     """Commit what does not connect: neither gap nor digest is looked at."""
     verified = Session._verified
 
-    def careless(self: Session, now: float, message: Verification):
+    def careless(self: Session, message: Verification):
         if message.epoch == self._target.epoch and message.position > len(self._tokens):
             self._tokens.extend(message.tokens)
             return [Emit(message.tokens, 0, 0)]
-        return verified(self, now, message)
+        return verified(self, message)
 
     patch.setattr(Session, "_verified", careless)
 
@@ -69,9 +69,9 @@ def doubled(patch: pytest.MonkeyPatch) -> None:
     """Emit what is known already."""
     verified = Session._verified
 
-    def again(self: Session, now: float, message: Verification):
+    def again(self: Session, message: Verification):
         known = message.epoch == self._target.epoch and message.end <= len(self._tokens)
-        return [Emit(message.tokens, 0, 0)] if known else verified(self, now, message)
+        return [Emit(message.tokens, 0, 0)] if known else verified(self, message)
 
     patch.setattr(Session, "_verified", again)
 
@@ -80,8 +80,8 @@ def left_open(patch: pytest.MonkeyPatch) -> None:
     """Do not close the old opening when a session moves."""
     inherit = Session._migrate
 
-    def leaves(self: Session, now: float):
-        effects = inherit(self, now)
+    def leaves(self: Session):
+        effects = inherit(self)
         return [e for e in effects if not (isinstance(e, Send) and isinstance(e.message, Close))]
 
     patch.setattr(Session, "_migrate", leaves)
@@ -96,9 +96,9 @@ def drain_is_a_fault(patch: pytest.MonkeyPatch) -> None:
     """Count every loss as a fault, also of a worker that had said it would go."""
     lose = Session._lose
 
-    def counts(self: Session, now: float, peer):
+    def counts(self: Session, peer):
         self._draining = frozenset()
-        return lose(self, now, peer)
+        return lose(self, peer)
 
     patch.setattr(Session, "_lose", counts)
     patch.setattr(Session, "_seek_migration_target", lambda self: [])
@@ -126,10 +126,10 @@ def drafters_are_believed(patch: pytest.MonkeyPatch) -> None:
     """Commit what a drafter says as if its target had said it."""
     receive = Session._receive
 
-    def believes(self: Session, now: float, peer, message):
+    def believes(self: Session, peer, message):
         if isinstance(message, Verification) and self.drafting.at(peer) and self._target is not None:
-            return self._verified(now, replace(message, epoch=self._target.epoch))
-        return receive(self, now, peer, message)
+            return self._verified(replace(message, epoch=self._target.epoch))
+        return receive(self, peer, message)
 
     patch.setattr(Session, "_receive", believes)
 

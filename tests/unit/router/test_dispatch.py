@@ -638,8 +638,8 @@ async def test_no_worker_keeps_a_session_that_the_router_lost_track_of(served, m
 
     react = run.session._react
 
-    def planted(now: float, event: Event) -> None:
-        react(now, event)
+    def planted(event: Event) -> None:
+        react(event)
         monkeypatch.undo()
         raise AssertionError("what was to be done is lost")
 
