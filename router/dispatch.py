@@ -23,7 +23,7 @@ from router.sessions.tally import RouterCounters
 from router.telemetry.metrics import RouterMetrics
 from speculation import events, messages
 from speculation.demand import RouterDemand
-from speculation.events import Event, FailureCode, PeerId, Role, from_draft_models
+from speculation.events import Event, FailureCode, PeerId, Role
 from speculation.request.poison_detector import PoisonDetector, PoisonLimits
 from speculation.request.session import Phase, SessionLimits
 from transport.codec import MalformedMessage, UnknownKind
@@ -269,7 +269,7 @@ class Dispatcher:
         if run.revision is None and (welcome := self.pool.welcome_of(target)):
             run.revision = welcome.revision
         if draft is not None:
-            accepted, offered = from_draft_models(emit.accepted, emit.offered, emit.metadata)
+            accepted, offered = emit.from_draft_models
             if offered:
                 self.pool.drafted(target, draft, accepted, offered)
         run.committed(now, emit, target, draft)

@@ -156,6 +156,21 @@ class Relay:
     epoch: int
 
 
+class Own(StrEnum):
+    """Why a token is the target's own."""
+
+    RECOVERED = "recovered"
+    """A draft was offered at that place and refused."""
+    BONUS = "bonus"
+    """Drafts were offered, and all along the path were kept."""
+    TARGET = "target"
+    """Nothing was offered: plain decoding."""
+
+
+Origin = SourceName | Own
+"""No draft source is called like one of :class:`Own`."""
+
+
 @frozen
 class StepMetadata:
     """What a target says of tokens it commits, for those who want to know; see :class:`Verification`."""
@@ -180,6 +195,28 @@ class Emit:
     cached: int = 0
     """With the first ones: how many tokens of the prompt were in the target's cache."""
     metadata: StepMetadata = StepMetadata()
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Where each of the tokens came from."""
+        drafted: tuple[Origin, ...] = self.metadata.sources or (Source.DRAFT,) * self.accepted
+        own = Own.RECOVERED if self.metadata.recovered else Own.BONUS if self.offered else Own.TARGET
+        return drafted + (own,) * (len(self.tokens) - self.accepted)
+
+    @property
+    def refused(self) -> tuple[SourceName, ...]:
+        """Where the drafts came from that were offered and not kept."""
+        return self.metadata.refused or (Source.DRAFT,) * (self.offered - self.accepted)
+
+    @property
+    def from_draft_models(self) -> tuple[int, int]:
+        """Of the drafts accepted and of those offered, how many a draft model had made."""
+        kept, refused = self.accepted, self.offered - self.accepted
+        if self.metadata.sources:
+            kept = self.metadata.sources.count(Source.DRAFT)
+        if self.metadata.refused:
+            refused = self.metadata.refused.count(Source.DRAFT)
+        return kept, kept + refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,36 +243,3 @@ class Wake:
 
 Command = Place | Send | Relay | Finish | Fail | Wake
 Effect = Command | Emit
-
-
-class Own(StrEnum):
-    """Why a token is the target's own."""
-
-    RECOVERED = "recovered"
-    """A draft was offered at that place and refused."""
-    BONUS = "bonus"
-    """Drafts were offered, and all along the path were kept."""
-    TARGET = "target"
-    """Nothing was offered: plain decoding."""
-
-
-Origin = SourceName | Own
-"""No draft source is called like one of :class:`Own`."""
-
-
-def origins(tokens: int, accepted: int, offered: int, metadata: StepMetadata) -> tuple[Origin, ...]:
-    """Of each of ``tokens`` committed at once, the first ``accepted`` of them out of ``offered`` drafts."""
-    drafted: tuple[Origin, ...] = metadata.sources or (Source.DRAFT,) * accepted
-    own = Own.RECOVERED if metadata.recovered else Own.BONUS if offered else Own.TARGET
-    return drafted + (own,) * (tokens - accepted)
-
-
-def refused(accepted: int, offered: int, metadata: StepMetadata) -> tuple[SourceName, ...]:
-    """Where the drafts came from that were offered and not kept."""
-    return metadata.refused or (Source.DRAFT,) * (offered - accepted)
-
-
-def from_draft_models(accepted: int, offered: int, metadata: StepMetadata) -> tuple[int, int]:
-    """Of the drafts accepted and of those offered, how many a draft model had made."""
-    kept = metadata.sources.count(Source.DRAFT) if metadata.sources else accepted
-    return kept, kept + (metadata.refused.count(Source.DRAFT) if metadata.refused else offered - accepted)

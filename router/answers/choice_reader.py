@@ -19,7 +19,7 @@ from router.schema.requests import ApiRequest
 from router.text.text import Delta, Piece, TextRules, TextStream
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import Found, ToolCall, parser_of
-from speculation.events import Origin, Own, StepMetadata, origins, refused
+from speculation.events import Origin, Own, StepMetadata
 from speculation.frozen import frozen
 from speculation.messages import FinishReason, Source, SourceName, Token, TokenLogprobs
 
@@ -122,7 +122,7 @@ class Usage:
             self.waits += 1
             self.wait_seconds += commit.metadata.waited_us / 1e6
         if commit.offered > commit.accepted:
-            for source in refused(commit.accepted, commit.offered, commit.metadata):
+            for source in commit.refused:
                 self.refused[source] += 1
         if chunk.offered:
             self.kept[chunk.accepted] += 1
@@ -214,7 +214,7 @@ class ChoiceReader:
                 if not self._begun and (self._form.echo or self._form.token_ids or self._form.of_prompt is not None):
                     yield replace(self.prompt(item.metadata), commit=item if self._prompt_only else None)
                 self._begun = True
-                come_from = origins(len(item.tokens), item.accepted, item.offered, item.metadata)
+                come_from = item.origins
                 delta, found = self._taken(item, come_from)
                 yield self._parsed(self._of_commit(item, come_from, delta), found)
             case Ended():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from speculation import digest as digests
-from speculation.events import StepMetadata, from_draft_models, origins, refused
+from speculation.events import Emit, StepMetadata
 from speculation.messages import (
     ANCHOR,
     SUPPORT_TOTAL,
@@ -75,10 +75,15 @@ def verify(to: TargetSession, truth: Sequence[Token], budget: int = 8) -> Verifi
     return to.commit([truth[end] for end in ends]).verification
 
 
+def emitted(verification: Verification) -> Emit:
+    """What a session makes of it."""
+    about = StepMetadata(verification.sources, verification.refused, verification.recovered)
+    return Emit(verification.tokens, verification.accepted, verification.offered, metadata=about)
+
+
 def told(verification: Verification) -> list[str]:
     """Where each of its tokens came from."""
-    about = StepMetadata(verification.sources, verification.refused, verification.recovered)
-    return [str(o) for o in origins(len(verification.tokens), verification.accepted, verification.offered, about)]
+    return [str(origin) for origin in emitted(verification).origins]
 
 
 # -- where tokens come from --------------------------------------------------------------------------------------------
@@ -110,8 +115,7 @@ def test_each_draft_is_credited_to_its_source_whether_kept_or_not() -> None:
     verification = verify(one, [30, 31, 50, 0, 0])
     assert told(verification) == ["prediction", "prediction", "recovered"]
     assert Counter(verification.refused) == {Source.DRAFT: 2, Source.PREDICTION: 2}
-    about = StepMetadata(verification.sources, verification.refused, verification.recovered)
-    assert from_draft_models(verification.accepted, verification.offered, about) == (0, 2)
+    assert emitted(verification).from_draft_models == (0, 2)
 
 
 def test_drafts_of_drafters_alone_need_no_words() -> None:
@@ -119,7 +123,7 @@ def test_drafts_of_drafters_alone_need_no_words() -> None:
     one.propose(drafted(one, 11, 12))
     verification = verify(one, [11, 50, 0])
     assert (verification.sources, verification.refused) == ((), ())
-    assert refused(verification.accepted, verification.offered, StepMetadata()) == (Source.DRAFT,)
+    assert emitted(verification).refused == (Source.DRAFT,)
 
 
 def test_a_stop_token_among_the_drafts_leaves_no_token_of_the_targets_own() -> None:
