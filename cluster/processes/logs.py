@@ -52,7 +52,7 @@ class RecordFormatter(logging.Formatter):
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         told = {name: value for name in FIELDS if (value := getattr(record, name, None)) not in (None, "")}
         message, level = record.getMessage(), record.levelname
-        traceback = "" if record.exc_info is None else self.formatException(record.exc_info)
+        traceback = self.formatException(record.exc_info) if record.exc_info else ""
         if self._json:
             entry = {"time": at, "level": level.lower(), "logger": record.name, "message": message, **told}
             return json.dumps(entry | ({"traceback": traceback} if traceback else {}), ensure_ascii=False, default=str)

@@ -55,6 +55,14 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert failed["traceback"].endswith("ValueError: boom")
 
 
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_what_is_logged_with_no_traceback_is_one_line(capsys: pytest.CaptureFixture[str], form: str) -> None:
+    lines(capsys, "--log-format", form)
+    log.error("not exported: %s", "away", exc_info=False)  # as OpenTelemetry does
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "not exported: away" in line
+
+
 @pytest.mark.parametrize("formatter", [RecordFormatter(json=False), RecordFormatter(json=True)])
 def test_fields_that_are_not_there_are_left_out(formatter: logging.Formatter) -> None:
     record = logging.makeLogRecord({"msg": "hello", "request": "", "session": None})
