@@ -184,7 +184,7 @@ class SessionRecord:
         self.reopened = 0
         """How often the target side was opened again after a fault: the number of failovers."""
         self.moved = 0
-        """How often it was opened elsewhere without one: a target went, or had no room."""
+        """How often it left a target that drains, or went as it was expected to."""
         self.stale = 0
         """Messages dropped because they came too late to matter."""
         self._text = CommittedText(request.tokens, digest)

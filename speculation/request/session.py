@@ -303,7 +303,7 @@ class Session(SessionRecord):
                 return self._retry_target(peer, refused.message)
             case RefusalCode.OVERLOADED | RefusalCode.DRAINING:
                 self._retries.refused(full=refused.code is RefusalCode.OVERLOADED)
-                self.moved += 1
+                self.moved += refused.code is RefusalCode.DRAINING
                 return self._move_target(peer)
             case _:
                 assert_never(refused.code)

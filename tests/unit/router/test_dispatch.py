@@ -15,7 +15,7 @@ from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Details, Ended, Generation, GenerationError, Passed
 from router.sessions.choice import StandbyTargets
 from router.sessions.pool import Peer
-from router.sessions.run import session_of, weight
+from router.sessions.run import EventKind, session_of, weight
 from speculation import digest as digests
 from speculation.events import Event, Fail, PeerId, Placed, PoisonRequest, Role, Start, StepMetadata, Tick
 from speculation.messages import (
@@ -362,6 +362,23 @@ async def test_who_is_condemned_where_it_still_runs_does_not_count_as_failed(ser
     served.verify("a", 11, finish=FinishReason.LENGTH)
     await serving
     assert served.dispatcher.snapshot().totals.failed == 0
+
+
+@pytest.mark.parametrize(("code", "moved"), [(RefusalCode.OVERLOADED, 0), (RefusalCode.DRAINING, 1)])
+async def test_who_waits_for_room_at_its_target_has_not_moved(code, moved):
+    served = Served(HASTY)
+    served.up("a")
+    serving = await served.begins()
+    first = served.wires["a"].last
+    served.hear("a", Refused(first.session, first.epoch, code, "not now"))
+    async with asyncio.timeout(60):
+        while served.wires["a"].last is first:
+            await asyncio.sleep(0.001)
+    served.verify("a", 11, finish=FinishReason.LENGTH)
+    await serving
+    told = [line.kind for line in served.dispatcher.pool.event_log.lines].count(EventKind.SESSION_MOVED)
+    assert (served.dispatcher.totals.moved, told) == (moved, moved)
+    await served.dispatcher.pool.close()
 
 
 async def test_a_refusal_of_an_older_opening_leaves_the_account_of_the_newer(served):
