@@ -49,6 +49,10 @@ class EventKind(StrEnum):
     DRAFTER_QUARANTINED = "drafter_quarantined"
 
 
+OF_WORKERS = (EventKind.WORKER_UP, EventKind.WORKER_DRAINING, EventKind.WORKER_GONE, EventKind.WORKER_LOST)
+"""Each says how a worker is from then on."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoggedEvent:
     """One line, with the fields that ``GET /cluster`` shows of it."""
@@ -70,7 +74,8 @@ class EventLog:
     """What lately happened to the workers and sessions of a router, one line each, for views of the cluster.
 
     A ring of bounded length. A lost target can take a thousand sessions with it: the same thing happening again at the
-    same worker within a second counts as once, several times over, so that it does not push the reason for it out.
+    same worker within a second counts as once, several times over, so that it does not push the reason for it out. The
+    last line about a worker itself says how it is.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -91,6 +96,8 @@ class EventLog:
             if line.kind is kind and line.worker == worker and abs(now - line.time) < TOGETHER_SECONDS:
                 self._lines[-back] = replace(line, times=line.times + 1)
                 return
+            if line.worker == worker and kind in OF_WORKERS and line.kind in OF_WORKERS:
+                break  # it has changed meanwhile
         self._number += 1
         shortened = " ".join(text.split())[:LONGEST]
         self._lines.append(LoggedEvent(self._number, now, kind, shortened, worker, session, request))

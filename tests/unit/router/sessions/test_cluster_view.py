@@ -98,6 +98,18 @@ def test_the_same_within_a_second_is_one_line_and_the_ring_is_bounded() -> None:
     assert LOOK_BACK < MAX_EVENTS
 
 
+def test_the_last_line_of_a_worker_says_how_it_is() -> None:
+    clock = Clock()
+    event_log = EventLog(clock)
+    for kind in (EventKind.WORKER_LOST, EventKind.WORKER_UP, EventKind.SESSION_REOPENED, EventKind.WORKER_LOST):
+        event_log.note(kind, kind, TARGET)
+        event_log.note(EventKind.WORKER_LOST, "another", DRAFT)
+        clock.now += 0.3
+    of_target = [(line.kind, line.times) for line in event_log.lines if line.worker == TARGET]
+    assert (of_target[0], of_target[-1]) == ((EventKind.WORKER_LOST, 1), (EventKind.WORKER_LOST, 1))
+    assert [(line.kind, line.times) for line in event_log.lines if line.worker == DRAFT] == [(EventKind.WORKER_LOST, 4)]
+
+
 def test_a_session_that_goes_elsewhere_is_told_by_why() -> None:
     event_log = EventLog()
     session = Session(Open(SessionId(3), 0, (5, 6), Sampling(), Limits(20, frozenset())))
@@ -157,8 +169,7 @@ def test_workers_that_come_and_go_are_told_of_once_each() -> None:
         EventKind.WORKER_UP,
         EventKind.WORKER_DRAINING,
         EventKind.WORKER_GONE,
-        EventKind.WORKER_UP,
-        EventKind.WORKER_LOST,
+        *(EventKind.WORKER_UP, EventKind.WORKER_LOST) * 2,
     ]
 
 
