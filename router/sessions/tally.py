@@ -198,7 +198,9 @@ class RequestTally:
         """It passes."""
         if chunk.index in self._waiting:
             self._waiting.remove(chunk.index)
-            self._counts.first_token.add(self._clock() - self._arrived)
+            echoed = chunk.prompt is not None and chunk.finish is not None and chunk.commit is None
+            if not echoed:  # else no token was computed for it
+                self._counts.first_token.add(self._clock() - self._arrived)
         if chunk.finish is not None:
             self._running.discard(chunk.index)
             self._counts.finished[chunk.finish.value] += 1

@@ -15,8 +15,9 @@ from cryptography.x509.oid import NameOID
 from prometheus_client.parser import text_string_to_metric_families
 
 from draft_service.sequence import DraftCounters
-from router.answers.choice_reader import TextChunk
+from router.answers.choice_reader import PromptShown, TextChunk
 from router.errors import CODES
+from router.generation import Committed
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
 from router.sessions.tally import BLOCK, AcceptanceRecord, Buckets, RouterCounters
 from router.telemetry.metrics import UNREADABLE, RouterMetrics
@@ -89,6 +90,19 @@ def test_choices_are_counted_by_how_they_end() -> None:
     left.add(TextChunk(0, (), tokens=1))
     left.given_up()
     assert counts.finished == {"length": 1, "stop": 0, "abort": 2}
+
+
+def test_a_prompt_that_the_router_echoes_alone_is_no_first_token() -> None:
+    tally, shown = RouterCounters(lambda: 1.5), PromptShown("hi")
+    request = tally.request("m", 2, 1.0)
+    request.add(TextChunk(0, prompt=shown, finish=FinishReason.LENGTH))
+    counts = tally.model("m")
+    assert (sum(counts.first_token.counts), sum(counts.latency.counts), counts.finished["length"]) == (0, 1, 1)
+    request.add(TextChunk(1, prompt=shown))  # tokens come behind it
+    request.add(TextChunk(1, tokens=1))
+    of_target = TextChunk(0, prompt=shown, finish=FinishReason.LENGTH, commit=Committed((5,), 0, 0))
+    tally.request("m", 1, 1.0).add(of_target)  # which computed the prompt
+    assert sum(counts.first_token.counts) == 2
 
 
 def test_errors_of_ours_and_refusals_are_told_apart_and_begin_at_zero() -> None:
