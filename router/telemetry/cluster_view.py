@@ -87,7 +87,7 @@ class ClusterView:
             "moved": totals.moved,
             "condemned": totals.condemned,
             "quarantined": totals.quarantined,
-            "failed": totals.failed,
+            "failed": self._tally.failed.total(),
             "refused": self._tally.refused.total(),
             "malformed_messages": totals.malformed,
             "stale_messages": totals.stale,

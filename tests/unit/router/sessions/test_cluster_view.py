@@ -13,6 +13,7 @@ from random import Random
 import pytest
 
 from router.answers.responses import encode
+from router.errors import CODES
 from router.generation import Generation, ServedModel
 from router.sessions.pool import Peer, PoolEvents, WorkerPool
 from router.sessions.run import LOOK_BACK, MAX_EVENTS, EventKind, EventLog, LoggedEvent, NullTracer, RunningSession
@@ -259,6 +260,14 @@ def test_everything_known_is_in_the_view() -> None:
         "request": "",
         "times": 1,
     }
+
+
+def test_a_request_that_ran_out_of_time_has_failed_and_one_without_a_place_was_refused() -> None:
+    tally = RouterCounters()
+    for code in ("timeout", "timeout", "overloaded"):
+        tally.answered(CODES[code])
+    totals = view_of(Snapshot(totals=Totals(failed=1)), tally)()["totals"]  # the session that found no place
+    assert (totals["failed"], totals["refused"]) == (2, 1)
 
 
 def fields_of(value: object) -> Iterator[str]:
