@@ -68,6 +68,13 @@ class TextChunk:
     """With the finish: the model called a tool."""
 
     @property
+    def reason(self) -> str | None:
+        """OpenAI's name for why the choice ended; None: it has not."""
+        if self.finish is None:
+            return None
+        return "tool_calls" if self.called else self.finish.value
+
+    @property
     def plain(self) -> bool:
         """Whether it has text, and nothing beside it."""
         text_alone = self.prompt is None and self.finish is None and self.content is None and not self.calls
@@ -92,7 +99,8 @@ class Usage:
     """Of all prompts together."""
     completion: int = 0
     cached: int = 0
-    ended: int = 0
+    ended: dict[int, str] = field(default_factory=dict)
+    """By choice: why."""
     steps: int = 0
     waits: int = 0
     wait_seconds: float = 0.0
@@ -106,7 +114,8 @@ class Usage:
 
     def add(self, chunk: TextChunk) -> None:
         """Count a chunk."""
-        self.ended += chunk.finish is not None
+        if chunk.reason is not None:
+            self.ended[chunk.index] = chunk.reason
         commit = chunk.commit
         if commit is None:
             return

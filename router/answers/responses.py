@@ -126,14 +126,7 @@ class Choice:
         self.texts.append(chunk.text)
         self.shown += chunk.shown
         self.calls += chunk.calls
-        self.finish = finish_name(chunk) or self.finish
-
-
-def finish_name(chunk: TextChunk) -> str | None:
-    """OpenAI's name for why a choice ended; None: it has not."""
-    if chunk.finish is None:
-        return None
-    return "tool_calls" if chunk.called else chunk.finish.value
+        self.finish = chunk.reason or self.finish
 
 
 @dataclass(slots=True)
@@ -215,8 +208,8 @@ class Envelope:
     def closing(self, chunk: TextChunk, usage: Usage) -> Json:
         """The last chunk of a choice; that of the last choice has the summary."""
         content: Json = {"delta": {}} if self.chat else {"text": ""}
-        body = self._chunk([self._choice(chunk.index, content, finish_name(chunk))])
-        if self.request.details and usage.ended == usage.choices:
+        body = self._chunk([self._choice(chunk.index, content, chunk.reason)])
+        if self.request.details and len(usage.ended) == usage.choices:
             body["speculation"] = {"summary": usage.summary()}
         return body
 
@@ -304,7 +297,7 @@ async def events(
                 make = partial(_chunk_events, chunk, envelope, usage, opened)
                 held += make() if chunk.prompt is None else await envelope.made(make)
                 more = chunk.commit is not None and chunk.commit.more
-                follows = more if chunk.finish is None else usage.ended == usage.choices
+                follows = more if chunk.finish is None else len(usage.ended) == usage.choices
                 if held and (not follows or len(held) > MAX_HELD_BYTES):
                     yield held
                     held = b""

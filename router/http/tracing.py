@@ -74,9 +74,10 @@ class TraceRequests:
 
 def _note_answer(span: Span, operation: str, state: Mapping[str, Any], status: int) -> None:
     """What the request asked for, as far as it was understood, and what came of it."""
-    request = state.get("parsed")
+    request, error = state.get("parsed"), state.get("error") or (str(status) if status >= FAILURE else None)
     if isinstance(request, ApiRequest):
         span.update_name(f"{operation} {request.model}")
+        usage, otherwise = state["usage"], "error" if error else ABORTED
         first, sampling = request.generations[0], request.generations[0].sampling
         asked: dict[str, Any] = {
             "gen_ai.request.model": request.model,
@@ -85,13 +86,14 @@ def _note_answer(span: Span, operation: str, state: Mapping[str, Any], status: i
             "gen_ai.request.max_tokens": first.max_tokens,
             "gen_ai.request.stop_sequences": request.stop,
             "gen_ai.usage.input_tokens": request.prompt_tokens,
-            "gen_ai.usage.output_tokens": state["usage"].completion,
+            "gen_ai.usage.output_tokens": usage.completion,
+            "gen_ai.response.finish_reasons": [usage.ended.get(index, otherwise) for index in range(usage.choices)],
             "paceline.stream": request.stream,
         }
         drawn = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
         span.set_attributes(asked | {f"gen_ai.request.{name}": getattr(sampling, name) for name in drawn})
     span.set_attribute("http.response.status_code", status)
-    if error := state.get("error") or (str(status) if status >= FAILURE else None):
+    if error:
         span.set_attribute("error.type", error)
         span.set_status(Status(StatusCode.ERROR))
 
@@ -148,8 +150,10 @@ class SessionSpans(NullTracer):
         if isinstance(why, GenerationError):
             self._span.set_attribute("error.type", why.code.name)
             self._span.set_status(Status(StatusCode.ERROR, why.message))
-        else:
-            self._span.set_attribute("gen_ai.response.finish_reasons", [why.value if why else ABORTED])
+        elif why is not None:
+            self._span.set_attribute("gen_ai.response.finish_reasons", [why.value])
+        else:  # at a stop string, at the end of its time, or its client went: the request's span knows
+            self._span.set_attribute("paceline.closed", "stopped")
         self._span.end()
 
     def _enter(self, phase: str) -> None:

@@ -145,7 +145,7 @@ class NullTracer:
         """So many tokens came, so many of them drafted, of so many drafts verified."""
 
     def ended(self, why: FinishReason | GenerationError | None) -> None:
-        """It is over; None: it was given up."""
+        """It is over; None: it was stopped."""
 
 
 MAX_TOKENS = 512

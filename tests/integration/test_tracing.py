@@ -110,7 +110,8 @@ async def workers_done(spans: Spans, sessions: int) -> None:
 async def test_a_request_is_one_tree_of_spans(spans: Spans) -> None:
     async with stack(TraceSettings()) as (_, client):
         fields = {"prompt": "def fib(n):", "max_tokens": 40, "n": 2, "temperature": 0.5, "stop": ["zzz"]}
-        usage = (await client.post("/v1/completions", json=fields, headers=GIVEN)).json()["usage"]
+        answer = (await client.post("/v1/completions", json=fields, headers=GIVEN)).json()
+        usage = answer["usage"]
         await workers_done(spans, 2)
     request = spans.one("text_completion target")
     assert f"{request.context.trace_id:032x}" == TRACE
@@ -139,6 +140,8 @@ async def test_a_request_is_one_tree_of_spans(spans: Spans) -> None:
             **dict.fromkeys(("target session", "draft session"), 1),
         }
         assert session.attributes["gen_ai.response.finish_reasons"] in (("stop",), ("length",))
+    reasons = tuple(choice["finish_reason"] for choice in answer["choices"])
+    assert attributes["gen_ai.response.finish_reasons"] == reasons
     assert sum(span.attributes["paceline.tokens"] for span in spans.named("session")) == usage["completion_tokens"]
     for role in ("target", "draft"):
         for worker in spans.named(f"{role} session"):
@@ -185,7 +188,32 @@ async def test_failures_are_told(spans: Spans) -> None:
     assert refused.status.is_unset
     assert (late.attributes["http.response.status_code"], late.attributes["error.type"]) == (504, "timeout")
     assert not late.status.is_ok
-    assert spans.one("session").attributes["gen_ai.response.finish_reasons"] == ("abort",)
+    assert late.attributes["gen_ai.response.finish_reasons"] == ("error",)
+    stopped = spans.one("session").attributes
+    assert "gen_ai.response.finish_reasons" not in stopped
+    assert stopped["paceline.closed"] == "stopped"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_choice_that_ends_at_a_stop_string_is_told_as_its_answer_says(spans: Spans, stream: bool) -> None:
+    async with stack(TraceSettings()) as (_, client):
+        fields = {"prompt": "def fib(n):", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        text = (await client.post("/v1/completions", json=fields)).json()["choices"][0]["text"]
+        fields |= {"stop": [text[8:12]], "stream": stream}
+        answer = await client.post("/v1/completions", json=fields)
+        assert '"finish_reason":"stop"' in answer.text.replace(" ", "")
+    told = [span.attributes["gen_ai.response.finish_reasons"] for span in spans.named("text_completion target")]
+    assert told == [("length",), ("stop",)]
+
+
+async def test_a_choice_that_its_client_gave_up_is_told_as_such(spans: Spans) -> None:
+    async with stack(TraceSettings()) as (_, client):
+        fields = {"prompt": "def fib(n):", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=fields) as answer:
+            await anext(answer.aiter_lines())
+    request = spans.one("text_completion target")
+    assert request.attributes["gen_ai.response.finish_reasons"] == ("abort",)
+    assert request.status.is_unset
 
 
 async def test_a_request_that_is_not_sampled_leaves_no_spans(spans: Spans, monkeypatch: pytest.MonkeyPatch) -> None:
