@@ -90,14 +90,19 @@ class EventLog:
 
     def note(self, kind: EventKind, text: str, worker: PeerId, session: int | None = None, request: str = "") -> None:
         """It happens now."""
-        now = self._clock()
+        now, changed = self._clock(), False
         for back in range(1, min(len(self._lines), LOOK_BACK) + 1):
             line = self._lines[-back]
             if line.kind is kind and line.worker == worker and abs(now - line.time) < TOGETHER_SECONDS:
-                self._lines[-back] = replace(line, times=line.times + 1)
+                again = replace(line, times=line.times + 1)
+                if changed:  # the last line about a worker says how it is
+                    del self._lines[-back]
+                    self._number += 1
+                    self._lines.append(replace(again, number=self._number))
+                else:
+                    self._lines[-back] = again
                 return
-            if line.worker == worker and kind in OF_WORKERS and line.kind in OF_WORKERS:
-                break  # it has changed meanwhile
+            changed |= line.worker == worker and kind in OF_WORKERS and line.kind in OF_WORKERS
         self._number += 1
         shortened = " ".join(text.split())[:LONGEST]
         self._lines.append(LoggedEvent(self._number, now, kind, shortened, worker, session, request))
