@@ -53,7 +53,7 @@ class Prompt:
         """As the API would encode it. Raises :class:`PromptError`."""
         if not self.messages:
             return tokenizer.encode(self.text, special=True)
-        if tokenizer.chat_template is None:
+        if tokenizer.template(tools=bool(self.tools)) is None:
             raise PromptError(f"{self.where}: the model has no chat template; give a prompt instead of messages")
         try:
             body = ChatBody.read({"messages": list(self.messages), "tools": list(self.tools)})

@@ -94,7 +94,7 @@ def _one_prompt(value: object, where: str, tokenizer: Tokenizer, vocabulary: int
 
 def chat_prompt(body: ChatBody, tokenizer: Tokenizer, model: ServedModel, tools: Tools) -> Prompt:
     """The field ``messages`` through the model's chat template. Raises :class:`ApiError`."""
-    text = chat_text(body, tokenizer.chat_template, tools)
+    text = chat_text(body, tokenizer.template(tools=bool(tools.offered)), tools)
     if body.truncate_prompt_tokens is None:
         check_characters(
             len(text), max_characters(tokenizer, model), "messages", " in the chat template, with all calls and tools"

@@ -199,7 +199,7 @@ def _demanded(body: ChatBody) -> list[int]:
 
 def tools_of(body: ChatBody, tokenizer: Tokenizer) -> Tools:
     """``tools``, ``tool_choice`` and ``parallel_tool_calls``. Raises :class:`ApiError`."""
-    template, chosen = tokenizer.chat_template, body.tool_choice
+    template, chosen = tokenizer.template(tools=bool(body.tools)), body.tool_choice
     tools = [{"type": tool.type, "function": tool.function} for tool in body.tools]
     demanded = _demanded(body)
     if isinstance(chosen, NamedTool) and not demanded:

@@ -30,10 +30,13 @@ from router.generation import ServedModel
 from router.text.chat_template import SPECIAL_TOKENS, ChatTemplate
 from speculation.messages import Token
 
+TOOL_TEMPLATE = "tool_use"
+"""Name that transformers gives a template for chats with tools, where a model has one of its own for them."""
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    f"additional_chat_templates/{TOOL_TEMPLATE}.jinja",
     "generation_config.json",
     "config.json",
 )
@@ -68,6 +71,7 @@ class Tokenizer:
         stop_tokens: frozenset[Token] = frozenset(),
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
+        tool_template: str | None = None,
     ) -> None:
         """``special_tokens`` maps roles (``bos_token`` ...) to tokens. Raises ``TemplateError``."""
         backend.no_truncation()  # Some files carry a length that was used in training.
@@ -77,6 +81,8 @@ class Tokenizer:
         """Tokens that end a text, as the model's configuration gives them."""
         names = special_tokens or {}
         self.chat_template = ChatTemplate(chat_template, names) if chat_template is not None else None
+        self.tool_template = ChatTemplate(tool_template, names) if tool_template is not None else None
+        """Of its own for chats with tools; None: there is none."""
         added = backend.get_added_tokens_decoder()
         self._added = frozenset(added)
         self._decoders = frozenset(_types(json.loads(backend.decoder.__getstate__()) if backend.decoder else {}))
@@ -105,14 +111,20 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
             config = _read_json(folder / "tokenizer_config.json")
+            templates = _chat_templates(folder, config)
             return cls(
                 backend,
                 stop_tokens=_stop_tokens(folder, backend, config),
                 special_tokens=_special_tokens(config),
-                chat_template=_chat_template(folder, config),
+                chat_template=templates.get("default"),
+                tool_template=templates.get(TOOL_TEMPLATE),
             )
         except Exception as error:  # tokenizers raises bare Exception
             raise TokenizerError(f"{model}: cannot read the tokenizer: {_first_line(error)}") from error
+
+    def template(self, *, tools: bool) -> ChatTemplate | None:
+        """What writes a chat in which tools are offered, or none; None: it cannot be written."""
+        return (tools and self.tool_template) or self.chat_template
 
     def encode(self, text: str, *, special: bool) -> tuple[Token, ...]:
         """Token ids of ``text``; with what the tokenizer puts around a text (such as BOS) if ``special``.
@@ -235,15 +247,16 @@ def _stop_tokens(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[st
     return frozenset(stops)
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The file if there is one, else the configuration's only or ``default`` template."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """By name, as transformers reads them: those of the files if there are any, else those of the configuration."""
+    files = {"default": folder / FILES[2], TOOL_TEMPLATE: folder / FILES[3]}
+    found = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+    if found:
+        return found
     value = config.get("chat_template")
     if isinstance(value, list):
-        value = {entry["name"]: entry["template"] for entry in value}.get("default")
-    return value if isinstance(value, str) else None
+        return {entry["name"]: entry["template"] for entry in value}
+    return {"default": value} if isinstance(value, str) else {}
 
 
 RETRY_SECONDS = 10.0

@@ -1,13 +1,24 @@
-"""Where the tokens of a prompt stand in its text."""
+"""Where the tokens of a prompt stand in its text, and by which of its model's templates a chat is written."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, processors
+from transformers import AutoTokenizer
 
-from router.schema.prompts import Prompt
+from router.errors import ApiError
+from router.generation import ServedModel
+from router.schema.prompts import Prompt, chat_prompt
+from router.schema.request_schema import ChatBody
+from router.schema.structured import tools_of
 from router.text.tokenizer import Tokenizer
+
+BUNDLED = Path(__file__).parents[4] / "models" / "target"
 
 
 def sentencepiece() -> Tokenizer:
@@ -38,3 +49,47 @@ def test_a_text_has_its_tokens_where_they_are_written(text: str, starts: list[in
     assert [*Prompt(tokens[1:], text).starts(tokenizer)] == starts[1:]
     if tokenizer.decode(tokens) == text:
         assert [*Prompt(tokens).starts(tokenizer)] == starts
+
+
+DEFAULT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TOOL_USE = "{{ tools | tojson }}<tool_call>" + DEFAULT
+FILE, TOOL_FILE = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
+ENTRIES = [{"name": "default", "template": DEFAULT}, {"name": "tool_use", "template": TOOL_USE}]
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.mark.parametrize(
+    ("configured", "files"),
+    [
+        (ENTRIES, {}),
+        (None, {FILE: DEFAULT, TOOL_FILE: TOOL_USE}),
+        (DEFAULT, {TOOL_FILE: TOOL_USE}),
+        (ENTRIES, {FILE: TOOL_USE}),
+        (TOOL_USE, {}),
+    ],
+)
+def test_a_chat_with_tools_is_written_by_the_template_that_transformers_takes(
+    tmp_path: Path, configured: object, files: dict[str, str]
+) -> None:
+    config = json.loads((BUNDLED / "tokenizer_config.json").read_text()) | {"chat_template": configured}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).symlink_to(BUNDLED / name)
+    for name, template in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(template)
+    tokenizer, theirs = Tokenizer.load(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+
+    def written(**fields: Any) -> str:
+        body = ChatBody.read(CHAT | fields)
+        model = ServedModel("", tokenizer.size, 4096, 0)
+        return tokenizer.decode(chat_prompt(body, tokenizer, model, tools_of(body, tokenizer)).tokens, frozenset())
+
+    assert written(tools=TOOLS) == theirs.apply_chat_template(CHAT["messages"], tools=TOOLS, tokenize=False)
+    if configured == DEFAULT:  # which the file beside it replaces, so that nothing is left for chats without tools
+        with pytest.raises(ApiError, match="no chat template"):
+            written()
+        return
+    plain = theirs.apply_chat_template(CHAT["messages"], tokenize=False)
+    assert written() == written(tools=TOOLS, tool_choice="none") == plain
