@@ -60,7 +60,7 @@ class TextChunk:
     prompt: PromptShown | None = None
     """Comes once, before any commit, where something of the prompt is shown."""
     shown: tuple[ShownToken, ...] = ()
-    """The tokens whose text is out with this chunk, if they were asked for."""
+    """The tokens whose text is out with this chunk, if log-probabilities were asked for."""
     content: str | None = None
     """What of the text is content, where tool calls are searched for; None: all of it."""
     calls: tuple[ToolCall, ...] = ()
@@ -79,6 +79,11 @@ class TextChunk:
         """Whether it has text, and nothing beside it."""
         text_alone = self.prompt is None and self.finish is None and self.content is None and not self.calls
         return text_alone and bool(self.pieces) and not self.shown
+
+    @property
+    def ids(self) -> tuple[Token, ...]:
+        """Of its tokens, also where their text is held back or cut."""
+        return () if self.commit is None else self.commit.tokens[: self.tokens]
 
     @property
     def text(self) -> str:
@@ -205,10 +210,10 @@ class ChoiceReader:
             hidden = tokenizer.hidden - {tokenizer.tags.get(mark) for mark in self._tools.form.marks}
         stop_kept, unsearched = self._form.stop_string, generation.min_tokens
         rules = TextRules(request.stop, generation.stop_tokens, stop_kept, unsearched, hidden)
-        self._shows = self._form.logprobs is not None or self._form.token_ids
+        self._shows = self._form.logprobs is not None
         after = generation.prompt if request.continues else ()
         self._text = TextStream(tokenizer, rules, after, placed=self._shows)
-        self._waiting: deque[tuple[Token, TokenLogprobs | None]] = deque()
+        self._waiting: deque[tuple[Token, TokenLogprobs]] = deque()
         self._before = len(self._prompt.text(tokenizer, hidden)) if self._form.echo else 0
         form, names = self._tools.form, frozenset(tool["function"]["name"] for tool in self._tools.offered)
         self._parser = None if form is None else parser_of(form, names, several=self._tools.several)
@@ -264,10 +269,8 @@ class ChoiceReader:
 
     def _of_commit(self, commit: Committed, come_from: tuple[Origin, ...], delta: Delta) -> TextChunk:
         if self._shows:
-            logprobs: tuple[TokenLogprobs | None, ...] = commit.metadata.logprobs
-            if self._form.logprobs is None:
-                logprobs = (None,) * len(commit.tokens)
-            elif len(logprobs) != len(commit.tokens):
+            logprobs = commit.metadata.logprobs
+            if len(logprobs) != len(commit.tokens):
                 raise GenerationError("internal", "the target told no log-probabilities")
             self._waiting.extend(zip(commit.tokens, logprobs, strict=True))
         accepted = min(commit.accepted, delta.tokens)

@@ -24,6 +24,7 @@ from router.text.text import Piece
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolCall
 from speculation.events import Own
+from speculation.messages import Token
 
 Json = dict[str, Any]
 
@@ -116,6 +117,7 @@ class Choice:
 
     texts: list[str] = field(default_factory=list)
     shown: list[ShownToken] = field(default_factory=list)
+    ids: list[Token] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     prompt: PromptShown = PromptShown()
     finish: str | None = None
@@ -125,6 +127,7 @@ class Choice:
         self.prompt = chunk.prompt or self.prompt
         self.texts.append(chunk.text)
         self.shown += chunk.shown
+        self.ids += chunk.ids
         self.calls += chunk.calls
         self.finish = chunk.reason or self.finish
 
@@ -200,7 +203,7 @@ class Envelope:
             calls = self._calls(chunk.index, chunk.calls, first)
             delta["tool_calls"] = [{"index": first + number, **call} for number, call in enumerate(calls)]
         content = {"delta": delta} if self.chat else {"text": prompt.text + chunk.text}
-        body = self._chunk([self._choice(chunk.index, content) | self._beside(prompt, chunk.shown)])
+        body = self._chunk([self._choice(chunk.index, content) | self._beside(prompt, chunk.shown, chunk.ids)])
         if self.request.include_speculation and chunk.prompt is None:
             body["speculation"] = commit_body(chunk, self.tokenizer)
         return body
@@ -225,19 +228,19 @@ class Envelope:
             content = {"message": {"role": "assistant", "content": said, "refusal": None}}
             if choice.calls:
                 content["message"]["tool_calls"] = self._calls(index, choice.calls)
-        return self._choice(index, content, choice.finish) | self._beside(choice.prompt, choice.shown)
+        return self._choice(index, content, choice.finish) | self._beside(choice.prompt, choice.shown, choice.ids)
 
     def _choice(self, index: int, content: Json, finish: str | None = None) -> Json:
         return {"index": index, **content, "logprobs": None, "finish_reason": finish}
 
-    def _beside(self, prompt: PromptShown, shown: Sequence[ShownToken]) -> Json:
+    def _beside(self, prompt: PromptShown, shown: Sequence[ShownToken], ids: Sequence[Token]) -> Json:
         body: Json = {}
         if (top := self.request.form.logprobs) is not None:
             echoed = prompt.tokens() if self.request.form.echo else ()
             tokens = [*echoed, *shown]
             body["logprobs"] = of_chat(tokens) if self.chat else of_completion(tokens, top)
         if self.request.form.token_ids:
-            body["token_ids"] = [token.named.token for token in shown]
+            body["token_ids"] = list(ids)
         return body if self.chat else body | self._of_prompt(prompt)
 
     def _of_prompt(self, prompt: PromptShown) -> Json:
@@ -325,7 +328,8 @@ def _chunk_bodies(chunk: TextChunk, envelope: Envelope, usage: Usage, opened: se
         yield envelope.opening(chunk.index, chunk.prompt)
     opened.add(chunk.index)
     of_prompt = chunk.prompt is not None and not envelope.chat
-    if chunk.text or chunk.shown or chunk.calls or of_prompt or (envelope.request.include_speculation and chunk.tokens):
+    of_commit = chunk.tokens > 0 and (envelope.request.include_speculation or envelope.request.form.token_ids)
+    if chunk.text or chunk.shown or chunk.calls or of_prompt or of_commit:
         yield envelope.text(chunk)
     if chunk.finish is not None:
         yield envelope.closing(chunk, usage)

@@ -147,13 +147,17 @@ async def test_streaming_equals_not_streaming(
     fields |= {"top_logprobs": 2} if chat else {"echo": echo}
     if len(tokens) < fields["max_tokens"]:
         tokens += encode("a") * (fields["max_tokens"] - len(tokens))
-    (plain,) = whole(await post(generator(tokens, (1,)), path, fields))
+    response = await post(generator(tokens, (1,)), path, fields)
+    (plain,) = whole(response)
     assert whole(await post(generator(tokens, tuple(sizes)), path, fields)) == [plain]
     assert joined(await post(generator(tokens, tuple(sizes)), path, fields | {"stream": True})) == [plain]
     logprobs = plain["logprobs"]
     entries = logprobs.get("content" if chat else "tokens", [])
-    assert len(entries) == len(plain["token_ids"]) + (len(plain["prompt_ids"]) if echo and not chat else 0)
-    assert tuple(plain["token_ids"]) == tokens[: len(plain["token_ids"])]
+    counted = response.json()["usage"]["completion_tokens"]
+    assert tuple(plain["token_ids"]) == tokens[:counted]
+    own = len(entries) - (len(plain["prompt_ids"]) if echo and not chat else 0)
+    assert own <= counted  # fewer where a stop string does not show
+    assert own == counted or (stop and not kept and plain["finish"] == "stop")
     if chat:
         content = bytes(byte for entry in entries for byte in entry["bytes"] or ()).decode(errors="replace")
         assert content.startswith(plain["text"]) or special
@@ -223,6 +227,18 @@ async def test_no_token_behind_a_stop_string_is_shown() -> None:
         await post(generator((*encode("abc世xyz"), EOS), (50,)), PATHS[0], {"logprobs": 0, "stop": "世x"})
     ).json()["choices"]
     assert choice["text"] == "abc" == "".join(choice["logprobs"]["tokens"])
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_token_ids_are_all_that_were_drawn_though_a_stop_string_does_not_show(path: str) -> None:
+    tokens, fields = encode("abc世xyz"), {"return_token_ids": True, "stop": "世x"}
+    drawn = list(encode("abc世x"))
+    for sizes in ((1,), (50,)):
+        response = await post(generator((*tokens, EOS), sizes), path, fields)
+        (choice,) = whole(response)
+        assert (choice["text"], choice["token_ids"]) == ("abc", drawn)
+        assert response.json()["usage"]["completion_tokens"] == len(drawn)
+        assert joined(await post(generator((*tokens, EOS), sizes), path, fields | {"stream": True})) == [choice]
 
 
 async def test_tokens_can_be_named_by_their_ids() -> None:
