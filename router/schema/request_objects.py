@@ -228,7 +228,7 @@ class StreamOptions(Fields):
     include_usage: bool = Field(False, examples=[True])
     """A last chunk with the usage."""
     continuous_usage_stats: bool = Field(False, examples=[True])
-    """The usage so far in every chunk; with `include_usage`."""
+    """The usage so far in every chunk; only with `include_usage`."""
     include_speculation: bool = Field(False, examples=[True])
     """What was drafted and kept, with every chunk."""
 

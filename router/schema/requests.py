@@ -249,7 +249,7 @@ def request_of(body: Body, model_entry: ModelEntry, request_id: str) -> ApiReque
         n=n,
         stream=body.stream,
         include_usage=options.include_usage,
-        continuous_usage=options.include_usage and options.continuous_usage_stats,
+        continuous_usage=options.continuous_usage_stats,
         include_speculation=options.include_speculation,
         details=details,
         form=form,
@@ -287,12 +287,12 @@ def _store(body: Body, model_entry: ModelEntry) -> bool:
 
 
 def _stream_options(body: Body) -> StreamOptions:
-    if body.stream_options is None:
-        return _PLAIN_STREAM
-    if not body.stream:
-        given = body.stream_options.model_dump(exclude_unset=True)
-        raise wrong_value("stream_options", "left out unless stream is true", given)
-    return body.stream_options
+    options = body.stream_options or _PLAIN_STREAM
+    if body.stream_options is not None and not body.stream:
+        raise wrong_value("stream_options", "left out unless stream is true", options.model_dump(exclude_unset=True))
+    if (asked := options.continuous_usage_stats) and not options.include_usage:
+        raise wrong_value("stream_options.continuous_usage_stats", "left out, unless include_usage is true", asked)
+    return options
 
 
 def answer_form_of(body: Body) -> AnswerForm:

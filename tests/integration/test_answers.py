@@ -586,6 +586,3 @@ async def test_the_usage_so_far_may_come_with_every_chunk(path: str) -> None:
     assert counted == sorted(counted)
     assert (counted[0], counted[-1]) == (1, len(encode(TEXT)) + 1)
     assert len(set(counted)) > 5
-    alone = {"continuous_usage_stats": True}
-    response = await post(generator((*encode(TEXT), EOS)), path, {"stream": True, "stream_options": alone})
-    assert "usage" not in response.text

@@ -46,7 +46,7 @@ SENT_ELSEWHERE = {
     "speculation",
 }
 """Supported fields that depend on others or on the model's template; those of a chat are in :data:`CHATS`."""
-NEEDS: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}}
+NEEDS: dict[str, dict[str, Any]] = {"stream_options": {"stream": True, "stream_options": {"include_usage": True}}}
 TEMPLATE = (
     "{% if style %}{{ style }}\n{% endif %}"
     "{% for t in tools or [] %}{{ t | tojson }}<tool_call>{}</tool_call>\n{% endfor %}"
@@ -121,9 +121,10 @@ def body_with(kind: Kind, row: FieldRow, example: object, *, enabled: bool) -> d
     body = {"max_tokens": 12, "seed": 3, **BASES[kind], "speculation": {"enabled": enabled}}
     if row.name == "max_completion_tokens":
         del body["max_tokens"]
+    body |= NEEDS.get(row.inside or row.name, {})
     if not row.inside:
-        return body | {row.name: example} | NEEDS.get(row.name, {})
-    return body | NEEDS.get(row.inside, {}) | {row.inside: {**body.get(row.inside, {}), row.own_name: example}}
+        return body | {row.name: example}
+    return body | {row.inside: {**body.get(row.inside, {}), row.own_name: example}}
 
 
 async def answer(client: httpx.AsyncClient, kind: Kind, body: dict[str, Any]) -> list[Any]:

@@ -167,6 +167,12 @@ BAD: list[tuple[Kind, dict[str, Any], str, str]] = [
     ("chat", {"bad_words": [" "]}, "bad_words[0]", "word"),
     ("chat", {"stop": ["a"] * 10_000}, "stop", "at most 16"),
     ("chat", {"top_logprobs": 3}, "top_logprobs", "unless logprobs"),
+    (
+        "completion",
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+        "unless include_usage",
+    ),
     ("chat", {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "streamed"),
     ("chat", {"min_tokens": 9, "max_tokens": 8}, "min_tokens", "0 to 8"),
     ("chat", {"chat_template": "{{ messages }}"}, "chat_template", "program"),
