@@ -150,9 +150,9 @@ With `stream_options.include_speculation` every streamed chunk that stands for a
 ```
 
 `n` tokens were committed at position `p` and after (positions count the prompt), `a` of them drafted, out of `o` draft
-tokens verified. The texts of the pieces together are the text of the chunk; `s` is a draft source, or `recovered` (the
-target's own instead of a refused draft), `bonus` (after everything offered was kept) or `target` (where nothing was
-offered). With `speculation.details` also
+tokens verified. The texts of the pieces together are the text of the chunk, or, where tools are offered, what it was
+before calls were looked for in it; `s` is a draft source, or `recovered` (the target's own instead of a refused draft),
+`bonus` (after everything offered was kept) or `target` (where nothing was offered). With `speculation.details` also
 
 ```
 "step": {"start": s, "end": s, "waited": s},
