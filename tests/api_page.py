@@ -127,9 +127,10 @@ _ANSWERS = """\
 ## Answers
 
 - `logprobs` are the model's own: before penalties, biases, masks, temperature and filters. There is one entry for each
-  token of the answer, in the chunk in which its text is complete. Tokens behind a stop string have none; the stop token
-  that ends a text has one. A token that is a part of a character is written `bytes:\\xf0\\x9f`; tokens that share a
-  character share its `text_offset`. `bytes` is null for special tokens. Minus infinity is written -9999.
+  token of the answer, in the chunk in which its text is complete. Tokens whose text a stop string cuts off have none;
+  the stop token that ends a text has one. A token that is a part of a character is written `bytes:\\xf0\\x9f`; tokens
+  that share a character share its `text_offset`, as does the one right behind bytes that are no character. `bytes` is
+  null for special tokens. Minus infinity is written -9999.
 - `token_ids` are of all `completion_tokens`, also of a stop string that does not show. In a stream they come with their
   commit, even where their text is held back.
 - In a completion's `top_logprobs` the token that was drawn is always there, beyond the number asked for if need be.
