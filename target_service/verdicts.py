@@ -48,8 +48,8 @@ NOT_FINITE = (
 )
 
 DEAD_END = (
-    "nothing may be said after {} tokens: allowed and banned tokens, min_tokens and the grammar rule out every token; "
-    "loosen one of them"
+    "nothing may be said after {} tokens of text: allowed and banned tokens, min_tokens and the grammar rule out every "
+    "token; loosen one of them"
 )
 
 
@@ -132,7 +132,9 @@ def _bounded(outcome: Verdict, opens: Sequence[int], entry: BatchEntry) -> Verdi
     if end is None:
         return outcome
     if not end:
-        return Fault(DEAD_END.format(entry.sequence.session.trie.position), RefusalCode.INVALID)
+        session = entry.sequence.session
+        prompt = len(session.opened.tokens) - len(session.opened.generated)
+        return Fault(DEAD_END.format(session.trie.position - prompt), RefusalCode.INVALID)
     return AcceptanceResult(outcome.kept[: end - 1], entry.tree.tokens[outcome.kept[end - 1]])
 
 

@@ -249,7 +249,7 @@ def test_where_nothing_may_be_said_the_text_ends_in_a_refusal_as_without_drafts(
         served = serve([opening(1, sampling, speculation=speculation)], drafter)
         texts.append(served.texts[1])
         assert served.refusals[1].code is RefusalCode.INVALID
-        assert "nothing may be said after 6 tokens" in served.refusals[1].message
+        assert "nothing may be said after 2 tokens of text" in served.refusals[1].message
     assert [sorted(text) for text in texts] == [[1, 2]] * 3
     assert rule is Rule.REJECTION or texts[0] == texts[1] == texts[2]
 
