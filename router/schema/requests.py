@@ -2,7 +2,7 @@
 
 Parse, don't validate: what comes out of :func:`request_of` needs no further checks. The fields are declared in
 :mod:`router.schema.request_schema`; what depends on the model, the server or other fields is read here, and in modules
-of their own: prompts, and the form of the text. Knows nothing of HTTP.
+of their own: prompts, how tokens are drawn, and the form of the text. Knows nothing of HTTP.
 
 Values mean what they mean to vLLM and OpenAI; what is out of bounds is refused, never clipped. Nothing of speculation
 bears on the text, but for ``speculation.rule``, and that not on its law. With speculation off a prediction is checked
@@ -11,9 +11,7 @@ like any other and then of no use: so the same request can be sent with and with
 
 from __future__ import annotations
 
-import hashlib
 import json
-import secrets
 from codecs import BOM_UTF8
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -35,11 +33,12 @@ from router.schema.prompts import (
     truncated,
 )
 from router.schema.request_objects import StreamOptions
-from router.schema.request_schema import BODIES, MAX_SEED, Body, ChatBody, CompletionBody, Kind
+from router.schema.request_schema import BODIES, Body, ChatBody, CompletionBody, Kind
+from router.schema.sampling import sampling_of, stop_tokens_of, with_own_seed
 from router.schema.structured import Tools, grammar_of, text_grammar, tools_of
 from router.text.tokenizer import Tokenizer
 from speculation import digest as digests
-from speculation.messages import RequestOptions, Sampling, Source, SourceName, Speculation, Token
+from speculation.messages import RequestOptions, Rule, Sampling, Source, SourceName, Speculation, Token
 
 MAX_MODEL_CHARACTERS = 256
 MAX_MODELS_NAMED = 16
@@ -213,20 +212,21 @@ def request_of(body: Body, model_entry: ModelEntry, request_id: str) -> ApiReque
     check_prompt_logprobs(form.asked_of_prompt, n * prompt_tokens)
     prompt_only = bool(field) and asked == 0
     sampling = sampling_of(body, model.vocabulary, tokenizer)
+    speculation = speculation_of(body, model_entry.speculation, model.sources)
     details = body.speculation is not None and body.speculation.details
     first = Generation(
         prompt=(),
         sampling=sampling,
         max_tokens=0,
         min_tokens=_min_tokens(body, limits),
-        stop_tokens=_stop_tokens(body, model.vocabulary, tokenizer),
-        speculation=speculation_of(body, model_entry.speculation, model.sources),
+        stop_tokens=stop_tokens_of(body, model.vocabulary, tokenizer),
+        speculation=speculation,
         request_id=request_id,
         priority=body.priority,
         model=model,
         request_options=RequestOptions(
             grammar=grammar_of(tools, text_grammar(body), tokenizer),
-            prediction=prediction_of(body, tokenizer, model),
+            prediction=_prediction(body, model_entry, sampling, speculation.rule),
             logprobs=form.logprobs,
             prompt_logprobs=form.of_prompt,
             cache_salt=body.cache_salt or "",
@@ -270,6 +270,17 @@ def _prompts(body: Body, n: int, model_entry: ModelEntry, tools: Tools) -> tuple
     if len(prompts) * n > max_choices:
         raise wrong_value("n", f"at most {max_choices // len(prompts)} with {len(prompts)} prompts", n)
     return prompts
+
+
+def _prediction(body: Body, model_entry: ModelEntry, sampling: Sampling, rule: Rule) -> tuple[Token, ...]:
+    """What is drafted of ``prediction``: under the rejection rule nothing that may depend on the noise it is judged by.
+
+    An answer of the same seed does, and then the text no longer has the target's law (Leviathan et al. 2023 ask for
+    independence of draft and coin).
+    """
+    tokens = prediction_of(body, model_entry.tokenizer, model_entry.model)
+    judged_by_known_noise = rule is Rule.REJECTION and body.seed is not None and not sampling.greedy
+    return () if judged_by_known_noise else tokens
 
 
 def _min_tokens(body: Body, limits: Sequence[int]) -> int:
@@ -334,67 +345,3 @@ def speculation_of(body: Body, default: Speculation, registered: Sequence[Source
             )
         given["sources"] = frozenset(given["sources"])
     return replace(default, **given)
-
-
-def _stop_tokens(body: Body, vocabulary: int, tokenizer: Tokenizer) -> frozenset[Token]:
-    """The caller's and, unless ``ignore_eos``, the model's own."""
-    own = () if body.ignore_eos else tokenizer.stop_tokens
-    given = known_tokens("stop_token_ids", body.stop_token_ids, vocabulary)
-    return frozenset((*given, *(token for token in own if token < vocabulary)))
-
-
-def sampling_of(body: Body, vocabulary: int, tokenizer: Tokenizer) -> Sampling:
-    """How the tokens of a request's first choice are drawn. Raises :class:`ApiError`."""
-    return Sampling(
-        temperature=body.temperature,
-        top_k=min(max(body.top_k, 0), vocabulary),  # -1 is vLLM's "off"
-        top_p=body.top_p,
-        min_p=body.min_p,
-        seed=secrets.randbits(64) if body.seed is None else body.seed & MAX_SEED,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
-        bias=_bias(body, vocabulary),
-        allowed=tuple(sorted(set(known_tokens("allowed_token_ids", body.allowed_token_ids or (), vocabulary)))),
-        banned=_banned(body, vocabulary, tokenizer),
-    )
-
-
-def with_own_seed(sampling: Sampling, choice: int) -> Sampling:
-    """Choices share no noise. The first keeps the request's seed, so a larger ``n`` does not change it."""
-    if choice == 0:
-        return sampling
-    digest = hashlib.blake2b(f"{sampling.seed}/{choice}".encode(), digest_size=8).digest()
-    return replace(sampling, seed=int.from_bytes(digest, "big"))
-
-
-def known_tokens(where: str, tokens: Sequence[Token], vocabulary: int) -> Sequence[Token]:
-    """The same tokens, all of which the model has. Raises :class:`ApiError`."""
-    wrong = next((token for token in tokens if token >= vocabulary), None)
-    if wrong is not None:
-        raise wrong_value(where, f"an array of token ids below {vocabulary}; there is no {show(wrong)}", [*tokens])
-    return tokens
-
-
-def _bias(body: Body, vocabulary: int) -> tuple[tuple[Token, float], ...]:
-    """``logit_bias``: JSON has no integer keys, so token ids are written as strings."""
-    for name in body.logit_bias:
-        digits = name.isascii() and name.isdigit() and len(name) <= len(str(vocabulary))
-        if not digits or str(int(name)) != name or int(name) >= vocabulary:
-            expected = f"an object whose keys are token ids from 0 to {vocabulary - 1}; {name[:20]!r} is none"
-            raise wrong_value("logit_bias", expected, body.logit_bias)
-    return tuple(sorted((int(name), bias) for name, bias in body.logit_bias.items() if bias))
-
-
-def _banned(body: Body, vocabulary: int, tokenizer: Tokenizer) -> tuple[tuple[Token, ...], ...]:
-    """``bad_words``: each as a text begins with it and as it follows a space, in as many tokens as that takes."""
-    banned: dict[tuple[Token, ...], None] = {}
-    for index, word in enumerate(body.bad_words):
-        first = tokenizer.encode(word.lstrip(), special=False)
-        spaced = tokenizer.encode(" " + word.lstrip(), special=False)
-        if not word.strip() or not first or max(first) >= vocabulary:
-            raise wrong_value(f"bad_words[{index}]", "a word the model can write", word)
-        banned[first] = None
-        if max(spaced) < vocabulary:
-            banned[spaced] = None
-    return tuple(banned)

@@ -11,7 +11,8 @@ are the drafts. Where they part, one of two things helps:
 
 A token costs a bounded number of steps, however long the prediction is: it is indexed little by little, and few places
 are compared. Under the rejection rule its tokens are *chosen* (:class:`speculation.acceptance.Chosen`); that leaves the
-law of the text alone as long as the prediction was not itself drawn with the session's seed.
+law of the text alone as long as the prediction was not itself drawn with the session's seed. So a router sends none
+where a request names its seed.
 """
 
 from __future__ import annotations

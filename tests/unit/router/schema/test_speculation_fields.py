@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from typing import Any
 
@@ -11,10 +12,11 @@ from router.errors import ApiError
 from router.generation import ServedModel
 from router.schema.prompts import prediction_of
 from router.schema.request_schema import Body
-from router.schema.requests import speculation_of
+from router.schema.requests import ModelEntry, speculation_of
 from router.text.tokenizer import Tokenizer
 from speculation.messages import Rule, Schedule, Source, Speculation
 from tests.fakes import tiny_tokenizer
+from tests.parsing import parse_completion
 
 CONTEXT = 64
 
@@ -104,3 +106,24 @@ def test_bad_steering_is_refused_by_its_name(inner: dict[str, Any], code: str, p
     with pytest.raises(ApiError) as refused:
         speculation_of(Body.read({"speculation": inner}), Speculation())
     assert (refused.value.code.name, refused.value.param) == (code, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "used"),
+    [
+        ({"seed": 1}, False),
+        ({"seed": 1, "n": 2}, False),
+        ({}, True),
+        ({"seed": 1, "temperature": 0}, True),
+        ({"seed": 1, "rule": "coupled"}, True),
+    ],
+)
+def test_a_prediction_that_may_know_the_coin_is_not_drafted(fields: dict[str, Any], used: bool) -> None:
+    """An answer of the same seed is what its coins decided, so that the rejection rule's law would not hold for it."""
+    entry = ModelEntry("tiny", ServedModel("tiny", shared().size, CONTEXT, 0), shared(), max_choices=4)
+    rule = {"speculation": {"rule": fields.pop("rule", "rejection")}}
+    body = {"prompt": "hi", "prediction": {"type": "content", "content": "hello"}, **rule, **fields}
+    request = parse_completion(json.dumps(body).encode(), {"tiny": entry}, "r1")
+    assert {bool(generation.request_options.prediction) for generation in request.generations} == {used}
+    with pytest.raises(ApiError, match=r"prediction\.type"):
+        parse_completion(json.dumps(body | {"prediction": {"type": "text"}}).encode(), {"tiny": entry}, "r1")
