@@ -86,6 +86,8 @@ class Open:
     prompt: int = 0
     """How many of ``tokens`` are the prompt; 0: all. The others were generated before the session came here."""
     request_options: RequestOptions = RequestOptions()
+    digest: int = 0
+    """Of ``tokens``, so that no worker holds all its sessions up to compute it; 0: unknown."""
 
     def __post_init__(self) -> None:
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
@@ -220,8 +222,7 @@ class Verification:
     offered: int = 0
     finish: FinishReason | None = None
     lead: int | None = None
-    """How far ahead of ``end`` drafting is worth its while, in tokens; 0: not at all, but keep the cache warm. None:
-    as far as the drafter sees fit."""
+    """How far ahead of ``end`` drafting is worth it, in tokens; 0: not at all, but keep the cache warm; None: any."""
     cached: int = 0
     """In the first one of an opening: how many of the opened tokens the target had in its cache."""
     sources: tuple[SourceName, ...] = ()

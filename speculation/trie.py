@@ -93,7 +93,7 @@ class InsertResult(StrEnum):
     """All that is new in it lies beyond a limit."""
     UNKNOWN_ANCHOR = "unknown_anchor"
     CONFLICT = "conflict"
-    """Its anchor contradicts the committed prefix."""
+    """Its anchor contradicts the committed prefix, or is a part of what the session was opened with."""
     INVALID_TOKEN = "invalid_token"
     MISSING_Q = "missing_q"
     """It does not say what its tokens were drawn from, in a session under the rejection rule."""
@@ -169,16 +169,20 @@ class SpeculationTrie:
         vocabulary: int,
         limits: TrieLimits = TrieLimits(),
         odds: Odds,
+        digest: int = 0,
     ) -> None:
-        """Start with ``tokens`` committed and nothing drafted. Draft tokens must be below ``vocabulary``."""
+        """Start with ``tokens`` committed and nothing drafted. Draft tokens must be below ``vocabulary``.
+
+        ``digest``: of the tokens, if it is known; 0: to compute it takes some 0.7 us a token.
+        """
         self.limits = limits
         self._odds = odds
         self._vocabulary = vocabulary
-        self._tokens: list[Token] = []
+        self._tokens = list(tokens)
         self.tokens: Sequence[Token] = self._tokens
         """The committed sequence, prompt included. Not a copy: read only."""
-        self._digests = [digests.EMPTY]
-        self._commit(tokens)
+        self._first = len(self._tokens)
+        self._digests = [digest or digests.of(tokens)]  # of the first so many tokens, then one more with each
         self._plant(Node(token=-1, end=len(self._tokens), digest=self._digests[-1]))
 
     @property
@@ -307,7 +311,9 @@ class SpeculationTrie:
     def _locate(self, position: int, digest: int) -> Node | int | InsertResult:
         """The place an anchor names: a node, or a position strictly inside the committed prefix."""
         if 0 <= position < self.position:
-            return position if self._digests[position] == digest else InsertResult.CONFLICT
+            # Drafters are opened with all that is committed here, or more: none names a place before that.
+            known = position >= self._first and self._digests[position - self._first] == digest
+            return position if known else InsertResult.CONFLICT
         node = self._by_digest.get(digest)
         if node is not None and node.end == position:
             return node

@@ -43,7 +43,7 @@ MAX_WIDTH = 1 << 16
 MAX_FEATURE_BYTES = 1 << 20
 """Most bytes of values in one message; a target sends more of a prompt in several."""
 
-OPEN = ("session", "epoch", "priority", "age_ms", "prompt")
+OPEN = ("session", "epoch", "priority", "age_ms", "prompt", "digest")
 LOAD = ("sessions", "waiting", "free_tokens", "capacity_tokens", "draining")
 WELCOME = ("vocabulary", "context", "tokenizer", "revision", "head")
 WELCOME_TEXTS = ("role", "model", "instance", "dtype", "source", "exactness")

@@ -137,7 +137,9 @@ class DraftSession:
         # Drafted anew, a place may get others than it had: room for both.
         most = 1 if opened.speculation.chains else 2 * self.children
         trie_limits = TrieLimits(limits.nodes, limits.lead, most)
-        self.trie = SpeculationTrie(opened.tokens, vocabulary=vocabulary, limits=trie_limits, odds=self.calibration)
+        self.trie = SpeculationTrie(
+            opened.tokens, vocabulary=vocabulary, limits=trie_limits, odds=self.calibration, digest=opened.digest
+        )
         self._lead = 0 if resting and opened.speculation.ahead else limits.lead
         self._leaves: dict[Node, None] = {self.trie.root: None}  # an ordered set: what may be expanded
         self._unsent: dict[Node, None] = {}

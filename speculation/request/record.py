@@ -117,7 +117,8 @@ class CommittedText:
         assert prompt, "a session has at least one token"
         self.prompt_length = len(prompt)
         self.tokens = list(prompt)
-        self._digest = digests.of(prompt) if digest is None else digest
+        self.digest = digests.of(prompt) if digest is None else digest
+        """Of all the tokens."""
 
     @property
     def begun(self) -> bool:
@@ -132,14 +133,14 @@ class CommittedText:
         """Take over what is new and return what to say of it; None, and nothing is taken, if it does not connect."""
         known = len(self.tokens) - verification.position
         fresh = verification.tokens[max(known, 0) :]
-        digest = self._digest
+        digest = self.digest
         for token in fresh:
             digest = digests.extend(digest, token)
         if known < 0 or digest != verification.digest:
             return None
         first = not self.begun
         self.tokens.extend(fresh)
-        self._digest = digest
+        self.digest = digest
         accepted, cached = max(verification.accepted - known, 0), verification.cached if first else 0
         offered = verification.offered - verification.accepted + accepted
         metadata = StepMetadata(
@@ -156,7 +157,7 @@ class CommittedText:
     def validate(self) -> None:
         """Assert that the digest is that of the tokens."""
         assert len(self.tokens) >= self.prompt_length, "a part of the prompt is missing"
-        assert self._digest == digests.of(self.tokens), f"the digest is not that of the {len(self.tokens)} tokens"
+        assert self.digest == digests.of(self.tokens), f"the digest is not that of the {len(self.tokens)} tokens"
 
 
 MAX_AGE_MS = (1 << 32) - 1
@@ -270,8 +271,9 @@ class SessionRecord:
 
     def _opening(self, epoch: int) -> Open:
         age_ms = min(int(1000 * (self._now - self._began)), MAX_AGE_MS)
-        tokens, prompt = tuple(self._tokens), self.prompt_length
-        return replace(self._request, epoch=epoch, tokens=tokens, age_ms=age_ms, prompt=prompt)
+        text, prompt = self._text, self.prompt_length
+        tokens, digest = tuple(text.tokens), text.digest
+        return replace(self._request, epoch=epoch, tokens=tokens, age_ms=age_ms, prompt=prompt, digest=digest)
 
     def _next_epoch(self) -> int:
         self._epoch += 1

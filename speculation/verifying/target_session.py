@@ -104,7 +104,9 @@ class TargetSession:
         self._sent_lookahead: int | None = None  # the lead that drafters were told last
         if self.chains:
             trie_limits = TrieLimits(trie_limits.nodes, trie_limits.depth, children=1)
-        self.trie = SpeculationTrie(opened.tokens, vocabulary=vocabulary, limits=trie_limits, odds=self.calibration)
+        self.trie = SpeculationTrie(
+            opened.tokens, vocabulary=vocabulary, limits=trie_limits, odds=self.calibration, digest=opened.digest
+        )
         self.tokens = self.trie.tokens
         """Committed tokens, prompt included."""
         self.finished: FinishReason | None = None

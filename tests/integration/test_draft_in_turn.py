@@ -21,6 +21,7 @@ from engine.interface import Chunk
 from engine.model import Model, ModelError
 from engine.settings import EngineSettings
 from engine.step import Engine
+from speculation import digest as digests
 from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import (
     Close,
@@ -104,7 +105,13 @@ def loop_of(model: Model, drafter: InTurn | None = None, capacity: int = 2048, *
 def opening(number: int, sampling: Sampling, speculation: Speculation = DRAFTED, new: int = NEW) -> Open:
     prompt = tuple(random_tokens(10 + 7 * number, seed=number))
     chosen = replace(sampling, seed=sampling.seed + number)
-    return Open(SessionId(number), 1, prompt, chosen, Limits(len(prompt) + new), speculation=speculation)
+    limits, digest = Limits(len(prompt) + new), digests.of(prompt)
+    return Open(SessionId(number), 1, prompt, chosen, limits, speculation=speculation, digest=digest)
+
+
+def opened_again(before: Open, epoch: int, said: Sequence[Token]) -> Open:
+    tokens = (*before.tokens, *said)
+    return replace(before, epoch=epoch, tokens=tokens, prompt=len(before.tokens), digest=digests.of(tokens))
 
 
 def texts(loop: VerifyLoop, openings: Sequence[Open]) -> dict[int, list[Token]]:
@@ -187,6 +194,7 @@ def test_preempted_sessions_make_room_and_are_read_again(
     loop = loop_of(model, drafter, capacity=128)
     assert texts(loop, mixed()) == expected
     assert loop.counters.preempted and loop.counters.accepted_from[Source.DRAFT]
+    assert drafter.counters.lost == 0, "what it is opened with again has another digest than the prompt"
     assert_empty(drafter)
 
 
@@ -260,8 +268,7 @@ def test_opened_again_elsewhere_the_text_goes_on(
     for one in mixed():
         text = expected[one.session]
         for done in range(1, len(text), 3):
-            again = replace(one, epoch=done + 1, tokens=(*one.tokens, *text[:done]), prompt=len(one.tokens))
-            assert texts(loop, [again])[one.session] == text[done:]
+            assert texts(loop, [opened_again(one, done + 1, text[:done])])[one.session] == text[done:]
     one = opening(1, WARM)
     loop.receive(LINK, one)
     said: list[Token] = []
@@ -269,8 +276,7 @@ def test_opened_again_elsewhere_the_text_goes_on(
         said += [
             token for _, message in loop.step() or () if isinstance(message, Verification) for token in message.tokens
         ]
-    again = replace(one, epoch=2, tokens=(*one.tokens, *said), prompt=len(one.tokens))
-    assert [*said, *texts(loop, [again])[one.session]] == expected[one.session]
+    assert [*said, *texts(loop, [opened_again(one, 2, said)])[one.session]] == expected[one.session]
 
 
 def test_a_closed_session_is_forgotten(model: Model, likeness: Model) -> None:

@@ -9,6 +9,7 @@ import pytest
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from engine.build import build, welcome
 from engine.step import Engine
+from speculation import digest as digests
 from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import (
     Close,
@@ -130,6 +131,44 @@ def test_both_sides_keep_their_caches_through_acceptance_and_rejection(engines):
     assert target.counters.prefilled == prompt - 1
     assert drafter.counters.steps <= 3 * target.counters.steps
     assert drafter.counters.lost == 0
+
+
+def test_a_text_whose_digest_comes_with_it_is_digested_at_neither_side(engines, monkeypatch):
+    """It takes most of what opening a session takes, on the thread that all sessions there wait for."""
+    opening = opened()
+    named = replace(opening, session=SessionId(2), digest=digests.of(opening.tokens))
+    target, drafter, count, extend = target_loop(engines), lookahead(engines), 0, digests.extend
+
+    def counting(digest: int, token: int) -> int:
+        nonlocal count
+        count += 1
+        return extend(digest, token)
+
+    for loop in (target, drafter):
+        for one, expected in ((opening, len(opening.tokens)), (named, 0)):
+            with monkeypatch.context() as patch:
+                patch.setattr(digests, "extend", counting)
+                assert loop.receive(LINK, one) == []
+            assert count == expected
+            count = 0
+    outcome = run(target, drafter)
+    assert outcome.tokens[1] == outcome.tokens[2] and outcome.finished == {1, 2}
+    assert drafter.counters.lost == 0 < sum(message.accepted for message in outcome.verifications)
+
+
+def test_a_wrong_digest_of_a_text_changes_none_and_is_in_every_answer(engines):
+    """So that its router, which knows better, opens it elsewhere, as all that does not connect."""
+    target, drafter, opening = target_loop(engines), lookahead(engines), opened()
+    target.receive(LINK, opening)
+    plain = run(target).tokens[1]
+    wrong = replace(opening, digest=digests.of(opening.tokens) ^ 1)
+    target.receive(LINK, wrong)
+    drafter.receive(LINK, wrong)
+    outcome, text = run(target, drafter), list(opening.tokens)
+    assert outcome.tokens[1] == plain
+    for message in outcome.verifications:
+        text += message.tokens
+        assert message.digest != digests.of(text)
 
 
 @pytest.mark.parametrize(("nodes", "depth", "total"), [(400, 4, 3 + 9 + 27 + 81), (20, 3, 20)])

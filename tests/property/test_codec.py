@@ -75,6 +75,7 @@ def opens(draw: st.DrawFn) -> m.Open:
     return m.Open(
         draw(sessions), draw(u32), tokens, draw(samplings), limits, speculation, priority,
         age_ms=draw(u32), prompt=draw(st.integers(0, len(tokens))), request_options=draw(request_options),
+        digest=draw(u64),
     )  # fmt: skip
 
 

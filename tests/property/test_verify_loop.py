@@ -183,7 +183,8 @@ class Routers:
     def _reopen(self, key: tuple[str, SessionId]) -> None:
         client = self.clients[key]
         before = client.opened
-        client.opened = replace(before, epoch=before.epoch + 1, tokens=client.tokens)
+        tokens = client.tokens
+        client.opened = replace(before, epoch=before.epoch + 1, tokens=tokens, digest=digests.of(tokens))
         assert self.loop.receive(key[0], client.opened) == []
         self.loop.receive(key[0], Close(key[1], before.epoch))  # comes late, means nothing
         self.seen["reopened"] += 1

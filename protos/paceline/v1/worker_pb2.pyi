@@ -166,7 +166,7 @@ class Loading(_message.Message):
     def __init__(self, doing: _Optional[str] = ..., fraction: _Optional[float] = ..., model: _Optional[str] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "epoch", "tokens", "sampling", "limits", "speculation", "priority", "age_ms", "request", "trace", "prompt", "grammar", "prediction", "logprobs", "prompt_logprobs", "scope", "not_remembered", "cache_salt")
+    __slots__ = ("session", "epoch", "tokens", "sampling", "limits", "speculation", "priority", "age_ms", "request", "trace", "prompt", "grammar", "prediction", "logprobs", "prompt_logprobs", "scope", "not_remembered", "cache_salt", "digest")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +185,7 @@ class Open(_message.Message):
     SCOPE_FIELD_NUMBER: _ClassVar[int]
     NOT_REMEMBERED_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -203,7 +204,8 @@ class Open(_message.Message):
     scope: str
     not_remembered: bool
     cache_salt: str
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., priority: _Optional[int] = ..., age_ms: _Optional[int] = ..., request: _Optional[str] = ..., trace: _Optional[str] = ..., prompt: _Optional[int] = ..., grammar: _Optional[str] = ..., prediction: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., scope: _Optional[str] = ..., not_remembered: _Optional[bool] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    digest: int
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., priority: _Optional[int] = ..., age_ms: _Optional[int] = ..., request: _Optional[str] = ..., trace: _Optional[str] = ..., prompt: _Optional[int] = ..., grammar: _Optional[str] = ..., prediction: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., scope: _Optional[str] = ..., not_remembered: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., digest: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "bias_tokens", "bias_values", "allowed", "banned")

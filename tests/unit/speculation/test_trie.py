@@ -114,6 +114,16 @@ def test_a_late_proposal_is_followed_through_what_was_committed():
     assert t.insert(propose(PROMPT, [4, 9, 8])) is InsertResult.STALE
 
 
+@pytest.mark.parametrize("digest", [0, digests.of(PROMPT)])
+def test_what_hangs_from_before_the_opening_is_not_taken_whether_the_digest_was_told_or_not(digest):
+    t = SpeculationTrie(PROMPT, vocabulary=100, odds=lambda node: node.claim, digest=digest)
+    t.advance([4, 5])
+    assert t.insert(propose(PROMPT[:-1], [PROMPT[-1], 4, 5, 6])) is InsertResult.CONFLICT
+    assert t.insert(propose((*PROMPT, 4), [5, 6])) is InsertResult.PLACED
+    assert t.insert(propose((*PROMPT, 9), [6])) is InsertResult.CONFLICT
+    t.validate()
+
+
 @pytest.mark.parametrize(
     ("proposal", "result"),
     [

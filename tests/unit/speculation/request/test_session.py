@@ -96,6 +96,19 @@ def test_every_opening_carries_the_priority():
     assert [(opening.message.epoch, opening.message.priority) for opening in openings] == [(1, -5), (2, -5)]
 
 
+def test_every_opening_has_the_digest_of_its_tokens():
+    session = running(Session(REQUEST, digest=digests.of(PROMPT)))
+    session.handle(0.1, Received(T0, verified(session, 4, 5)))
+    openings = sent(session.handle(0.2, Lost(D0)) + session.handle(0.2, Placed(Role.DRAFT, D1)), Open)
+    session.handle(0.3, Lost(T0))
+    openings += sent(session.handle(0.3, Placed(Role.TARGET, T1)), Open)
+    assert [opening.message.tokens for opening in openings] == [(*PROMPT, 4, 5)] * 2
+    assert {opening.message.digest for opening in openings} == {digests.of((*PROMPT, 4, 5))}
+    first = Session(REQUEST)
+    first.handle(0.0, Start())
+    assert sent(first.handle(0.0, Placed(Role.TARGET, T0)), Open)[0].message.digest == digests.of(PROMPT)
+
+
 def test_a_verification_is_emitted_and_relayed_under_the_drafters_epoch():
     session = running()
     message = replace(verified(session, 4, 5, accepted=1), lead=9)
