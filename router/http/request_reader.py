@@ -119,10 +119,15 @@ def _refusal(why: str, wait: float | None = None) -> ApiError:
 
 log = logging.getLogger(__name__)
 
-PARSED_INLINE_BYTES = 16 << 10
-"""Larger bodies are parsed and tokenised in a thread, so that they do not hold up other requests' tokens."""
+PARSED_INLINE_BYTES = 4 << 10
+"""Larger bodies are parsed and tokenised in a thread, so that they do not hold up other requests' tokens.
+
+Such a body takes some 3 ms, about as long as is lost by going to a thread and back while another one computes.
+"""
+SHORT_BYTES, SHORT_THREADS = 16 << 10, 2
+"""Bodies up to this size have threads of their own, so that they do not wait for megabytes."""
 BODY_THREADS = 4
-"""For these alone: where all are busy with megabytes, others wait that are as large."""
+"""For larger ones alone: where all are busy with megabytes, others wait that are as large."""
 GRAMMAR_THREADS = 4
 """In which requests with grammars are parsed; what is new is tried by one process, the rest is known."""
 MAX_WAITING = 256
@@ -143,6 +148,7 @@ class RequestReader:
         self._generator, self._tokenizers, self._offered = generator, tokenizers, offered
         self._model_name = model_name
         self._grammars = GrammarQueue(GRAMMAR_THREADS, MAX_WAITING)
+        self._short = ThreadPoolExecutor(SHORT_THREADS, "short bodies")
         self._bodies = ThreadPoolExecutor(BODY_THREADS, "bodies")
 
     def models(self) -> Mapping[str, ServedModel]:
@@ -174,18 +180,22 @@ class RequestReader:
     async def read(self, kind: Kind, body: bytes, request_id: str, caller: str) -> tuple[ApiRequest, ModelEntry]:
         """The request, and what it is for, of the API key of this name. Raises ApiError, GenerationError."""
         self.check_served()
-        small = len(body) <= PARSED_INLINE_BYTES
-        read = read_body(body, kind) if small else await self._in_thread(partial(read_body, body, kind))
+        size = len(body)
+        read = await self._run(size, partial(read_body, body, kind))
         models = self.models()
         name = model_asked(read, self._names(models, loading=read.model is not None))
         model_entry = await self._model_entry(name, self.served(name, models))
         make = partial(request_of, read, model_entry, request_id)
         if demands_structure(read):
             return await self._grammars.run(caller, make), model_entry
-        return make() if small else await self._in_thread(make), model_entry
+        return await self._run(size, make), model_entry
 
-    def _in_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._bodies, work)
+    async def _run(self, size: int, work: Callable[[], T]) -> T:
+        """What is done for a body of this size, where that holds up no more than it must."""
+        if size <= PARSED_INLINE_BYTES:
+            return work()
+        threads = self._short if size <= SHORT_BYTES else self._bodies
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     async def _model_entry(self, name: str, model: ServedModel) -> ModelEntry:
         try:

@@ -1,0 +1,56 @@
+"""Where bodies are parsed and tokenised."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import pytest
+
+from router.http import request_reader
+from router.http.request_reader import BODY_THREADS, PARSED_INLINE_BYTES, SHORT_BYTES
+from router.schema.request_schema import Body, Kind
+from router.schema.requests import read_body
+from tests.integration.test_http_api import fake, in_memory
+
+PATIENCE = 30.0
+
+
+def body_of(size: int) -> bytes:
+    return json.dumps({"prompt": "hi", "max_tokens": 2}).encode().ljust(size)
+
+
+async def test_only_short_bodies_are_read_on_the_event_loop_and_none_waits_for_megabytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    elsewhere: dict[int, bool] = {}
+    busy, gate, loop = threading.Semaphore(0), threading.Event(), threading.current_thread()
+
+    def noting(body: bytes, kind: Kind) -> Body:
+        elsewhere[len(body)] = threading.current_thread() is not loop
+        if len(body) > SHORT_BYTES:
+            busy.release()
+            assert gate.wait(PATIENCE)
+        return read_body(body, kind)
+
+    monkeypatch.setattr(request_reader, "read_body", noting)
+    async with in_memory(fake()) as client, asyncio.timeout(PATIENCE):
+
+        async def asked(size: int) -> int:
+            return (await client.post("/v1/completions", content=body_of(size))).status_code
+
+        long = [asyncio.create_task(asked(SHORT_BYTES + 1)) for _ in range(BODY_THREADS + 1)]
+        for _ in range(BODY_THREADS):
+            await asyncio.to_thread(busy.acquire)
+        for size in (PARSED_INLINE_BYTES, PARSED_INLINE_BYTES + 1, SHORT_BYTES):
+            assert await asked(size) == 200
+        assert not any(one.done() for one in long)
+        gate.set()
+        assert await asyncio.gather(*long) == [200] * len(long)
+    assert elsewhere == {
+        PARSED_INLINE_BYTES: False,
+        PARSED_INLINE_BYTES + 1: True,
+        SHORT_BYTES: True,
+        SHORT_BYTES + 1: True,
+    }
