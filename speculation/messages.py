@@ -178,13 +178,12 @@ class Proposal:
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.tokens):
             raise ValueError(f"parents has {len(self.parents)} entries for {len(self.tokens)} tokens")
-        if self.confidence and len(self.confidence) != len(self.tokens):
-            raise ValueError(f"confidence has {len(self.confidence)} entries for {len(self.tokens)} tokens")
+        for name, given in ("confidence", self.confidence), ("q", self.q):
+            if given and len(given) != len(self.tokens):
+                raise ValueError(f"{name} has {len(given)} entries for {len(self.tokens)} tokens")
         for i, parent in enumerate(self.parents):
             if not ANCHOR <= parent < i:
                 raise ValueError(f"parents[{i}] is {parent}; a parent must precede its child")
-        if self.q and len(self.q) != len(self.tokens):
-            raise ValueError(f"q has {len(self.q)} entries for {len(self.tokens)} tokens")
         for i, support in enumerate(self.q):
             if self.tokens[i] not in support.tokens:
                 raise ValueError(f"q[{i}] gives no probability to token {self.tokens[i]}, said to be drawn from it")
