@@ -5,6 +5,8 @@ Decides nothing: a plain value that :mod:`engine.loading.loader` fills in. And w
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +18,8 @@ from transformers.utils.hub import cached_file
 from engine.attention.row_attention import RowAttention
 from engine.cache.kv_cache import KVCache
 from engine.cache.kv_store import BLOCK
+
+SCALE = re.compile(r"(weight|proj)_scale|scale_inv$|\.SCB$")
 
 
 class ModelError(Exception):
@@ -37,6 +41,11 @@ def first_line(error: BaseException | str) -> str:
 def kind_and_line(error: BaseException) -> str:
     """The same behind the name of its class."""
     return f"{type(error).__name__}: {first_line(error)}"
+
+
+def scales_of(names: Iterable[str]) -> list[str]:
+    """Those of tensors that a quantised weight is multiplied by; scales of a cache or of inputs are none."""
+    return sorted(name for name in names if SCALE.search(name))
 
 
 def folder_of(model: str) -> Path:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
 from engine.loading.self_test import STOCK
-from engine.model import ModelError, first_line, folder_of
+from engine.model import ModelError, first_line, folder_of, scales_of
 from engine.parallel.group import Group
 from engine.settings import misplaced
 from speculation.messages import Loading, Progress
@@ -48,6 +49,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 PATTERNS = ("config.json", "*.safetensors", "*.bin")
 HEAD_BYTES = 1 << 20
 SAMPLES, SAMPLE_BYTES = 64, 4096
+
+NOT_READ = "take the original, or a format that transformers reads"
 
 SPLIT_BY = {
     "num_key_value_heads": "key/value heads",
@@ -139,7 +142,18 @@ def read_config(path: str) -> Any:
         config = AutoConfig.from_pretrained(**_source(path))
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(f"{path}: model type {config.model_type!r} is not a causal language model")
+    if stored := _quantisation(config):
+        with _reading(path, "cannot read the configuration"), quiet():
+            known = AutoHfQuantizer.supports_quant_method(stored)  # type: ignore[no-untyped-call]
+        if not known:  # transformers only warns, and reads the weights as if they were not
+            raise ModelError(f"{path}: its weights are quantised by {stored['quant_method']!r}; {NOT_READ}")
     return config
+
+
+def _quantisation(config: Any) -> Any:
+    """What a configuration says of how its weights are quantised; None where they are not."""
+    parts = (config, config.get_text_config(decoder=True))
+    return next((said for part in parts if (said := getattr(part, "quantization_config", None))), None)
 
 
 def read_module(
@@ -152,6 +166,7 @@ def read_module(
     how many are read, now and then.
     """
     config = read_config(path)
+    quantised = bool(_quantisation(config))  # which the configuration no longer says of weights dequantised as read
     module: Any
     loaded: dict[str, Any]
     with _reading(path, "cannot load the weights"), _told(progress):
@@ -167,6 +182,8 @@ def read_module(
     if missing := sorted(loaded["missing_keys"]):
         # transformers fills these with random numbers and only warns.
         raise ModelError(f"{path}: the weights lack {len(missing)} tensors of the model, first {missing[0]!r}")
+    if not quantised and (scales := scales_of(loaded["unexpected_keys"])):
+        raise ModelError(f"{path}: its weights are quantised, with scales like {scales[0]!r}; {NOT_READ}")
     return module.eval().requires_grad_(False)
 
 

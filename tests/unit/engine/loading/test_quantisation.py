@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig, quantize_
 from transformers import AutoConfig, AutoModelForCausalLM, TorchAoConfig
@@ -155,6 +157,58 @@ def test_torchaos_own_checkpoints_load_as_they_are(tmp_path: Path) -> None:
     assert isinstance(model.module.model.layers[0].self_attn.o_proj, Int8Linear)  # type: ignore[union-attr]
     with pytest.raises(ModelError, match="its weights are quantised already; quantization must be none"):
         load(folder, device="cpu", quantization="int8")
+
+
+def store_in_float8(folder: Path, scale_name: str, block: int, **configuration: Any) -> dict[str, torch.Tensor]:
+    """Quantise the projections of a model folder, and say so in its configuration; returns what the weights mean.
+
+    ``block``: rows and columns that share a scale, which is stored beside the weight; 0: all of them do.
+    """
+    meant, stored = load_file(folder / "model.safetensors"), {}
+    for name, tensor in meant.items():
+        stored[name] = tensor.bfloat16()
+        if name.endswith("proj.weight"):
+            rows, columns = tensor.shape
+            high, wide = (block, block) if block else (rows, columns)
+            blocks = tensor.view(rows // high, high, columns // wide, wide)
+            scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+            stored[name] = (blocks / scales).to(torch.float8_e4m3fn).view(rows, columns)
+            stored[f"{name}{scale_name}"] = scales[:, 0, :, 0] if block else scales.view(())
+            meant[name] = (stored[name].float().view(blocks.shape) * scales).view(rows, columns)
+        else:
+            meant[name] = stored[name].float()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**said, "dtype": "bfloat16", **configuration}))
+    return meant
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({}, r"its weights are quantised, with scales like 'model\.layers\.0\.mlp\..*down_proj\.weight_scale'; take"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "its weights are quantised by 'modelopt'; take the origin"),
+        ({"quant_algo": "FP8"}, "cannot read the configuration: .* no `quant_method`"),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_weights_quantised_in_unknown_ways_are_refused(
+    family: str, said: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    """transformers would read the numbers without their scales, and only warn."""
+    folder = Path(save_model(family, tmp_path))
+    store_in_float8(folder, "_scale", 0, **({"quantization_config": said} if said else {}))
+    with pytest.raises(ModelError, match=message):
+        load(str(folder), device="cpu", self_test=False)
+
+
+def test_scales_of_what_is_no_weight_are_left_alone(tmp_path: Path) -> None:
+    """A cache is not kept in float8 here."""
+    folder = Path(save_model("llama", tmp_path))
+    tensors = load_file(folder / "model.safetensors")
+    scales = {f"model.layers.0.self_attn.{name}_proj.{name}_scale": torch.ones(()) for name in "kv"}
+    save_file({**tensors, **scales}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert load(str(folder), device="cpu", self_test=False).weights == ""
 
 
 @needs_int8
