@@ -26,7 +26,7 @@ from engine.attention.attention import NAME
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import Attend, EagleHead
 from engine.eagle.loading import EMBEDDING, OUTPUT, targets_own
-from engine.model import Model, ModelError, folder_of
+from engine.model import Model, ModelError, folder_of, scales_of
 from engine.parallel.shards import GatheredLinear, SummedEmbedding, plain_linear
 
 MTP = "mtp"
@@ -106,6 +106,11 @@ def load_mtp(model: Model) -> MtpHead:
         raise ModelError(
             f"{model.name}: lacks model.layers.{model.layers}.{missing[0]}; its checkpoint has no multi-token "
             "prediction layer, or was saved without; give an EAGLE-3 head"
+        )
+    if scales := scales_of(tensors):
+        raise ModelError(
+            f"{model.name}: its multi-token prediction layer is quantised, with scales like {scales[0]!r}, "
+            "which is not read; take the original, or give an EAGLE-3 head"
         )
     own = {name: tensors.pop(name) for name in OWN}
     config = copy.deepcopy(model.config)

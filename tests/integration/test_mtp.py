@@ -143,6 +143,20 @@ def test_what_is_missing_is_named(folders: tuple[Path, Path], tmp_path: Path, lo
         engine_of(tmp_path)
 
 
+@needs_no_gpu
+def test_a_quantised_layer_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Without their scales the numbers would make a head that nothing is accepted from."""
+    tensors = load_file(folders[1] / "model.safetensors")
+    name = f"model.layers.{LAYERS}.eh_proj.weight"
+    tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    how = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["model", "lm_head"]}
+    said = json.loads((folders[1] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(said | {"quantization_config": how}))
+    with pytest.raises(ModelError, match=r"layer is quantised, with scales like 'eh_proj\.weight_scale_inv'"):
+        engine_of(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("family", "said"), [("llama", "layers of model type 'llama' are not read"), ("qwen3_next", STATE)]
 )
