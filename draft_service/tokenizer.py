@@ -66,13 +66,15 @@ class DraftTokenizer:
     def load(cls, path: str) -> tuple[DraftTokenizer, int]:
         """The tokenizer of a folder or hub id, and the digest of its id-to-token map. Raises :class:`ModelError`."""
         tokenizer = read_tokenizer(path)
-        digest = digest_of(tokens_of(tokenizer))
-        if not digest:
+        tokens = tokens_of(path, tokenizer)
+        if not tokens:
             raise ModelError(f"{path}: has no tokenizer; give a folder that has the files of one")
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise ModelError(f"{path}: its tokenizer has no tokenizer.json, which translating needs")
         roles = {role: str(token) for role, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
-        return cls(path, tokenizer.backend_tokenizer, roles), digest
+        known = cls(path, tokenizer.backend_tokenizer, roles)
+        known.size = max(tokens.values()) + 1  # transformers may have appended some
+        return known, digest_of(tokens)
 
     def encode(self, text: str) -> tuple[list[Token], list[tuple[int, int]]]:
         """The tokens of a text alone, and of which characters each is (a character may need several)."""

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -252,11 +253,26 @@ def read_tokenizer(path: str) -> Any:
         return AutoTokenizer.from_pretrained(**_source(path))
 
 
-def tokens_of(tokenizer: Any) -> dict[str, int]:
-    """Token to id; empty when there is no tokenizer."""
+def tokens_of(path: str, tokenizer: Any) -> dict[str, int]:
+    """Token to id, of the tokenizer that was read from ``path``; empty when there is none. Raises ModelError.
+
+    What ``tokenizer.json`` says, where there is one, as routers read it: transformers appends what is named beside it
+    alone, such as a token for padding, under ids that the model was never trained on.
+    """
     vocabulary: dict[str, int] = {} if tokenizer is None else tokenizer.get_vocab()
     # Without its files transformers may invent a tokenizer that knows its special tokens only.
-    return vocabulary if tokenizer is not None and len(vocabulary) > len(tokenizer.all_special_ids) else {}
+    if tokenizer is None or len(vocabulary) <= len(tokenizer.all_special_ids):
+        return {}
+    try:
+        file = folder_of(path) / TOKENIZER_FILES[0]
+    except OSError:
+        return vocabulary
+    if file.is_file():
+        with _reading(path, "cannot read the tokenizer"):
+            stored: dict[str, int] = tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+        if tokenizer.eos_token is None or tokenizer.eos_token in stored:  # without it texts would not end
+            return stored
+    return vocabulary
 
 
 def digest_of(tokens: dict[str, int]) -> int:

@@ -112,7 +112,7 @@ def load(
     report(f"reading {Path(path).name} in {str(chosen_dtype).removeprefix('torch.')} on {chosen_device}")
     with quiet():
         module = read_module(path, chosen_dtype, chosen_device, group, progress).to(chosen_device)
-        tokens = tokens_of(read_tokenizer(path))
+        tokens = tokens_of(path, read_tokenizer(path))
     model = from_module(path, module, tokens, chosen_dtype, chosen_device, how, report)
     leave_cores_to_steps(in_cpp=isinstance(model.attention, CpuRows) and model.attention.all_layers)
     return model
@@ -125,7 +125,7 @@ def describe(path: str, dtype: str = "auto", device: str = "auto") -> Model:
     shell: Any = torch.nn.Module()
     with quiet():
         shell.config, shell.generation_config = read_config(path), None
-        tokens = tokens_of(read_tokenizer(path))
+        tokens = tokens_of(path, read_tokenizer(path))
     return _describe(path, shell, tokens, choose_dtype(dtype, chosen_device), chosen_device)
 
 

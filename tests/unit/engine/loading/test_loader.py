@@ -6,6 +6,7 @@ import ctypes
 import json
 import math
 import re
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -19,18 +20,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from cluster.config.checks import CheckError, check_model
+from draft_service.translation import read_vocabularies
 from engine.attention import attention, row_attention
 from engine.cache.kv_store import KVStore
 from engine.cpu.rows import CpuRows
 from engine.cpu.thread_choice import COUNTS
 from engine.layers.linear import PackedLinear, can_pack
 from engine.loading import checkpoint, loader
-from engine.loading.loader import ModelError, load
+from engine.loading.loader import ModelError, describe, load
+from router.text.tokenizer import Tokenizer as RoutersTokenizer
 from speculation.messages import Loading
 from tests.by_rows import PlainRows
+from tests.stack import MODELS
 from tests.unit.engine.engine_models import save_model
 
 SERVED = ["llama", "qwen3", "mistral", "gemma2", "gpt2", "gpt_oss"]
@@ -204,6 +208,39 @@ def test_padded_rows_are_not_vocabulary(tmp_path: Path) -> None:
     other = load(str(folder), self_test=False)
     assert other.vocabulary == 201
     assert other.tokenizer_digest != one.tokenizer_digest
+
+
+@pytest.mark.parametrize(
+    ("named", "value"), [("pad_token", "[PAD]"), ("extra_special_tokens", ["<|new|>"]), ("unk_token", "<unk>")]
+)
+def test_tokens_named_beside_the_tokenizer_are_not_vocabulary(named: str, value: Any, tmp_path: Path) -> None:
+    """transformers saves them so, and appends them when it reads the folder; routers read tokenizer.json alone."""
+    folder = Path(save_model("llama", tmp_path, vocab_size=4096))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODELS / "target" / name, folder)
+    plain = describe(str(folder))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    setattr(tokenizer, named, value)
+    tokenizer.save_pretrained(folder)
+    assert len(AutoTokenizer.from_pretrained(folder)) > plain.vocabulary
+    named_beside = describe(str(folder))
+    assert named_beside.tokenizer_digest == plain.tokenizer_digest == RoutersTokenizer.load(str(folder)).digest
+    assert named_beside.vocabulary == plain.vocabulary == RoutersTokenizer.load(str(folder)).size
+    assert read_vocabularies(str(folder), str(MODELS / "target")) is None, "drafts would be translated"
+    other = read_vocabularies(str(MODELS / "draft_other"), str(folder))
+    assert other is not None and (other.digest, other.target_size) == (plain.tokenizer_digest, plain.vocabulary)
+
+
+def test_a_token_that_ends_texts_stays_in_the_vocabulary(tmp_path: Path) -> None:
+    """Routers refuse such a folder; to serve it without would have its texts never end."""
+    folder = Path(save_model("llama", tmp_path))
+    add_tokenizer(folder, 200)
+    plain = describe(str(folder))
+    said = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**said, "eos_token": "<|im_end|>"}))
+    named_beside = describe(str(folder))
+    assert (plain.vocabulary, named_beside.vocabulary) == (200, 201)
+    assert named_beside.tokenizer_digest != plain.tokenizer_digest
 
 
 def test_a_folder_without_tokenizer_files_gets_no_invented_one(tmp_path: Path) -> None:
