@@ -185,7 +185,19 @@ def read_module(
         raise ModelError(f"{path}: the weights lack {len(missing)} tensors of the model, first {missing[0]!r}")
     if not quantised and (scales := scales_of(loaded["unexpected_keys"])):
         raise ModelError(f"{path}: its weights are quantised, with scales like {scales[0]!r}; {NOT_READ}")
+    if quantised and group is None and getattr(module, "hf_quantizer", None) is None:
+        _cast(module, dtype)
     return module.eval().requires_grad_(False)
+
+
+def _cast(module: Any, dtype: torch.dtype) -> None:
+    """What transformers left as it is stored beside weights that it dequantised: embeddings, norms and the last layer.
+
+    What is stored in float32 is meant to stay so.
+    """
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize:
+            parameter.data = parameter.data.to(dtype)
 
 
 def check_split(path: str, ranks: int) -> None:

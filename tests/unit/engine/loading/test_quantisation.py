@@ -21,7 +21,7 @@ from engine.cpu.stack import widens
 from engine.interface import Chunk
 from engine.layers.int8_linear import Int8Linear, has_kernel
 from engine.layers.linear import PackedLinear, PartialLinear
-from engine.loading import quantisation, self_test
+from engine.loading import checkpoint, quantisation, self_test
 from engine.loading.loader import ModelError, Treatment, from_module, load
 from engine.loading.quantisation import CHOICES, check, quantise, weight_bytes
 from engine.settings import EngineSettings
@@ -200,6 +200,24 @@ def test_weights_quantised_in_unknown_ways_are_refused(
     store_in_float8(folder, "_scale", 0, **({"quantization_config": said} if said else {}))
     with pytest.raises(ModelError, match=message):
         load(str(folder), device="cpu", self_test=False)
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "auto"])
+@pytest.mark.parametrize("has_bfloat16", [False, True])
+def test_float8_in_blocks_is_dequantised_on_a_cpu(
+    dtype: str, has_bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it to the chosen format, as a model that was stored dequantised is read."""
+    monkeypatch.setattr(checkpoint, "_computes_bfloat16", lambda _: has_bfloat16)
+    folder = Path(save_model("llama", tmp_path / "float8", intermediate_size=128))
+    how = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+    meant = store_in_float8(folder, "_scale_inv", 32, quantization_config=how)
+    model = load(str(folder), dtype=dtype, device="cpu", self_test=False, pack=False)
+    assert {parameter.dtype for parameter in model.module.parameters()} == {model.dtype}
+    for name, tensor in model.module.state_dict().items():
+        torch.testing.assert_close(tensor, meant[name].to(model.dtype), atol=1e-5, rtol=1e-2)
+    assert not load(str(folder), dtype=dtype, device="cpu").no_speculation
 
 
 def test_scales_of_what_is_no_weight_are_left_alone(tmp_path: Path) -> None:
