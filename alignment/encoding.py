@@ -103,7 +103,9 @@ def _as_templates_want(said: Mapping[str, Any]) -> dict[str, Any]:
 
 def tokenizer_of(model: str) -> PreTrainedTokenizerBase:
     """Of a model that was loaded before."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        model, local_files_only=True, trust_remote_code=False
+    )
     return tokenizer
 
 

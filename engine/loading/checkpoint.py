@@ -124,7 +124,8 @@ def _source(path: str) -> dict[str, Any]:
     """What transformers is told of a folder, or of a hub id."""
     folder = Path(path).expanduser()
     local = folder.is_dir()
-    return {"pretrained_model_name_or_path": folder if local else path, "local_files_only": local}
+    where = {"pretrained_model_name_or_path": folder if local else path, "local_files_only": local}
+    return where | {"trust_remote_code": False}  # or it asks on the terminal whether to run some
 
 
 @contextmanager
@@ -133,7 +134,9 @@ def _reading(path: str, failed: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ModelError(f"{path}: {failed}: {first_line(error)}") from error
+        own_code = "trust_remote_code" in str(error)
+        why = "it brings code of its own, which is not run" if own_code else first_line(error)
+        raise ModelError(f"{path}: {failed}: {why}") from error
 
 
 def read_config(path: str) -> Any:

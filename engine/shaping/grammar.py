@@ -355,7 +355,7 @@ class GrammarConstraint:
 
 def _tokenizer(model: Model) -> LLTokenizer:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model.name)
+        tokenizer = AutoTokenizer.from_pretrained(model.name, trust_remote_code=False)
     except Exception as error:
         raise PassingError(f"{model.name}: no tokenizer, so no grammars: {first_line(error)}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

@@ -295,6 +295,24 @@ def test_bad_configurations(config: str, message: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("part", ["configuration", "tokenizer"])
+def test_code_in_a_model_folder_is_not_run(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does anything ask whether to."""
+    folder, where = Path(save_model("llama", tmp_path / "model")), tmp_path / "ran"
+    made = {
+        "config.json": {"model_type": "foo", "auto_map": {"AutoConfig": "code.Own"}},
+        "tokenizer_config.json": {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code.Own", None]}},
+    }
+    name = "config.json" if part == "configuration" else "tokenizer_config.json"
+    (folder / name).write_text(json.dumps(made[name]))
+    (folder / "code.py").write_text(f"open({str(where)!r}, 'w')\nclass Own: model_type = 'foo'\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ModelError, match=f"cannot read the {part}: it brings code of its own, which is not run"):
+        describe(str(folder))
+    assert not where.exists()
+
+
 def test_missing_weights(tmp_path: Path) -> None:
     folder = Path(save_model("llama", tmp_path))
     config = json.loads((folder / "config.json").read_text())
