@@ -60,8 +60,12 @@ def check_folder(subject: str, pool: TargetConfig | DraftConfig) -> Iterator[Fin
     if weights is None:
         yield warning(subject, f"{pool.model} has no safetensors weights", "convert them; they cannot be checked")
         return
-    heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
-    if heads % pool.tensor_parallel_size:
+    named = (getattr(text_config, name, None) for name in ("num_key_value_heads", "num_attention_heads"))
+    heads: int = next(filter(None, named), 0)
+    if not heads and pool.tensor_parallel_size > 1:
+        text = f"model type {text_config.model_type!r} has no attention heads to divide among ranks"
+        yield problem(subject, text, "set tensor_parallel_size to 1")
+    elif heads % pool.tensor_parallel_size:
         possible = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
         text = f"{heads} key-value heads cannot be divided among {pool.tensor_parallel_size} ranks"
         yield problem(subject, text, f"set tensor_parallel_size to one of {possible}")

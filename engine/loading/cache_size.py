@@ -88,8 +88,10 @@ def token_bytes(model: Model) -> int:
 
 
 def bytes_a_token(config: Any, itemsize: int) -> int:
-    """The same of a text model's configuration, with ``itemsize`` bytes a number."""
-    heads = config.num_attention_heads
+    """The same of a text model's configuration, with ``itemsize`` bytes a number; 0 if it has no attention."""
+    heads = getattr(config, "num_attention_heads", 0)
+    if not heads:
+        return 0
     if getattr(config, "kv_lora_rank", None):  # the latent is spread out to all heads before it is cached
         sizes = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
     else:

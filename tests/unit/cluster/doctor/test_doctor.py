@@ -15,6 +15,7 @@ import ray
 from packaging.requirements import Requirement
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cluster.cli import main
 from cluster.completion import CompletionTally
@@ -204,6 +205,20 @@ def test_a_port_in_use():
         port = taken.getsockname()[1]
         assert "Address already in use" in only(machine.check_port("127.0.0.1", port))
     assert only(machine.check_port("127.0.0.1", port)).startswith("ok ")
+
+
+def test_a_family_without_attention_has_no_heads_to_divide(tmp_path):
+    """Unlike in the engine's tests, where every family is given numbers of heads."""
+    config = AutoConfig.for_model("mamba", hidden_size=64, num_hidden_layers=2, vocab_size=256, state_size=4)
+    assert not hasattr(config, "num_attention_heads")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    shutil.copy(Path(MODELS) / "target" / "tokenizer.json", tmp_path)
+    (one,) = models.check_folder("model", DraftConfig(model=str(tmp_path)))
+    assert one.level is Level.OK and "tensors" in one.text
+    (two,) = models.check_folder("model", DraftConfig(model=str(tmp_path), tensor_parallel_size=2))
+    assert two.level is Level.PROBLEM and two.text == "model type 'mamba' has no attention heads to divide among ranks"
+    memory = machine._memory(TargetConfig(model=str(tmp_path), dtype="float32"), machine.Devices(False, None, [], GIB))
+    assert memory is not None and memory[0] > 0 and memory[1] == 0
 
 
 def test_disk_and_shared_memory():
