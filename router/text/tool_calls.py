@@ -8,6 +8,7 @@ A call comes out whole, when its last character has.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -41,6 +42,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 MAX_WITHIN = 8
 """Closing tags in the strings of one call, so that no text is read more often than that."""
+_BETWEEN = re.compile(r"\s*;?\s*")
+"""What stands between two calls in the Llama form."""
 _KEYS = frozenset({"name", "type", "parameters", "arguments"})
 """What a call in the Llama form may have."""
 
@@ -83,6 +86,10 @@ class HermesParser:
         """``several``: False: nothing is read behind the first call."""
         self._several = several
         self._held = ""
+        self._later: list[str] = []
+        """What came since and decides nothing, apart: to put every piece to the others would copy them each time."""
+        self._tail = ""
+        """Of what is held inside a call: the most that may be of a closing tag."""
         self._inside = self._after_call = False
         self._gap = ""
         self._searched = 0
@@ -91,21 +98,41 @@ class HermesParser:
 
     def push(self, text: str) -> Found:
         """Take more text."""
-        self._held += text
-        found = Found()
-        while self._close(found) if self._inside else self._open(found):
-            if found.calls and not self._several:
-                self._held = ""
-        return found
+        self._later.append(text)
+        if not self._decides(text):
+            return Found()
+        self._join()
+        return self._read()
 
     def finish(self) -> Found:
         """A call without its closing tag is one all the same, if it is complete."""
         found = Found()
+        self._join()
         while self._inside:
             self._end(found, len(self._held), "")
-            found = found.then(self.push(""))
+            found = found.then(self._read())
         self._tell(found, self._held)
         self._held = ""
+        return found
+
+    def _decides(self, text: str) -> bool:
+        """Whether what is held may turn out to be something by this piece that comes after it."""
+        if not self._inside:
+            return bool((self._held[-1:] + text).strip())  # white space alone may be next to a call, or not
+        ending = self._tail + text
+        self._tail = ending[1 - len(CLOSE) :]
+        return CLOSE in ending
+
+    def _join(self) -> None:
+        self._held, self._later = "".join((self._held, *self._later)), []
+
+    def _read(self) -> Found:
+        """What has come of all that is held."""
+        found = Found()
+        while self._close(found) if self._inside else self._open(found):
+            if found.calls and not self._several:
+                self._held = ""
+        self._tail = self._held[1 - len(CLOSE) :]
         return found
 
     def _open(self, found: Found) -> bool:
@@ -170,40 +197,49 @@ class LlamaParser:
     def __init__(self, names: Collection[str]) -> None:
         """Nothing has shown whether this is a call. ``names``: of the functions on offer."""
         self._names = names
-        self._held = ""
-        self._text = False
+        self._held: list[str] = []
+        self._start = ""
+        """The first of it that is no white space, until that shows whether it begins as a call does."""
+        self._text: bool | None = None
+        """Whether it is text; None: that has not shown. False: its end will show."""
 
     def push(self, text: str) -> Found:
         """Take more text."""
         if self._text:
             return Found(text)
-        self._held += text
-        start = self._held.lstrip()
-        self._text = bool(start) and not start.startswith(("{", PYTHON_TAG)) and not PYTHON_TAG.startswith(start)
-        return self._release() if self._text else Found()
+        self._held.append(text)
+        if self._text is None:
+            self._start = start = (self._start + text).lstrip()
+            if start.startswith(("{", PYTHON_TAG)):
+                self._text = False
+            elif start and not PYTHON_TAG.startswith(start):
+                self._text = True
+                return self._release()
+        return Found()
 
     def finish(self) -> Found:
         """The text has ended."""
         try:
-            return Found(calls=self._calls(self._held.strip().removeprefix(PYTHON_TAG)))
+            return Found(calls=self._calls("".join(self._held).strip().removeprefix(PYTHON_TAG)))
         except (ValueError, RecursionError):
             return self._release()
 
     def _calls(self, text: str) -> list[ToolCall]:
         """Raises ValueError where it is anything else."""
-        decoder, calls = json.JSONDecoder(), []
-        while text:
-            value, end = decoder.raw_decode(text)
+        decoder, calls, at = json.JSONDecoder(), [], 0
+        while at < len(text):
+            value, end = decoder.raw_decode(text, at)
             calls.append(_call(value, ("parameters", "arguments")))
             if calls[-1].name not in self._names or value.keys() - _KEYS:
                 raise ValueError("no call")
-            text = text[end:].lstrip().removeprefix(";").lstrip()
+            between = _BETWEEN.match(text, end)
+            at = between.end() if between else end
         if not calls:
             raise ValueError("nothing but white space")
         return calls
 
     def _release(self) -> Found:
-        held, self._held = self._held, ""
+        held, self._held = "".join(self._held), []
         return Found(held)
 
 
