@@ -144,6 +144,8 @@ class DraftSession:
         self._leaves: dict[Node, None] = {self.trie.root: None}  # an ordered set: what may be expanded
         self._unsent: dict[Node, None] = {}
         self._held = 0  # steps that have added to what is unsent
+        self._unaffordable = False  # what is unsent, as far as it is known without another look
+        self._places: tuple[float, list[Node]] | None = None  # as last found, and for which price
         self._sent_end = self.trie.position
         self._credit = FIRST_CREDIT * limits.bytes_a_token
         self._ignored = 0  # verifications in a row that offered nothing although drafts stood
@@ -180,7 +182,9 @@ class DraftSession:
         """All places worth expanding, best first."""
         if len(self.trie) >= self.limits.nodes or not self._lead:
             return []
-        return sorted(self._worth_expanding(self._leaves), key=lambda node: -node.weight)
+        if self._places is None or self._places[0] != self.price:
+            self._places = self.price, sorted(self._worth_expanding(self._leaves), key=lambda node: -node.weight)
+        return self._places[1]
 
     @property
     def min_weight(self) -> float:
@@ -217,7 +221,12 @@ class DraftSession:
         """Go on from ``node`` with ``candidates``, best first; return how many are new drafts."""
         self._leaves.pop(node, None)
         self._said[node] = candidates
+        self._changed()
         return self._branch(node)
+
+    def _changed(self) -> None:
+        """What was found out of the drafts holds no longer: of most sessions nothing changes in a step."""
+        self._unaffordable, self._places = False, None
 
     def draft_below(self, node: Node, token: Token) -> Node | None:
         """The draft ``token`` at an expanded place, if it is there and worth expanding itself."""
@@ -238,6 +247,7 @@ class DraftSession:
             if 2 * len(self.trie) > self.limits.nodes:
                 self.trie.clear()
         self._leaves, self._said = {self.trie.root: None}, {}
+        self._changed()
         self._sent_end = self.trie.position  # what is new is awaited, for all that was sent before
 
     def _branch(self, node: Node) -> int:
@@ -276,8 +286,11 @@ class DraftSession:
         if not self._unsent:
             return []
         self._held += 1
-        chosen = self._affordable() if self._held >= self._steps_to_hold() or not self.frontier() else []
+        if self._unaffordable or (self._held < self._steps_to_hold() and self.frontier()):
+            return []
+        chosen = self._affordable()
         if not chosen:
+            self._unaffordable = True
             return []
         self._held = 0
         self._sent_end = max(self._sent_end, *(node.end for node in chosen))
@@ -335,6 +348,7 @@ class DraftSession:
         self._advance(verification.tokens[known:], verification.offered)
         if verification.lead is not None:
             self._lead = verification.lead
+        self._changed()
         if self.trie.digest != verification.digest:
             return Sync.LOST
         return Sync.FINISHED if verification.finish else Sync.ADVANCED

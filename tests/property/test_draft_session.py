@@ -1,6 +1,7 @@
 """Whatever a draft session is told, it drafts places once, sends what its target can place, and keeps to its bytes."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
 from hypothesis import example, given, settings
@@ -41,6 +42,11 @@ class Round:
     """Draft tokens it verifies at most; 0: it seems to have none."""
     redrafts: bool = False
     """Whether all is drafted again afterwards, since more is known of the text."""
+    idle: int = 0
+    """Steps after these in which it is looked at, and nothing is drafted."""
+    price: float = 0.0
+    lead: int | None = None
+    """How far ahead to draft from then on; None: as before."""
 
 
 rounds = st.builds(
@@ -50,6 +56,9 @@ rounds = st.builds(
     rank=st.sampled_from([0, 0, 0, 1, 2]),
     offered=st.sampled_from([0, 8, 8, 8]),
     redrafts=st.sampled_from([False, False, True]),
+    idle=st.integers(0, 3),
+    price=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
+    lead=st.sampled_from([None, None, None, 0, 2, 24]),
 )
 limits = st.builds(
     DraftLimits,
@@ -61,13 +70,25 @@ limits = st.builds(
 )
 
 
+class Forgetful(DraftSession):
+    """Finds all out anew whenever it is asked."""
+
+    def places(self) -> list[Node]:
+        self._places = None
+        return super().places()
+
+    def pushes(self) -> list[Proposal]:
+        self._unaffordable = False
+        return super().pushes()
+
+
 class Pair:
     """A drafter and its target, next to each other: nothing is lost and nothing late."""
 
-    def __init__(self, limits: DraftLimits, rng: Random) -> None:
+    def __init__(self, limits: DraftLimits, rng: Random, kind: type[DraftSession] = DraftSession) -> None:
         speculation = Speculation(sources=frozenset({Source.DRAFT}))
         opened = Open(SessionId(1), 1, PROMPT, Sampling(), Limits(END), speculation)
-        self.drafter = DraftSession(opened, vocabulary=VOCABULARY, limits=limits)
+        self.drafter = kind(opened, vocabulary=VOCABULARY, limits=limits)
         self.target = TargetSession(opened, vocabulary=VOCABULARY)
         self.rng = rng
         self.expanded: set[Node] = set()
@@ -79,10 +100,16 @@ class Pair:
         """Whether the drafter may think that the target has nothing, although it has."""
         self.anew = False
         """Whether nothing was sent of what is drafted again: that is awaited, whatever the target still has."""
+        self.said: list[Sequence[int] | Sequence[Proposal]] = []
+        """The places that were to be expanded and what was pushed, in turn."""
 
     def run(self, one: Round) -> None:
+        self.drafter.price = one.price
         for _ in range(one.steps):
             self.draft()
+            self.push()
+        for _ in range(one.idle):
+            self.said.append([node.digest for node in self.drafter.frontier()])
             self.push()
         self.verify(one)
         self.push()
@@ -95,7 +122,9 @@ class Pair:
         self.target.trie.validate()
 
     def draft(self) -> None:
-        for place in self.drafter.frontier():
+        frontier = self.drafter.frontier()
+        self.said.append([node.digest for node in frontier])
+        for place in frontier:
             assert place not in self.expanded, "a place is expanded twice"
             self.expanded.add(place)
             self.drafter.expand(place, self.candidates())
@@ -109,6 +138,7 @@ class Pair:
         starved = not len(self.target.trie)
         self.doubted = self.doubted and not starved
         proposals = self.drafter.pushes()
+        self.said.append(proposals)
         for proposal in proposals:
             assert self.target.propose(proposal) in (InsertResult.PLACED, InsertResult.STALE)
         size = sum(map(wire_bytes, proposals))
@@ -123,7 +153,7 @@ class Pair:
         tokens = commit.verification.tokens
         self.ignored = 0 if chosen.nodes else self.ignored + 1
         self.doubted = self.doubted or self.ignored >= IGNORED_BEFORE_REPUSH
-        assert self.drafter.verified(commit.verification) is Sync.ADVANCED
+        assert self.drafter.verified(replace(commit.verification, lead=one.lead)) is Sync.ADVANCED
         assert self.drafter.tokens == self.target.tokens
         rate = self.drafter.limits.bytes_a_token
         self.savings = min(self.savings + rate * len(tokens), MAX_CREDIT * rate)
@@ -154,3 +184,13 @@ def test_places_are_drafted_once_pushes_can_be_placed_and_bytes_are_earned(limit
         pair.run(one)
         committed = len(pair.drafter.tokens) - len(PROMPT)
         assert pair.sent <= limits.bytes_a_token * (FIRST_CREDIT + committed)
+
+
+@settings(max_examples=200)
+@given(limits, st.integers(0, 2**32 - 1), st.lists(rounds, min_size=1, max_size=30))
+def test_what_is_known_of_drafts_from_before_is_what_is_found_anew(limits, seed, script):
+    knowing, forgetful = Pair(limits, Random(seed)), Pair(limits, Random(seed), Forgetful)
+    for one in script:
+        knowing.run(one)
+        forgetful.run(one)
+        assert knowing.said == forgetful.said
