@@ -17,7 +17,7 @@ from speculation.trie import VerificationTree
 from speculation.verifying.budget import StepCost, choose, kept_if_drafted_again, worth_waiting
 from speculation.verifying.calibration import Tally
 from speculation.verifying.payoff import SETTLE, Payoff
-from speculation.verifying.target_session import SharedEstimators, TargetSession
+from speculation.verifying.target_session import READ_AT_ONCE, SharedEstimators, TargetSession
 
 LONGEST_WAIT = 1.0
 """Share of a plain step beyond which drafts are not waited for."""
@@ -122,6 +122,7 @@ class Planner:
     def plan(self, asked: Sequence[Asked], now: float, prefilled: int = 0, room: int | None = None) -> Plan:
         """Settle the next step, which computes ``prefilled`` tokens besides; ``room``: most drafts of all together."""
         asked = self._bounded(asked, room, probing=self._note(asked, now, room).probing)
+        self.shared_estimators.unread = READ_AT_ONCE
         candidates = [one.session.candidates(one.drafts) for one in asked]
         waits = [self._baseline_wait(one, tree, now) for one, tree in zip(asked, candidates, strict=True)]
         going = [i for i, until in enumerate(waits) if until is None]

@@ -42,9 +42,10 @@ FORCED_CONFIDENCE = 0.9
 """That forced text is tokenised as proposed, for a start."""
 SURE = confidence(16)
 """Confidence from which on a source at the target may take the one place of a chain before a draft model does."""
-READ_AT_ONCE = 1024
-"""Tokens that a source reads with a step at most, unless the step computed more: some 5 us each, which all sessions of
-the worker wait for. Where a long prompt was found in the cache, it comes to its end over the steps after."""
+READ_AT_ONCE, READ_AT_LEAST = 1024, 64
+"""Tokens that sources read with a step at most, of all sessions together, unless the step computed more; and what each
+may read however many there are. Some 5 us a token, which all sessions of the worker wait for. Where a long prompt was
+found in the cache, it comes to its end over the steps after."""
 SKIMS = frozenset({Source.PREDICTION, Source.SUFFIX})
 """Sources that pass over a prompt for nothing, however long, and so need not wait to be asked."""
 
@@ -61,6 +62,8 @@ class SharedEstimators:
     """Whether drafters shall work at present; else they rest (:mod:`speculation.verifying.payoff`)."""
     break_even: float = BREAK_EVEN
     """Accepted drafts a verification that make up for what drafting takes."""
+    unread: int = READ_AT_ONCE
+    """Tokens that sources may still read with the step at hand."""
 
 
 @frozen
@@ -201,14 +204,16 @@ class TargetSession:
     def index(self, end: int, computed: int = 0) -> None:
         """Let the sources here see the tokens before ``end``: a long prompt is read as it is prefilled.
 
-        As many as the step at hand ``computed``, or :data:`READ_AT_ONCE`.
+        As many as the step at hand ``computed``, or what is left of :data:`READ_AT_ONCE`.
         """
         for number, one in enumerate(self._sources):
-            read = self._read[number]
-            until = end if one.source in SKIMS else min(end, read + max(computed, READ_AT_ONCE))
+            read, skims = self._read[number], one.source in SKIMS
+            until = end if skims else min(end, read + max(computed, self._shared.unread, READ_AT_LEAST))
             if until > read:
                 one.extend(self.trie.tokens[read:until])
                 self._read[number] = until
+                if not skims and not computed:
+                    self._shared.unread -= until - read
 
     def _suggest(self) -> None:
         """Ask the sources here that have read all of the text how it goes on, and draft what the surest say first."""

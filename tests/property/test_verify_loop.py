@@ -392,7 +392,8 @@ def test_a_request_that_cannot_be_is_refused_and_bothers_nobody():
 
 def test_a_prompt_that_one_step_computed_is_read_before_the_next(monkeypatch):
     """However long it is: lookup drafts from it at once."""
-    monkeypatch.setattr(target_session, "READ_AT_ONCE", 4)
+    monkeypatch.setattr(planner, "READ_AT_ONCE", 4)
+    monkeypatch.setattr(target_session, "READ_AT_LEAST", 4)
     loop = VerifyLoop(cast(Engine, TableEngine(capacity=CONTEXT)), WELCOME)
     speculation = Speculation(sources=frozenset({Source.LOOKUP}))
     prompt = tuple(range(8)) * 6

@@ -31,7 +31,7 @@ from speculation.messages import (
 from speculation.sources.registry import LocalSource
 from speculation.trie import VerificationTree
 from speculation.verifying.planner import Asked, Planner
-from speculation.verifying.target_session import READ_AT_ONCE, TargetSession
+from speculation.verifying.target_session import READ_AT_LEAST, READ_AT_ONCE, SharedEstimators, TargetSession
 
 PROMPT = (1, 2, 3)
 VOCABULARY = 100
@@ -282,20 +282,37 @@ class Reads(Says):
 LONG = [1 + i % 50 for i in range(5000)]
 
 
-def reading(*sources: LocalSource) -> TargetSession:
+def reading(*sources: LocalSource, shared: SharedEstimators | None = None) -> TargetSession:
     long = replace(opened(generated=LONG), limits=Limits(2 * len(LONG)))
-    return TargetSession(long, vocabulary=VOCABULARY, sources=sources)
+    return TargetSession(long, vocabulary=VOCABULARY, sources=sources, shared_estimators=shared)
 
 
 def test_a_long_prompt_found_in_the_cache_is_read_over_several_steps_and_only_then_a_source_is_asked() -> None:
-    source = Reads(Source.LOOKUP)
-    one = reading(source)
+    source, shared = Reads(Source.LOOKUP), SharedEstimators()
+    one = reading(source, shared=shared)
     while len(source.read) + READ_AT_ONCE < len(one.tokens):
-        before = len(source.parts)
+        before, shared.unread = len(source.parts), READ_AT_ONCE
         assert told(verify(one, [9])) == ["target"]
         assert source.parts[before:] == [READ_AT_ONCE]
+    shared.unread = READ_AT_ONCE
     assert one.candidates(8).tokens == (7, 8)
     assert source.read == one.tokens
+
+
+def test_sessions_that_read_long_prompts_share_what_a_step_has_time_for() -> None:
+    sources, planner = [Reads(Source.LOOKUP) for _ in range(8)], Planner()
+    sessions = [reading(source, shared=planner.shared_estimators) for source in sources]
+    steps = 0
+    while any(len(source.read) < len(LONG) for source in sources):
+        before = [len(source.read) for source in sources]
+        plan = planner.plan([Asked(one, 8) for one in sessions], 0.0)
+        for one, tree in zip(sessions, plan.trees, strict=True):
+            one.commit([9] * (1 + len(tree.tokens if tree else ())))
+        grown = [len(source.read) - length for source, length in zip(sources, before, strict=True)]
+        assert min(grown) > 0, "each reads on"
+        assert sum(grown) <= READ_AT_ONCE + len(sessions) * READ_AT_LEAST
+        steps += 1
+    assert steps < 1.5 * len(sessions) * len(LONG) / READ_AT_ONCE, "no step leaves time unused"
 
 
 def test_a_prompt_that_is_computed_is_read_with_it() -> None:
