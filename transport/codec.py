@@ -173,7 +173,7 @@ def _read_proposal(message: pb.Proposal) -> messages.Proposal:
         q=tuple([messages.Support(tuple(support.tokens), tuple(support.weights)) for support in said[3]]),
         took_us=message.took_us,
     )
-    if parents:
+    if len(parents) > MAX_CHILDREN:  # fewer tokens make no tree that is too deep or too wide
         _check_shape(proposal)
     elif len(tokens) > MAX_DEPTH:
         raise ValueError(f"the tree is {len(tokens)} tokens deep; at most {MAX_DEPTH} are allowed")

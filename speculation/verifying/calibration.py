@@ -151,15 +151,18 @@ class Calibration:
 
     def _odds(self, claim: float, cells: Cells) -> float:
         kind, margin, depth = cells
+        tally = self._tallies.get(kind)
         if self._wider is not None:
-            odds = self._wider._odds(claim, cells) * self._factor(kind, self.SESSION_PRIOR)
+            odds = self._wider._odds(claim, cells)
+            if tally is not None:
+                odds *= tally.factor(self.SESSION_PRIOR)
         else:
-            odds = min(claim * self._factor(kind, self.PRIOR), 1.0)
+            odds = claim if tally is None else min(claim * tally.factor(self.PRIOR), 1.0)
             for cell in (margin, depth):
                 tally = self._tallies.get(cell)
                 if tally is not None:
                     odds = tally.share(odds, self.PRIOR)
-        return min(max(odds, MIN_ODDS), MAX_ODDS)
+        return MIN_ODDS if odds < MIN_ODDS else MAX_ODDS if odds > MAX_ODDS else odds
 
     def _factor(self, kind: Kind, prior: float) -> float:
         tally = self._tallies.get(kind)
@@ -167,6 +170,9 @@ class Calibration:
 
 
 def _cells(node: Node) -> Cells:
-    kind = (node.source, min(node.rank, RANKS - 1))
-    margin = (*kind, min(int(node.claim * BINS), BINS - 1))
-    return kind, margin, (*margin, bisect_right(DEPTHS, node.ahead))
+    source, rank, tenth = node.source, node.rank, int(node.claim * BINS)
+    if rank >= RANKS:
+        rank = RANKS - 1
+    if tenth >= BINS:
+        tenth = BINS - 1
+    return (source, rank), (source, rank, tenth), (source, rank, tenth, bisect_right(DEPTHS, node.ahead))

@@ -20,6 +20,8 @@ DEEPEST = 8
 """Tokens of a path that are timed."""
 TIMES = tuple(0.0005 * 1.4**i for i in range(18))
 """Seconds after a commit at which the path is looked at: half a millisecond to 150."""
+LARGEST_UNIT = 1e100
+"""Weight of a commit from which on all are scaled down, long before a float overflows."""
 TICK = 1e-6
 """Seconds; a moment nearer than this is now, or a wait that ends on the dot would be followed by one of no length."""
 MAX_LOOKAHEAD = 48
@@ -82,19 +84,23 @@ class DraftLatencyEstimator:
     def __init__(self, wider: DraftLatencyEstimator | None = None) -> None:
         """``wider``: what other sessions have seen; learns from this one as well. Unknown, nothing is expected."""
         self._wider = wider
-        unknown = [[0.0] * len(TIMES)] * DEEPEST
-        self._shares: list[list[float]] = list(wider._shares if wider else unknown)  # whose rows are never changed
-        """Share of commits with a path of 1, 2, ... tokens (outer) by each of the times (inner)."""
+        never = [[0.0] * (len(TIMES) + 1)] * DEEPEST
+        self._came: list[list[float]] = [row.copy() for row in (wider._came if wider else never)]
+        """Weight of the commits after which a path of 1, 2, ... tokens (outer) had come by one of the times, and not by
+        the one before (inner); the last: later."""
+        self._unit: float = wider._unit if wider else WEIGHT
+        """Weight of the latest commit. It grows, so that those before count for less without being touched."""
 
     def moments(self, age: float, come: int = 0) -> list[Moment]:
         """Later moments, given that ``age`` seconds after the commit a path of ``come`` tokens has come."""
         if come >= DEEPEST:
             return []
         first = bisect_right(TIMES, age + TICK)
-        passed = [row[first - 1] if first else 0.0 for row in self._shares]
+        shares_by = [[weight * WEIGHT / self._unit for weight in accumulate(row[:-1])] for row in self._came]
+        passed = [row[first - 1] if first else 0.0 for row in shares_by]
         open_share = max(1.0 - passed[come], WEIGHT)  # of the commits, those with nothing longer there by then
         moments: list[Moment] = []
-        later = zip(*(row[first:] for row in self._shares), strict=True)
+        later = zip(*(row[first:] for row in shares_by), strict=True)
         for time, there in zip(TIMES[first:], later, strict=True):
             more = (max(share - gone, 0.0) for share, gone in zip(there[come:], passed[come:], strict=True))
             # Some with a short path by then have a long one later: a long one is no likelier than a short one.
@@ -104,14 +110,12 @@ class DraftLatencyEstimator:
 
     def observe(self, answered: Answered) -> None:
         """Learn from a commit whose answer is over."""
-        reached = answered.reached
-        for depth, row in enumerate(self._shares):
-            if depth < len(reached):
-                first = bisect_left(TIMES, reached[depth])
-                before = [share - WEIGHT * share for share in row[:first]]
-                self._shares[depth] = before + [share + WEIGHT * (1.0 - share) for share in row[first:]]
-            elif row[-1]:  # it has come before, at all
-                self._shares[depth] = [share - WEIGHT * share for share in row]
+        self._unit /= 1.0 - WEIGHT
+        if self._unit > LARGEST_UNIT:
+            self._came = [[weight * WEIGHT / self._unit for weight in row] for row in self._came]
+            self._unit = WEIGHT
+        for row, seconds in zip(self._came, answered.reached, strict=False):
+            row[bisect_left(TIMES, seconds)] += self._unit
         if self._wider:
             self._wider.observe(answered)
 
