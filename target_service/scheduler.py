@@ -271,11 +271,16 @@ class Scheduler(Generic[J]):
 
     def _admit(self) -> None:
         """Start waiting sessions while there is room for all they have, and for everyone to grow."""
+        needed = sum(map(_blocks_to_grow, self.running)) if self.waiting else 0
         while self.waiting and len(self.running) < self._max_running:
-            ahead = [*self.running, self.waiting[0]]
-            needed = sum(job.blocks_needed(job.num_uncomputed_tokens + HEADROOM) for job in ahead)
+            needed += _blocks_to_grow(self.waiting[0])
             if self.running and needed > self._free():
                 return
             job = self.waiting.pop(0)
             insort(self.running, job, key=BY_RANK)
             self._turns[job] = next(self._turn)
+
+
+def _blocks_to_grow(job: Job) -> int:
+    """Blocks that a session needs for all it has, and for some text to come."""
+    return job.blocks_needed(job.num_uncomputed_tokens + HEADROOM)
