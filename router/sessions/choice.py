@@ -223,27 +223,39 @@ class WorkerCandidate:
         return running + max(self.opening_tokens, int(load.waiting * typical))
 
     def can_hold(self, tokens: int) -> bool:
-        """Whether a sequence of so many tokens fits into its cache at all; so it seems where nothing is known."""
-        return not self.load.capacity_tokens or tokens <= self.load.capacity_tokens
+        """Whether it takes a sequence of so many tokens at all: also before it has told its load."""
+        longest = self.welcome.context
+        return tokens <= min(longest, self.load.capacity_tokens or longest)
 
     def has_room(self, tokens: int) -> bool:
         """Whether so many tokens more would run at once; so it seems where nothing is known."""
         return not self.load.capacity_tokens or self.held_tokens + tokens <= self.load.capacity_tokens
 
 
-def choose_target(candidates: Iterable[WorkerCandidate], wanted: WantedWorker, rng: Random) -> PeerId | None:
-    """The target for a session; None when none fits.
+def choose_target(
+    candidates: Iterable[WorkerCandidate], wanted: WantedWorker, rng: Random, others: Iterable[Welcome] = ()
+) -> PeerId | None:
+    """The target for a session; None when none fits. ``others``: those that may be taken later, but not now.
 
     The newest revision that has room is preferred; see :func:`revision_ages`. One whose cache is too small for all the
-    session may become is taken only where all are: it says what is wrong. One that stands by is taken where no other
-    one can be.
+    session may become is taken only where all are, the others too: it says what is wrong. One that stands by is taken
+    where no other one can be.
     """
-    running = [candidate for candidate in candidates if _runs(candidate, wanted)]
-    running = [candidate for candidate in running if not candidate.idle] or running
-    usable = [candidate for candidate in running if candidate.can_hold(wanted.end)] or running
+    running = [target for target in candidates if not target.load.draining and _runs(target.welcome, wanted)]
+    usable = _large_enough(running, wanted, others)
+    usable = [candidate for candidate in usable if not candidate.idle] or usable
     best = _of_newest_revision(usable, wanted)
     mean = sum(candidate.busy for candidate in best) / len(best) if best else 0.0
     return _pick([(_target_cost(candidate, wanted, mean), candidate.peer) for candidate in best], rng)
+
+
+def _large_enough(
+    running: Sequence[WorkerCandidate], wanted: WantedWorker, others: Iterable[Welcome]
+) -> Sequence[WorkerCandidate]:
+    """Those that can hold all the session may become; all of them where no target can, the others neither."""
+    large = [candidate for candidate in running if candidate.can_hold(wanted.end)]
+    later = any(_runs(other, wanted) and wanted.end <= other.context for other in others)
+    return large if large or later else running
 
 
 def _of_newest_revision(usable: Sequence[WorkerCandidate], wanted: WantedWorker) -> list[WorkerCandidate]:
@@ -270,11 +282,9 @@ def choose_drafter(candidates: Iterable[WorkerCandidate], wanted: WantedWorker, 
     return _pick([(_cost(candidate, DRAFT_SECONDS) + refused, candidate.peer) for candidate, refused in refusals], rng)
 
 
-def _runs(candidate: WorkerCandidate, wanted: WantedWorker) -> bool:
-    welcome = candidate.welcome
+def _runs(welcome: Welcome, wanted: WantedWorker) -> bool:
     return (
-        not candidate.load.draining
-        and wanted.model in ("", welcome.model)
+        wanted.model in ("", welcome.model)
         and wanted.revision in (None, welcome.revision)
         and same_tokenizer(welcome.tokenizer, wanted.tokenizer)
     )

@@ -95,13 +95,19 @@ class Served:
         self.commits: list[Committed] = []
 
     def up(
-        self, name: str, revision: int = 1, role: Role = Role.TARGET, started: float | None = None, head: int = 0
+        self,
+        name: str,
+        revision: int = 1,
+        role: Role = Role.TARGET,
+        started: float | None = None,
+        head: int = 0,
+        context: int = 1000,
     ) -> None:
         peer = Peer(PeerId(name), role, self.dispatcher.pool)
         self.wires[name] = peer.connection = Wire()  # type: ignore[assignment]
         self.dispatcher.pool.peers[peer.peer] = peer
         started = started or float(revision)
-        peer.up(Welcome(role.value, "m", 100, 1000, 1, instance=name, revision=revision, started=started, head=head))
+        peer.up(Welcome(role.value, "m", 100, context, 1, instance=name, revision=revision, started=started, head=head))
 
     def hear(self, name: str, message: FromWorker) -> None:
         self.dispatcher.pool.peers[PeerId(name)].received(message)
@@ -338,6 +344,31 @@ async def test_a_target_that_comes_back_to_the_list_keeps_its_texts(served):
     served.verify("target@a:1", 11, finish=FinishReason.LENGTH)
     await serving
     assert (run.session.moved, run.session.reopened) == (0, 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_text_waits_for_a_target_that_takes_it_while_only_too_small_ones_are_up(fails):
+    served = Served(HASTY)
+    served.up("large")
+    served.up("small", context=50)
+    serving = await served.begins(100)
+    served.verify("large", 11)
+    await served.read(1)
+    first = served.wires["large"].last
+    if fails:
+        served.hear("large", Refused(first.session, first.epoch, RefusalCode.INTERNAL, "broken"))
+        async with asyncio.timeout(60):
+            while served.wires["large"].last is first:
+                await asyncio.sleep(0.001)
+    else:
+        served.die("large")
+        await asyncio.sleep(0.02)
+        served.up("large")
+    assert not served.wires["small"].sent
+    assert served.wires["large"].last.tokens == (*PROMPT, 11)
+    served.verify("large", 12, finish=FinishReason.LENGTH)
+    await serving
+    await served.dispatcher.pool.close()
 
 
 async def test_a_text_whose_target_drains_has_one_timer_however_long_there_is_no_other(served):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -27,9 +28,16 @@ BASE = WantedWorker("m", tokenizer=5, tokens=100)
 
 
 def target(
-    name: str, *, model: str = "m", tokenizer: int = 5, revision: int = 1, started: float = 1.0, **known: object
+    name: str,
+    *,
+    model: str = "m",
+    tokenizer: int = 5,
+    revision: int = 1,
+    started: float = 1.0,
+    context: int = 1000,
+    **known: object,
 ):
-    welcome = Welcome("target", model, 100, 1000, tokenizer, revision=revision, started=started)
+    welcome = Welcome("target", model, 100, context, tokenizer, revision=revision, started=started)
     return WorkerCandidate(PeerId(name), welcome, **known)  # type: ignore[arg-type]
 
 
@@ -120,6 +128,23 @@ def test_a_cache_that_cannot_hold_all_of_a_session_is_left_to_others():
     assert chosen(small, wanted=WantedWorker("m", 5, tokens=100, end=301)) == {"small"}  # which says what is wrong
     unknown = target("unknown", sessions=20)
     assert chosen(small, unknown, wanted=WantedWorker("m", 5, tokens=100, end=301)) == {"unknown"}
+
+
+def test_a_target_is_asked_for_no_longer_texts_than_it_says_it_takes_though_its_load_is_not_known_yet():
+    small, large = target("small", context=300), target("large", load=busy(9))
+    long = WantedWorker("m", 5, tokens=100, end=301)
+    assert chosen(small, large) == {"small"}
+    assert chosen(small, large, wanted=long) == {"large"}
+    assert chosen(small, target("idle", idle=True), wanted=long) == {"idle"}
+
+
+def test_a_text_too_long_for_all_targets_that_are_up_waits_for_one_that_takes_it():
+    small, long = target("small", context=300), WantedWorker("m", 5, revision=1, tokens=100, end=301)
+    away = target("away").welcome
+    assert choose_target([small], long, RNG, [away]) is None
+    assert choose_target([small], replace(long, end=300), RNG, [away]) == "small"
+    useless = (replace(away, model="other"), replace(away, revision=2), replace(away, context=300))
+    assert choose_target([small], long, RNG, useless) == "small"  # which says what is wrong
 
 
 def test_a_text_stays_on_its_revision():
