@@ -184,6 +184,8 @@ class Dispatcher:
                 self.ready.set()
             case events.Draining(peer=peer):
                 self._poison_detector.draining(peer)
+            case events.Stays(peer=peer):
+                self._poison_detector.stays(peer)
         self._handle_all(event)
 
     def _lost(self, role: Role, peer: PeerId, expected: bool) -> None:

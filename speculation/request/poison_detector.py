@@ -163,6 +163,11 @@ class PoisonDetector:
         if self._reserved.pop(peer, None) is not None:
             self.changed = True
 
+    def stays(self, peer: PeerId) -> None:
+        """A target does not go after all: whoever is open there looks for no other."""
+        for session in self._open.get(peer, ()):
+            self._leave_queue(session)
+
     def lost(self, now: float, peer: PeerId, *, expected: bool) -> None:
         """The stream to a target is gone; ``expected``: it had said that it would go."""
         left, opened = self._left.pop(peer, set()), self._open.pop(peer, {})

@@ -53,7 +53,9 @@ def check(world: FaultWorld, weather: Weather) -> None:
         }
         assert not held, f"sessions left behind: {held}"
     known = world.poison_detector
-    assert not known._waiting and not known._suspicions, "a router remembers sessions that are over"
+    assert not known._waiting and not known._reserved and not known._suspicions, (
+        "a router remembers sessions that are over"
+    )
 
 
 def _check_end(world: FaultWorld, number: SessionId, *, roomy: bool) -> None:
@@ -118,6 +120,7 @@ class FaultRun:
             self._repeat(weather.hang_every, lambda peer=peer: world.stop_process(peer, rng.uniform(0.05, 4.0)))  # type: ignore[misc]
             self._repeat(weather.stuck_every, lambda peer=peer: world.get_stuck(peer))  # type: ignore[misc]
             self._repeat(weather.cut_every, lambda peer=peer: self._cut(peer))  # type: ignore[misc]
+            self._repeat(weather.unlist_every, lambda peer=peer: world.unlist(peer, rng.uniform(0.01, 0.5)))  # type: ignore[misc]
         self._repeat(weather.drain_every, self._roll)
         self._repeat(weather.node_every, self._remove_node)
         self._repeat(weather.drafts_away_every, self._send_drafters_away)

@@ -30,6 +30,8 @@ class Weather:
     """A stream that ends for one side only."""
     drain_every: float = 0.0
     """A worker drained and replaced."""
+    unlist_every: float = 0.0
+    """A worker that leaves the list of workers and is back on it soon."""
     node_every: float = 0.0
     """A target and two drafters killed at once."""
     drafts_away_every: float = 0.0

@@ -32,6 +32,7 @@ from speculation.messages import (
 )
 from speculation.request.placement import Opening
 from speculation.request.poison_detector import PoisonDetector, PoisonLimits
+from speculation.request.record import SessionState
 from speculation.request.session import Phase, Session, SessionLimits
 from tests.faults.toy_workers import VOCABULARY, target_only
 from tests.faults.weather import Weather
@@ -126,6 +127,9 @@ class FaultWorld(SimulatedWorkers):
         session.validate()
         if session.phase is Phase.ENDED:
             self.poison_detector.ended(number, finished=number not in self.stopped and number not in self.failed)
+        for owner in self.poison_detector._reserved.values():
+            seeks = self.sessions[owner]._state in (SessionState.PLACING, SessionState.LEAVING)
+            assert seeks, f"a target is kept free for session {owner}, which looks for none"
         if self.poison_detector.changed:
             self.later(0.0, self._ask_again)
 
@@ -247,6 +251,19 @@ class FaultWorld(SimulatedWorkers):
             peer.leaving = True
             self.poison_detector.draining(peer.name)
             self.broadcast(events.Draining(peer.name))
+
+    def unlist(self, peer: SimulatedPeer, back_in: float) -> None:
+        """A worker leaves the list of workers; ``back_in``: when it is on it again."""
+        if peer.known and not peer.leaving:
+            link = peer.link
+            self._hear_draining(peer, link)
+            self.later(back_in, lambda: self._list_again(peer, link))
+
+    def _list_again(self, peer: SimulatedPeer, link: int) -> None:
+        if peer.known and peer.link == link and not peer.draining:
+            peer.leaving = False
+            self.poison_detector.stays(peer.name)
+            self.broadcast(events.Stays(peer.name))
 
     def notice(self, peer: SimulatedPeer) -> None:
         """The router learns that its stream is gone."""

@@ -24,6 +24,7 @@ UPGRADING = Weather(delay=0.005, upgrade_after=0.5)
 POISONED = Weather(delay=0.005, poison="dies", poisonous=1)
 LYING = Weather(delay=0.005, lies=True)
 FLAPPING = Weather(delay=0.01, crash_every=0.5)
+UNLISTED = Weather(delay=0.01, crash_every=0.5, unlist_every=0.3)
 SEEDS = 200
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -144,6 +145,11 @@ def forgotten_waiters(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PoisonDetector, "_leave_queue", lambda self, session: None)
 
 
+def deaf_to_second_thoughts(patch: pytest.MonkeyPatch) -> None:
+    """Keep a target reserved for a session that need not leave its own any more."""
+    patch.setattr(PoisonDetector, "stays", lambda self, peer: None)
+
+
 def endless_patience(patch: pytest.MonkeyPatch) -> None:
     """Wait for ever for a target that says nothing."""
     patch.setattr(RetryState, "stalled_at", property(lambda self: float("inf")))
@@ -189,6 +195,7 @@ PLANTS = [
     (no_second_thought, FLAPPING),
     (for_ever, POISONED),
     (forgotten_waiters, POISONED),
+    (deaf_to_second_thoughts, UNLISTED),
     (endless_patience, LOSSY),
     (no_drafter, ROLLING),
     (forgotten_seed, STORM),
@@ -208,7 +215,7 @@ def found(weather: Weather, seeds: int = SEEDS) -> str:
     return ""
 
 
-@pytest.mark.parametrize("weather", [STORM, LOSSY, SLOW, ROLLING, UPGRADING, POISONED, LYING, FLAPPING])
+@pytest.mark.parametrize("weather", [STORM, LOSSY, SLOW, ROLLING, UPGRADING, POISONED, LYING, FLAPPING, UNLISTED])
 def test_without_a_bug_nothing_is_found(weather: Weather):
     assert not found(weather, 10)
 

@@ -346,6 +346,22 @@ async def test_a_target_that_comes_back_to_the_list_keeps_its_texts(served):
     assert (run.session.moved, run.session.reopened) == (0, 0)
 
 
+async def test_a_text_whose_target_comes_back_to_the_list_keeps_no_other_target_free(served):
+    served.up("target@a:1")
+    serving = await served.begins()
+    served.up("target@b:1")
+    served.die("target@a:1")  # of this text, as far as is known
+    served.up("target@c:1")
+    opened = served.wires["target@b:1"].last
+    served.dispatcher._poison_detector.opened(SessionId(99), PeerId("target@c:1"), 1)  # which has said nothing yet
+    served.dispatcher.pool.set_workers(Role.TARGET, ["c:1"])
+    assert served.dispatcher._poison_detector._reserved == {"target@c:1": opened.session}
+    served.dispatcher.pool.set_workers(Role.TARGET, ["b:1", "c:1"])
+    assert not served.dispatcher._poison_detector._reserved
+    served.verify("target@b:1", 11, finish=FinishReason.LENGTH)
+    await serving
+
+
 @pytest.mark.parametrize("fails", [False, True])
 async def test_a_text_waits_for_a_target_that_takes_it_while_only_too_small_ones_are_up(fails):
     served = Served(HASTY)

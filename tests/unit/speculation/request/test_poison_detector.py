@@ -169,6 +169,24 @@ def test_a_suspect_is_kept_another_target_free_when_the_first_drains():
     router.open(1, T0)
 
 
+def test_who_need_not_leave_its_target_after_all_keeps_no_other_free_and_waits_for_none():
+    router = Router()
+    router.open(1, T0)
+    router.die(T0)
+    router.up = [T1]
+    router.open(1, T1)
+    router.up = [T0]
+    router.known.opened(SessionId(2), T0, 1)
+    router.known.draining(T1)
+    assert router.ask(1) == Placed(Role.TARGET, None, queued=True)  # T0 is kept free for it, once 2 has committed there
+    router.known.due()
+    router.known.stays(T1)
+    assert (router.known._reserved, router.known._waiting) == ({}, {})
+    assert router.known.changed
+    router.commit(1)
+    assert router.ask(3) == Placed(Role.TARGET, T0)
+
+
 def test_many_suspects_are_tried_an_eighth_at_a_time():
     router = Router()
     for session in range(32):
