@@ -19,7 +19,7 @@ from draft_service.in_turn import InTurn
 from engine.interface import FATAL, StepEngine
 from engine.recorder import Recorder
 from engine.shaping.compiling import Compiling
-from engine.shaping.grammar import GrammarConstraint, Grammars, MaskBudget
+from engine.shaping.grammar import GrammarConstraint, Grammars, MaskBudget, PassingError
 from engine.shaping.shaping import Shaping
 from speculation.acceptance import AcceptanceResult
 from speculation.demand import TargetDemand
@@ -190,7 +190,8 @@ class VerifyLoop:
             else:
                 why = str(constraint)
             if why:
-                outgoing += self._give_up(sequence, why, RefusalCode.INVALID)
+                passing = isinstance(constraint, PassingError)
+                outgoing += self._give_up(sequence, why, RefusalCode.INTERNAL if passing else RefusalCode.INVALID)
         return outgoing
 
     def _refusal(self, opened: Open, *, replaces: bool) -> Refused | None:

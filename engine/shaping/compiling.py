@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from engine.shaping.grammar import COMPILE_SECONDS, Compiled, GrammarConstraint, GrammarError, Grammars
+from engine.shaping.grammar import COMPILE_SECONDS, Compiled, GrammarConstraint, GrammarError, Grammars, PassingError
 from speculation.messages import Open, Token
 
 POLL_SECONDS = 0.002
@@ -55,7 +55,7 @@ class Compiling(Generic[S]):
             if grammar.done():
                 over.append((session, _outcome(grammar, stop_tokens)))
             elif grammar in left:
-                over.append((session, GrammarError(f"the grammar takes more than {COMPILE_SECONDS:g} s to compile")))
+                over.append((session, PassingError(f"the grammar takes more than {COMPILE_SECONDS:g} s to compile")))
         for session, _ in over:
             del self._waits[session]
         self.due = now + POLL_SECONDS if self._waits else None

@@ -71,7 +71,7 @@ class GrammarError(Exception):
 
 
 class PassingError(GrammarError):
-    """For a reason that may have gone when it is asked for again."""
+    """For a reason that may have gone when it is asked for again, or that another worker may not have."""
 
 
 class Grammars:

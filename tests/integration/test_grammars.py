@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
@@ -262,6 +263,14 @@ def test_a_bad_grammar_is_refused_and_bothers_nobody(bench):
         assert refused.code is RefusalCode.INVALID
         assert "grammar" in refused.message
         assert "\n" not in refused.message
+
+
+def test_a_grammar_that_fails_in_passing_is_no_fault_of_the_request(bench, monkeypatch):
+    """So that the router tries another target, which may go on with the text."""
+    monkeypatch.setattr("engine.shaping.grammar.LLMatcher", Mock(side_effect=MemoryError))
+    bench.run(opened(regex("a+"), tokens=(*PROMPT, 5)))
+    assert bench.refusals[1].code is RefusalCode.INTERNAL
+    assert "MemoryError" in bench.refusals[1].message
 
 
 def test_masks_that_take_long_hold_up_nobody_else(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
