@@ -59,6 +59,16 @@ def folder_of(model: str) -> Path:
     return Path(found).parent
 
 
+def layers_of(config: Any) -> list[Any]:
+    """What a text model's configuration says of each layer.
+
+    In some families heads differ in size or number from layer to layer, and asked for all at once transformers raises.
+    """
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * getattr(config, "num_hidden_layers", 1)  # some models of bytes say none
+
+
 Module = TypeVar("Module", bound=nn.Module)
 
 

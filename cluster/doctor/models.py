@@ -22,7 +22,7 @@ from cluster.config.pools import DraftConfig, TargetConfig
 from cluster.config.serving import difference
 from cluster.doctor.finding import Finding, ok, problem, warning
 from engine.loading.checkpoint import read_config
-from engine.model import ModelError
+from engine.model import ModelError, layers_of
 from speculation.events import Role
 
 COPY_AGAIN = "copy the model folder again, or download it again"
@@ -60,17 +60,24 @@ def check_folder(subject: str, pool: TargetConfig | DraftConfig) -> Iterator[Fin
     if weights is None:
         yield warning(subject, f"{pool.model} has no safetensors weights", "convert them; they cannot be checked")
         return
-    named = (getattr(text_config, name, None) for name in ("num_key_value_heads", "num_attention_heads"))
-    heads: int = next(filter(None, named), 0)
+    counts = {_key_heads(layer) for layer in layers_of(text_config)}
+    heads = math.gcd(*counts)
     if not heads and pool.tensor_parallel_size > 1:
         text = f"model type {text_config.model_type!r} has no attention heads to divide among ranks"
         yield problem(subject, text, "set tensor_parallel_size to 1")
     elif heads % pool.tensor_parallel_size:
         possible = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
-        text = f"{heads} key-value heads cannot be divided among {pool.tensor_parallel_size} ranks"
+        told = " and ".join(map(str, sorted(counts)))
+        text = f"{told} key-value heads cannot be divided among {pool.tensor_parallel_size} ranks"
         yield problem(subject, text, f"set tensor_parallel_size to one of {possible}")
     else:
         yield ok(subject, f"{pool.model}: {weights.tensors} tensors, {_count(weights.numbers)} weights")
+
+
+def _key_heads(layer: Any) -> int:
+    """How many heads of a layer ranks divide among themselves; 0 if it has no attention."""
+    named = (getattr(layer, name, None) for name in ("num_key_value_heads", "num_attention_heads"))
+    return next(filter(None, named), 0)
 
 
 def check_pair(subject: str, target: str, draft: str) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.model import ModelError, first_line
+from engine.model import ModelError, first_line, layers_of
 
 CONFIG = "config.json"
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
@@ -92,7 +92,8 @@ class EagleConfig:
 
     @classmethod
     def beside(cls, target: Any, **others: Any) -> EagleConfig:
-        """Of a head shaped as the layers of ``target``, a text configuration, but for what ``others`` say."""
+        """Of a head shaped as the first layer of ``target``, a text configuration, but for what ``others`` say."""
+        target = layers_of(target)[0]
         heads = target.num_attention_heads
         shape = {
             "hidden_size": target.hidden_size,

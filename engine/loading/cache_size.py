@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from engine.host.memory import GIB, GpuMemory, available_bytes, gpu_memory
-from engine.model import Model, ModelError
+from engine.model import Model, ModelError, layers_of
 
 log = logging.getLogger(__name__)
 
@@ -89,12 +89,14 @@ def token_bytes(model: Model) -> int:
 
 def bytes_a_token(config: Any, itemsize: int) -> int:
     """The same of a text model's configuration, with ``itemsize`` bytes a number; 0 if it has no attention."""
-    heads = getattr(config, "num_attention_heads", 0)
+    return itemsize * sum(map(_numbers_a_token, layers_of(config)))
+
+
+def _numbers_a_token(layer: Any) -> int:
+    heads: int = getattr(layer, "num_attention_heads", 0)
     if not heads:
         return 0
-    if getattr(config, "kv_lora_rank", None):  # the latent is spread out to all heads before it is cached
-        sizes = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-    else:
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        sizes = 2 * size * (getattr(config, "num_key_value_heads", None) or heads)
-    return int(config.num_hidden_layers * sizes * itemsize)
+    if getattr(layer, "kv_lora_rank", None):  # the latent is spread out to all heads before it is cached
+        return int(heads * (layer.qk_nope_head_dim + layer.qk_rope_head_dim + layer.v_head_dim))
+    size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return int(2 * size * (getattr(layer, "num_key_value_heads", None) or heads))

@@ -25,7 +25,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
 from engine.loading.self_test import STOCK
-from engine.model import ModelError, first_line, folder_of, scales_of
+from engine.model import ModelError, first_line, folder_of, layers_of, scales_of
 from engine.parallel.group import Group
 from engine.settings import misplaced
 from speculation.messages import Loading, Progress
@@ -212,10 +212,11 @@ def check_split(path: str, ranks: int) -> None:
             f"{path}: model type {config.model_type!r} cannot be split over ranks, transformers has no plan for it; "
             "use tensor_parallel_size 1"
         )
-    sizes = {name: size for name in SPLIT_BY if isinstance(size := getattr(text, name, None), int)}
-    for name, size in sizes.items():
+    told = [(name, getattr(layer, name, None)) for name in SPLIT_BY for layer in layers_of(text)]
+    sizes = [(name, size) for name, size in told if isinstance(size, int)]
+    for name, size in sizes:
         if size % ranks:
-            common = math.gcd(*sizes.values())
+            common = math.gcd(*(size for _, size in sizes))
             possible = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
             units = f"{size} {SPLIT_BY[name]}"
             raise ModelError(f"{path}: tensor_parallel_size {ranks} does not divide its {units}; possible: {possible}")

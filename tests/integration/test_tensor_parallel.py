@@ -116,6 +116,7 @@ def test_a_drafter_on_two_ranks_drafts_what_it_drafts_on_one():
     ("family", "changes", "ranks", "words"),
     [
         ("llama", {}, 4, "tensor_parallel_size 4 does not divide its 2 key/value heads; possible: 1, 2"),
+        ("gemma4_text", {}, 2, "tensor_parallel_size 2 does not divide its 1 key/value heads; possible: 1"),
         ("llama", {"intermediate_size": 97}, 2, "does not divide its 97 inner units of a layer (intermediate_size);"),
         ("gpt2", {}, 2, "model type 'gpt2' cannot be split over ranks, transformers has no plan for it"),
     ],

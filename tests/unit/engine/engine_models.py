@@ -39,6 +39,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {**TINY, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8},
     "gpt2": {**GPT2, "bos_token_id": 1, "eos_token_id": 2},
     "gpt_oss": {**TINY, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "gemma4_text": {
+        **TINY,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 8,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 256,
+    },
     "deepseek_v3": {
         **TINY,
         "num_key_value_heads": 4,
@@ -57,7 +67,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba": TINY,
     "bert": TINY,
 }
-"""What is special: mistral, gemma2 and gpt_oss slide, gemma2 caps scores, gpt_oss has sinks, gpt2 learns positions."""
+"""What is special: mistral, gemma2 and gpt_oss slide, gemma2 caps scores, gpt_oss has sinks, gpt2 learns positions,
+gemma4_text has other heads from layer to layer."""
 
 
 def save_model(family: str, folder: Path, **changes: Any) -> str:

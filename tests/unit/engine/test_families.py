@@ -127,7 +127,8 @@ FAMILIES: dict[str, Family] = {
         }
     ),
     "gemma4_text": Family(
-        {**HEAD, **SLIDES, "global_head_dim": 16, "num_hidden_layers": 6, "num_kv_shared_layers": 2}
+        {**HEAD, **SLIDES, "global_head_dim": 32, "num_hidden_layers": 6, "num_kv_shared_layers": 2}
+        | {"num_global_key_value_heads": 1, "attention_k_eq_v": True}
         | {"layer_types": ["sliding_attention", "full_attention"] * 3}
         | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 256}
     ),

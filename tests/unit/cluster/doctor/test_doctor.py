@@ -34,6 +34,7 @@ from speculation.messages import Welcome
 from tests.authority import issue, make_authority, make_intermediate, write
 from tests.bundled import MODELS
 from tests.ports import free_port
+from tests.unit.engine.engine_models import save_model
 
 TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
 
@@ -219,6 +220,18 @@ def test_a_family_without_attention_has_no_heads_to_divide(tmp_path):
     assert two.level is Level.PROBLEM and two.text == "model type 'mamba' has no attention heads to divide among ranks"
     memory = machine._memory(TargetConfig(model=str(tmp_path), dtype="float32"), machine.Devices(False, None, [], GIB))
     assert memory is not None and memory[0] > 0 and memory[1] == 0
+
+
+def test_heads_that_differ_from_layer_to_layer_are_divided_as_all_of_them_can_be(tmp_path):
+    folder = save_model("gemma4_text", tmp_path)
+    shutil.copy(Path(MODELS) / "target" / "tokenizer.json", tmp_path)
+    assert told(folder).startswith("ok ")
+    said = told(folder, tensor_parallel_size=2)
+    assert "1 and 2 key-value heads cannot be divided among 2 ranks; set tensor_parallel_size to one of 1" in said
+    here = machine.Devices(False, None, [], GIB)
+    _, cache = machine._memory(TargetConfig(model=folder, dtype="float32", cache_tokens=100), here)
+    # Two layers of two heads of 16 numbers, one of one head of 32, all of them of keys and values.
+    assert cache == 100 * (2 * 2 * 16 + 32) * 2 * 4
 
 
 def test_disk_and_shared_memory():

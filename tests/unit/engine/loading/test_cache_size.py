@@ -20,9 +20,9 @@ from engine.model import ModelError
 from engine.settings import EngineSettings
 from engine.step import Engine
 from tests.bundled import MODELS
-from tests.unit.engine.engine_models import load_tiny
+from tests.unit.engine.engine_models import load_tiny, save_model
 
-FAMILIES = ["llama", "qwen3", "mistral", "gemma2", "gpt2", "gpt_oss", "deepseek_v3"]
+FAMILIES = ["llama", "qwen3", "mistral", "gemma2", "gpt2", "gpt_oss", "gemma4_text", "deepseek_v3"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -41,6 +41,11 @@ def test_what_a_token_takes_is_what_the_store_holds(family: str, tmp_path: Path,
     Engine(model, cache).run([Chunk(cache.sequence(), [5])])
     assert len(held) == 2 * model.layers
     assert token_bytes(model) == sum(held) // cache.capacity
+
+
+def test_heads_that_differ_from_layer_to_layer_are_served_in_what_is_free(tmp_path: Path) -> None:
+    engine = build(EngineSettings(save_model("gemma4_text", tmp_path), dtype="fp32"))
+    assert engine.cache.capacity >= engine.model.context
 
 
 def test_a_share_of_what_is_free_but_no_more_than_can_be_used(tmp_path: Path, monkeypatch) -> None:
