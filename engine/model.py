@@ -69,6 +69,12 @@ def layers_of(config: Any) -> list[Any]:
     return [config] * getattr(config, "num_hidden_layers", 1)  # some models of bytes say none
 
 
+def positions_of(config: Any) -> int | None:
+    """For how many tokens a text model's configuration is made; None where it does not say."""
+    named = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return next(filter(None, named), None)
+
+
 Module = TypeVar("Module", bound=nn.Module)
 
 

@@ -22,7 +22,7 @@ from engine.host.memory import GIB, available_bytes
 from engine.loading.cache_size import CPU_SHARE, CUDA_SHARE, bytes_a_token
 from engine.loading.checkpoint import read_config
 from engine.loading.loader import Treatment
-from engine.model import ModelError
+from engine.model import ModelError, positions_of
 from transport.address import AddressError, check_free, join
 
 DRIVER, SHARED_MEMORY = Path("/proc/driver/nvidia/version"), Path("/dev/shm")
@@ -180,7 +180,7 @@ def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, in
     device = torch.device("cuda" if devices.gpus and pool.device != "cpu" else "cpu")
     itemsize = how.number_format(pool.model, pool.dtype, device).itemsize
     stored = 1 if pool.quantization != NO_QUANTIZATION else itemsize
-    context = min(getattr(text_config, "max_position_embeddings", None) or SMALLEST_CONTEXT, SMALLEST_CONTEXT)
+    context = min(positions_of(text_config) or SMALLEST_CONTEXT, SMALLEST_CONTEXT)
     cache = (pool.cache_tokens or context) * bytes_a_token(text_config, itemsize)
     loaded = weights.numbers * stored + weights.fixed_bytes
     return loaded // pool.tensor_parallel_size, cache // pool.tensor_parallel_size

@@ -37,7 +37,7 @@ from engine.loading.checkpoint import (
 )
 from engine.loading.quantisation import check, quantise, weight_bytes
 from engine.loading.self_test import SelfTest
-from engine.model import CannotSpeculate, Model, ModelError, kind_and_line, layers_of
+from engine.model import CannotSpeculate, Model, ModelError, kind_and_line, layers_of, positions_of
 from engine.parallel.group import Group
 from engine.parallel.shards import own_part, use_slices
 from engine.settings import NONE
@@ -318,7 +318,7 @@ def _size(module: Any) -> str:
 
 def _context(config: Any) -> int:
     """Positions up to which packed sequences compute what they would alone."""
-    context: int = getattr(config, "max_position_embeddings", None) or 1 << 20
+    context = positions_of(config) or 1 << 20
     # Attention in fixed chunks is a mask the attention function is not told about.
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         context = min(context, config.attention_chunk_size)

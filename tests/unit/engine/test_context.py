@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, MptConfig
 
 from engine.interface import Chunk
 from engine.loading.loader import Model, load
-from tests.unit.engine.engine_models import Stock, random_tokens, save_model, slot_engine
+from engine.stateful import StatefulCache, StatefulEngine
+from tests.unit.engine.engine_models import Stock, decode_plainly, random_tokens, save_model, slot_engine
 
 LIMIT = 48
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
@@ -66,3 +68,14 @@ def test_right_up_to_the_limit_and_refused_beyond(limited: tuple[Model, Stock]) 
 def test_beyond_the_limit_it_would_be_wrong(limited: tuple[Model, Stock]) -> None:
     model, stock = limited
     assert difference(computed(replace(model, context=256), TEXT), stock(TEXT)) > 1e-2
+
+
+def test_a_limit_by_the_name_that_mpt_has_for_it(tmp_path: Path) -> None:
+    """Saved without what other families call it. Its bias for distances is made up to there."""
+    config = MptConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=256, max_seq_len=LIMIT)
+    assert not hasattr(config, "max_position_embeddings")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load(str(tmp_path), dtype="fp32", device="cpu", without_speculation=True)
+    assert model.context == LIMIT
+    engine = StatefulEngine(model, StatefulCache(512, dtype=model.dtype, device=model.device))
+    assert len(decode_plainly(engine, TEXT[: LIMIT - 4], 4)) == 4
