@@ -99,4 +99,6 @@ def _numbers_a_token(layer: Any) -> int:
     if getattr(layer, "kv_lora_rank", None):  # the latent is spread out to all heads before it is cached
         return int(heads * (layer.qk_nope_head_dim + layer.qk_rope_head_dim + layer.v_head_dim))
     size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-    return int(2 * size * (getattr(layer, "num_key_value_heads", None) or heads))
+    # JetMoE repeats its keys for each expert of a token before they are cached.
+    keys = None if layer.model_type == "jetmoe" else getattr(layer, "num_key_value_heads", None)
+    return int(2 * size * (keys or heads))

@@ -39,6 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {**TINY, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8},
     "gpt2": {**GPT2, "bos_token_id": 1, "eos_token_id": 2},
     "gpt_oss": {**TINY, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "jetmoe": {**TINY, "kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma4_text": {
         **TINY,
         "head_dim": 16,

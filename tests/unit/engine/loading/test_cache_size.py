@@ -22,7 +22,7 @@ from engine.step import Engine
 from tests.bundled import MODELS
 from tests.unit.engine.engine_models import load_tiny, save_model
 
-FAMILIES = ["llama", "qwen3", "mistral", "gemma2", "gpt2", "gpt_oss", "gemma4_text", "deepseek_v3"]
+FAMILIES = ["llama", "qwen3", "mistral", "gemma2", "gpt2", "gpt_oss", "gemma4_text", "jetmoe", "deepseek_v3"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
