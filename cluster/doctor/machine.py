@@ -20,12 +20,14 @@ from cluster.local.gpus import divided
 from cluster.local.threads import usable_cores
 from engine.host.memory import GIB, available_bytes
 from engine.loading.cache_size import CPU_SHARE, CUDA_SHARE, bytes_a_token
-from engine.loading.checkpoint import read_config
+from engine.loading.checkpoint import quantisation_of, read_config
 from engine.loading.loader import Treatment
 from engine.model import ModelError, positions_of
 from transport.address import AddressError, check_free, join
 
 DRIVER, SHARED_MEMORY = Path("/proc/driver/nvidia/version"), Path("/dev/shm")
+UNPACKED_ON_CPU = ("fp8", "mxfp4")
+"""How weights may be stored that transformers makes plain ones of where there is no GPU."""
 SMALLEST_CONTEXT = 4096
 """Tokens of a cache below which a worker is of little use, where the model allows more."""
 DISK_SHARE = 0.95
@@ -169,7 +171,7 @@ def needs(config: Config, devices: Devices) -> Iterator[DeviceNeed]:
 def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, int] | None:
     """Weights and cache of one rank, in bytes; None if its model cannot be read, or not here."""
     try:
-        text_config = read_config(pool.model).get_text_config(decoder=True)
+        model_config = read_config(pool.model)
         weights = read_weights(expanded(pool.model))
     except (ModelError, WeightsError):
         return None  # told by the check of the model's files
@@ -180,9 +182,12 @@ def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, in
     device = torch.device("cuda" if devices.gpus and pool.device != "cpu" else "cpu")
     itemsize = how.number_format(pool.model, pool.dtype, device).itemsize
     stored = 1 if pool.quantization != NO_QUANTIZATION else itemsize
+    text_config = model_config.get_text_config(decoder=True)
     context = min(positions_of(text_config) or SMALLEST_CONTEXT, SMALLEST_CONTEXT)
     cache = (pool.cache_tokens or context) * bytes_a_token(text_config, itemsize)
     loaded = weights.numbers * stored + weights.fixed_bytes
+    if device.type == "cpu" and (quantisation_of(model_config) or {}).get("quant_method") in UNPACKED_ON_CPU:
+        loaded = (weights.numbers + weights.packed) * itemsize
     return loaded // pool.tensor_parallel_size, cache // pool.tensor_parallel_size
 
 

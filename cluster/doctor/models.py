@@ -122,6 +122,8 @@ class Weights:
     """Weights stored as floating-point numbers, which loading converts to the chosen format."""
     fixed_bytes: int
     """Bytes of what keeps the format it is stored in."""
+    packed: int = 0
+    """Weights in those that are fp8 or MXFP4."""
 
 
 def read_weights(folder: Path) -> Weights | None:
@@ -138,9 +140,15 @@ def read_weights(folder: Path) -> Weights | None:
         if missing := sorted(tensors - found[name].keys()):
             lacking = f"{len(missing)} of the tensors that {INDEX} promises, first {missing[0]!r}"
             raise WeightsError(f"{name} lacks {lacking}")
-    sizes = [size for tensors in found.values() for size in tensors.values()]
-    fixed = sum(count * BYTES.get(dtype, 1) for dtype, count in sizes if dtype not in FLOATS)
-    return Weights(len(sizes), sum(count for dtype, count in sizes if dtype in FLOATS), fixed)
+    return _counted({name: size for tensors in found.values() for name, size in tensors.items()})
+
+
+def _counted(tensors: dict[str, tuple[str, int]]) -> Weights:
+    plain = sum(count for dtype, count in tensors.values() if dtype in FLOATS)
+    fixed = sum(count * BYTES.get(dtype, 1) for dtype, count in tensors.values() if dtype not in FLOATS)
+    packed = sum(count for dtype, count in tensors.values() if dtype == "F8_E4M3")
+    packed += sum(2 * count for name, (dtype, count) in tensors.items() if dtype == "U8" and name.endswith("_blocks"))
+    return Weights(len(tensors), plain, fixed, packed)
 
 
 def _expected(index: Path) -> dict[str, set[str]]:

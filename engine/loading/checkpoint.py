@@ -146,7 +146,7 @@ def read_config(path: str) -> Any:
         config = AutoConfig.from_pretrained(**_source(path))
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(f"{path}: model type {config.model_type!r} is not a causal language model")
-    if stored := _quantisation(config):
+    if stored := quantisation_of(config):
         with _reading(path, "cannot read the configuration"), quiet():
             known = AutoHfQuantizer.supports_quant_method(stored)  # type: ignore[no-untyped-call]
         if not known:  # transformers only warns, and reads the weights as if they were not
@@ -154,7 +154,7 @@ def read_config(path: str) -> Any:
     return config
 
 
-def _quantisation(config: Any) -> Any:
+def quantisation_of(config: Any) -> Any:
     """What a configuration says of how its weights are quantised; None where they are not."""
     parts = (config, config.get_text_config(decoder=True))
     return next((said for part in parts if (said := getattr(part, "quantization_config", None))), None)
@@ -170,7 +170,7 @@ def read_module(
     how many are read, now and then.
     """
     config = read_config(path)
-    quantised = bool(_quantisation(config))  # which the configuration no longer says of weights dequantised as read
+    quantised = bool(quantisation_of(config))  # which the configuration no longer says of weights dequantised as read
     module: Any
     loaded: dict[str, Any]
     with _reading(path, "cannot load the weights"), _told(progress):

@@ -12,9 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+import torch
 from packaging.requirements import Requirement
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cluster.cli import main
@@ -34,7 +36,7 @@ from speculation.messages import Welcome
 from tests.authority import issue, make_authority, make_intermediate, write
 from tests.bundled import MODELS
 from tests.ports import free_port
-from tests.unit.engine.engine_models import save_model
+from tests.unit.engine.engine_models import TINY, save_model
 
 TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
 
@@ -346,6 +348,16 @@ def test_weights_that_our_own_products_widen_need_what_they_are_stored_in(settin
     target, _ = machine.needs(config, machine.Devices(False, None, [], GIB))
     ranks = settings.get("tensor_parallel_size", 1)
     assert target.weights == read_weights(MODELS / "target").numbers * size // ranks
+
+
+def test_weights_that_a_cpu_unpacks_need_what_they_are_then(tmp_path):
+    config = AutoConfig.for_model("llama", **TINY)
+    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    config.save_pretrained(tmp_path)
+    stored = {"norm.weight": torch.ones(64), "a.weight": torch.ones(64, 64).to(torch.float8_e4m3fn)}
+    save_file(stored | {"b_blocks": torch.ones(8, 16, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    pool = TargetConfig(model=str(tmp_path), dtype="float32", cache_tokens=8)
+    assert machine._memory(pool, machine.Devices(False, None, [], GIB))[0] == (64 + 64 * 64 + 2 * 8 * 16) * 4
 
 
 def test_a_target_needs_what_the_draft_model_in_its_process_does():
