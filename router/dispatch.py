@@ -345,6 +345,10 @@ class Dispatcher:
             return message
         name = run.model.name
         if run.revision is None or not self.pool.revisions(name) - {run.revision}:
+            if 0 < self.pool.longest(name) < run.session.end:
+                return (
+                    f"{message} that takes the {run.session.end} tokens asked of model {name}; ask for fewer, or again"
+                )
             return f"{message} for model {name}"
         return (
             f"model {name} was replaced by another revision (weights, number format or ranks) and no target worker of "

@@ -181,8 +181,8 @@ class SpeculationTrie:
         self._tokens = list(tokens)
         self.tokens: Sequence[Token] = self._tokens
         """The committed sequence, prompt included. Not a copy: read only."""
-        self._first = len(self._tokens)
-        self._digests = [digest or digests.of(tokens)]  # of the first so many tokens, then one more with each
+        self._opened = len(self._tokens)
+        self._digests = [digest or digests.of(tokens)]  # [i]: of the first _opened + i tokens
         self._plant(Node(token=-1, end=len(self._tokens), digest=self._digests[-1]))
 
     @property
@@ -311,8 +311,8 @@ class SpeculationTrie:
     def _locate(self, position: int, digest: int) -> Node | int | InsertResult:
         """The place an anchor names: a node, or a position strictly inside the committed prefix."""
         if 0 <= position < self.position:
-            # Drafters are opened with all that is committed here, or more: none names a place before that.
-            known = position >= self._first and self._digests[position - self._first] == digest
+            # Drafters are opened with no less than this was: none names a place before that.
+            known = position >= self._opened and self._digests[position - self._opened] == digest
             return position if known else InsertResult.CONFLICT
         node = self._by_digest.get(digest)
         if node is not None and node.end == position:

@@ -271,7 +271,9 @@ class Scheduler(Generic[J]):
 
     def _admit(self) -> None:
         """Start waiting sessions while there is room for all they have, and for everyone to grow."""
-        needed = sum(map(_blocks_to_grow, self.running)) if self.waiting else 0
+        if not self.waiting or len(self.running) >= self._max_running:
+            return
+        needed = sum(map(_blocks_to_grow, self.running))
         while self.waiting and len(self.running) < self._max_running:
             needed += _blocks_to_grow(self.waiting[0])
             if self.running and needed > self._free():

@@ -158,7 +158,7 @@ class Body(Fields):
         None, examples=[{"type": "content", "content": "there was a little girl"}]
     )
     """What the text will probably be: drafts that need no draft model. Under the rejection rule it is of no use where
-    `seed` is given, since an answer of the same seed would bias the text."""
+    `seed` is given, unless `temperature` is 0: an answer of the same seed would bias the text."""
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, examples=[-3])
     """The lower, the sooner it is served where not all can be."""
     timeout: float | None = Field(None, ge=MIN_TIMEOUT, le=MAX_TIMEOUT, examples=[30.0])

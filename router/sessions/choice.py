@@ -237,9 +237,9 @@ def choose_target(
 ) -> PeerId | None:
     """The target for a session; None when none fits. ``others``: those that may be taken later, but not now.
 
-    The newest revision that has room is preferred; see :func:`revision_ages`. One whose cache is too small for all the
-    session may become is taken only where all are, the others too: it says what is wrong. One that stands by is taken
-    where no other one can be.
+    The newest revision that has room is preferred; see :func:`revision_ages`. One that cannot hold all the session may
+    become is taken only where no target could, now or later: it says what is wrong. One that stands by is taken where
+    no other one can be.
     """
     running = [target for target in candidates if not target.load.draining and _runs(target.welcome, wanted)]
     usable = _large_enough(running, wanted, others)
@@ -252,7 +252,7 @@ def choose_target(
 def _large_enough(
     running: Sequence[WorkerCandidate], wanted: WantedWorker, others: Iterable[Welcome]
 ) -> Sequence[WorkerCandidate]:
-    """Those that can hold all the session may become; all of them where no target can, the others neither."""
+    """Those that can hold all the session may become; none if only one of ``others`` can; all if no target can."""
     large = [candidate for candidate in running if candidate.can_hold(wanted.end)]
     later = any(_runs(other, wanted) and wanted.end <= other.context for other in others)
     return large if large or later else running

@@ -316,8 +316,15 @@ class WorkerPool:
 
     def revisions(self, model: str) -> set[int]:
         """Revisions of a model that have a target now."""
+        return {welcome.revision for welcome in self._targets_of(model)}
+
+    def longest(self, model: str) -> int:
+        """Tokens of the longest text that a target of a model takes now; 0: it has none."""
+        return max((welcome.context for welcome in self._targets_of(model)), default=0)
+
+    def _targets_of(self, model: str) -> list[messages.Welcome]:
         welcomes = [peer.welcome for peer in self._of(Role.TARGET)]
-        return {welcome.revision for welcome in welcomes if welcome and welcome.model == model}
+        return [welcome for welcome in welcomes if welcome and welcome.model == model]
 
     def opened(self, peer: PeerId, opening: messages.Open, blocks: Sequence[int]) -> None:
         """A session is sent there, of a prompt of these blocks."""

@@ -67,7 +67,8 @@ class LoggedEvent:
     session: int | None = None
     request: str = ""
     times: int = 1
-    """How often it happened within a second; ``text``, ``session`` and ``request`` are those of the first."""
+    """How often it happened within a second; the rest is said of the first, or of the last where a worker's state
+    changed in between."""
 
 
 class EventLog:
@@ -90,22 +91,20 @@ class EventLog:
 
     def note(self, kind: EventKind, text: str, worker: PeerId, session: int | None = None, request: str = "") -> None:
         """It happens now."""
-        now, changed = self._clock(), False
+        now, times, changed = self._clock(), 1, False
         for back in range(1, min(len(self._lines), LOOK_BACK) + 1):
             line = self._lines[-back]
             if line.kind is kind and line.worker == worker and abs(now - line.time) < TOGETHER_SECONDS:
-                again = replace(line, times=line.times + 1)
-                if changed:  # the last line about a worker says how it is
-                    del self._lines[-back]
-                    self._number += 1
-                    self._lines.append(replace(again, number=self._number))
-                else:
-                    self._lines[-back] = again
-                return
+                times += line.times
+                if not changed:
+                    self._lines[-back] = replace(line, times=times)
+                    return
+                del self._lines[-back]
+                break
             changed |= line.worker == worker and kind in OF_WORKERS and line.kind in OF_WORKERS
         self._number += 1
         shortened = " ".join(text.split())[:LONGEST]
-        self._lines.append(LoggedEvent(self._number, now, kind, shortened, worker, session, request))
+        self._lines.append(LoggedEvent(self._number, now, kind, shortened, worker, session, request, times))
 
 
 NUMBERS_PER_COMMIT = 8

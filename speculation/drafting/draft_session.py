@@ -144,8 +144,8 @@ class DraftSession:
         self._leaves: dict[Node, None] = {self.trie.root: None}  # an ordered set: what may be expanded
         self._unsent: dict[Node, None] = {}
         self._held = 0  # steps that have added to what is unsent
-        self._unaffordable = False  # what is unsent, as far as it is known without another look
-        self._places: tuple[float, list[Node]] | None = None  # as last found, and for which price
+        self._unaffordable = False  # whether nothing of what is unsent could be paid for when last looked at
+        self._places: tuple[float, list[Node]] | None = None  # as found at this price; None: to be found
         self._sent_end = self.trie.position
         self._credit = FIRST_CREDIT * limits.bytes_a_token
         self._ignored = 0  # verifications in a row that offered nothing although drafts stood
@@ -225,7 +225,7 @@ class DraftSession:
         return self._branch(node)
 
     def _changed(self) -> None:
-        """What was found out of the drafts holds no longer: of most sessions nothing changes in a step."""
+        """Drafts, savings or lead are others now: places, and what can be paid for, are found anew. Mostly none are."""
         self._unaffordable, self._places = False, None
 
     def draft_below(self, node: Node, token: Token) -> Node | None:

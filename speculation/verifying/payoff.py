@@ -21,7 +21,7 @@ DEEPEST = 8
 TIMES = tuple(0.0005 * 1.4**i for i in range(18))
 """Seconds after a commit at which the path is looked at: half a millisecond to 150."""
 LARGEST_UNIT = 1e100
-"""Weight of a commit from which on all are scaled down, long before a float overflows."""
+"""Weight of all commits from which on they are scaled down, long before a float overflows."""
 TICK = 1e-6
 """Seconds; a moment nearer than this is now, or a wait that ends on the dot would be followed by one of no length."""
 MAX_LOOKAHEAD = 48
@@ -86,36 +86,36 @@ class DraftLatencyEstimator:
         self._wider = wider
         never = [[0.0] * (len(TIMES) + 1)] * DEEPEST
         self._came: list[list[float]] = [row.copy() for row in (wider._came if wider else never)]
-        """Weight of the commits after which a path of 1, 2, ... tokens (outer) had come by one of the times, and not by
-        the one before (inner); the last: later."""
-        self._unit: float = wider._unit if wider else WEIGHT
-        """Weight of the latest commit. It grows, so that those before count for less without being touched."""
+        """By length of path (outer): weight of the commits after which it came by one of the times, and no sooner
+        (inner); the last: later."""
+        self._unit: float = wider._unit if wider else 1.0
+        """Weight of all commits together. It grows, so that earlier ones count for less without being touched."""
 
     def moments(self, age: float, come: int = 0) -> list[Moment]:
         """Later moments, given that ``age`` seconds after the commit a path of ``come`` tokens has come."""
         if come >= DEEPEST:
             return []
         first = bisect_right(TIMES, age + TICK)
-        shares_by = [[weight * WEIGHT / self._unit for weight in accumulate(row[:-1])] for row in self._came]
-        passed = [row[first - 1] if first else 0.0 for row in shares_by]
+        shares = [[weight / self._unit for weight in accumulate(row[:-1])] for row in self._came]
+        passed = [row[first - 1] if first else 0.0 for row in shares]
         open_share = max(1.0 - passed[come], WEIGHT)  # of the commits, those with nothing longer there by then
         moments: list[Moment] = []
-        later = zip(*(row[first:] for row in shares_by), strict=True)
+        later = zip(*(row[first:] for row in shares), strict=True)
         for time, there in zip(TIMES[first:], later, strict=True):
             more = (max(share - gone, 0.0) for share, gone in zip(there[come:], passed[come:], strict=True))
             # Some with a short path by then have a long one later: a long one is no likelier than a short one.
-            shares = [share / open_share for share in accumulate(more, min)]
-            moments.append((time - age, [1.0] * come + shares))
+            chances = [share / open_share for share in accumulate(more, min)]
+            moments.append((time - age, [1.0] * come + chances))
         return moments
 
     def observe(self, answered: Answered) -> None:
         """Learn from a commit whose answer is over."""
         self._unit /= 1.0 - WEIGHT
         if self._unit > LARGEST_UNIT:
-            self._came = [[weight * WEIGHT / self._unit for weight in row] for row in self._came]
-            self._unit = WEIGHT
+            self._came = [[weight / self._unit for weight in row] for row in self._came]
+            self._unit = 1.0
         for row, seconds in zip(self._came, answered.reached, strict=False):
-            row[bisect_left(TIMES, seconds)] += self._unit
+            row[bisect_left(TIMES, seconds)] += WEIGHT * self._unit
         if self._wider:
             self._wider.observe(answered)
 

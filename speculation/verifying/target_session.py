@@ -42,10 +42,11 @@ FORCED_CONFIDENCE = 0.9
 """That forced text is tokenised as proposed, for a start."""
 SURE = confidence(16)
 """Confidence from which on a source at the target may take the one place of a chain before a draft model does."""
-READ_AT_ONCE, READ_AT_LEAST = 1024, 64
-"""Tokens that sources read with a step at most, of all sessions together, unless the step computed more; and what each
-may read however many there are. Some 5 us a token, which all sessions of the worker wait for. Where a long prompt was
-found in the cache, it comes to its end over the steps after."""
+READ_AT_ONCE = 1024
+"""Tokens that the sources of all sessions read with a step, besides what it computed: some 5 us each, which all wait
+for. Where a long prompt was found in the cache, it comes to its end over the steps after."""
+READ_AT_LEAST = 64
+"""What each may read of them when no more are left, so that none falls behind its own text."""
 SKIMS = frozenset({Source.PREDICTION, Source.SUFFIX})
 """Sources that pass over a prompt for nothing, however long, and so need not wait to be asked."""
 
@@ -212,8 +213,8 @@ class TargetSession:
             if until > read:
                 one.extend(self.trie.tokens[read:until])
                 self._read[number] = until
-                if not skims and not computed:
-                    self._shared.unread -= until - read
+                if not skims:
+                    self._shared.unread -= max(until - read - computed, 0)
 
     def _suggest(self) -> None:
         """Ask the sources here that have read all of the text how it goes on, and draft what the surest say first."""

@@ -387,6 +387,19 @@ async def test_a_text_waits_for_a_target_that_takes_it_while_only_too_small_ones
     await served.dispatcher.pool.close()
 
 
+async def test_a_text_that_only_a_target_that_is_away_takes_is_told_so_in_the_end():
+    served = Served(HASTY)
+    served.up("large")
+    served.up("small", context=50)
+    served.die("large")
+    with pytest.raises(
+        GenerationError, match=r"no target worker .* that takes the \d+ tokens asked of model m; ask for"
+    ):
+        await (await served.begins(100))
+    assert not served.wires["small"].sent
+    await served.dispatcher.pool.close()
+
+
 async def test_a_text_whose_target_drains_has_one_timer_however_long_there_is_no_other(served):
     served.up("a")
     serving = await served.begins()
