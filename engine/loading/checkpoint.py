@@ -11,7 +11,7 @@ import hashlib
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -269,8 +269,10 @@ def read_tokenizer(path: str) -> Any:
         return AutoTokenizer.from_pretrained(**_source(path))
 
 
-def tokens_of(path: str, tokenizer: Any) -> dict[str, int]:
+def tokens_of(path: str, tokenizer: Any, ends: Collection[int] = ()) -> dict[str, int]:
     """Token to id, of the tokenizer that was read from ``path``; empty when there is none. Raises ModelError.
+
+    ``ends``: ids that end texts, by the model's configuration.
 
     What ``tokenizer.json`` says, where there is one, as routers read it: transformers appends what is named beside it
     alone, such as a token for padding, under ids that the model was never trained on.
@@ -286,8 +288,9 @@ def tokens_of(path: str, tokenizer: Any) -> dict[str, int]:
     if file.is_file():
         with _reading(path, "cannot read the tokenizer"):
             stored: dict[str, int] = tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
-        if tokenizer.eos_token is None or tokenizer.eos_token in stored:  # without it texts would not end
-            return stored
+        appended = vocabulary.keys() - stored.keys()
+        if not any(token == tokenizer.eos_token or vocabulary[token] in ends for token in appended):
+            return stored  # else texts would not end
     return vocabulary
 
 

@@ -112,7 +112,7 @@ def load(
     report(f"reading {Path(path).name} in {str(chosen_dtype).removeprefix('torch.')} on {chosen_device}")
     with quiet():
         module = read_module(path, chosen_dtype, chosen_device, group, progress).to(chosen_device)
-        tokens = tokens_of(path, read_tokenizer(path))
+        tokens = tokens_of(path, read_tokenizer(path), _ends(module))
     model = from_module(path, module, tokens, chosen_dtype, chosen_device, how, report)
     leave_cores_to_steps(in_cpp=isinstance(model.attention, CpuRows) and model.attention.all_layers)
     return model
@@ -125,7 +125,7 @@ def describe(path: str, dtype: str = "auto", device: str = "auto") -> Model:
     shell: Any = torch.nn.Module()
     with quiet():
         shell.config, shell.generation_config = read_config(path), None
-        tokens = tokens_of(path, read_tokenizer(path))
+        tokens = tokens_of(path, read_tokenizer(path), _ends(shell))
     return _describe(path, shell, tokens, choose_dtype(dtype, chosen_device), chosen_device)
 
 
@@ -290,14 +290,13 @@ def _describe(path: str, module: Any, tokens: dict[str, int], dtype: torch.dtype
     vocabulary = config.vocab_size
     if tokens:
         vocabulary = min(vocabulary, max(tokens.values()) + 1)
-    stops = _token_ids(config.eos_token_id) | _token_ids(getattr(module.generation_config, "eos_token_id", None))
     return Model(
         name=path,
         module=module,
         config=module.config,
         vocabulary=vocabulary,
         context=_context(config),
-        stop_tokens=frozenset(token for token in stops if 0 <= token < vocabulary),
+        stop_tokens=frozenset(token for token in _ends(module) if 0 <= token < vocabulary),
         tokenizer_digest=digest_of(tokens),
         dtype=dtype,
         device=device,
@@ -330,6 +329,12 @@ def _context(config: Any) -> int:
             trained = part.get("original_max_position_embeddings")
             context = min(context, trained or getattr(config, "original_max_position_embeddings", None) or context)
     return context
+
+
+def _ends(module: Any) -> set[int]:
+    """Tokens that end texts, by both of a model's configurations."""
+    config = module.config.get_text_config(decoder=True)
+    return _token_ids(config.eos_token_id) | _token_ids(getattr(module.generation_config, "eos_token_id", None))
 
 
 def _token_ids(value: int | list[int] | None) -> set[int]:

@@ -247,8 +247,8 @@ class ChatBody(Body):
     """Functions the model may call, where its chat template has a place for them and shows a form of calls that is
     known here (Hermes and Qwen, Llama 3)."""
     tool_choice: objects.ToolChoice | None = Field(None, examples=["none", "auto"])
-    """`none`: tools are left out of the prompt. `required` or a name: the text is held to the form of a call, without
-    idle whitespace. Default: auto"""
+    """`none`: tools are left out of the prompt, unless messages hold calls and a model has a template of its own for
+    them. `required` or a name: the text is held to the form of a call, without idle whitespace. Default: auto"""
     parallel_tool_calls: bool = Field(True, examples=[True, False])
     """False: the answer ends with its first call."""
 

@@ -207,7 +207,8 @@ def tools_of(body: ChatBody, tokenizer: Tokenizer) -> Tools:
     if chosen == "required" and not tools:
         raise wrong_value("tool_choice", "left out where there are no tools", chosen)
     if not tools or chosen == "none" or template is None:  # without template there is no chat at all
-        return Tools()
+        called = any(message.role == "tool" or message.tool_calls for message in body.messages)
+        return Tools(tools if called and tokenizer.tool_template else ())  # the other template has no place for calls
     if not template.knows_tools:
         raise ApiError("unsupported_parameter", f"tools cannot be offered: {NO_TOOLS}", "tools")
     if template.tool_form is None:

@@ -32,11 +32,11 @@ from speculation.messages import Token
 
 TOOL_TEMPLATE = "tool_use"
 """Name that transformers gives a template for chats with tools, where a model has one of its own for them."""
+TEMPLATES = {"default": "chat_template.jinja", TOOL_TEMPLATE: f"additional_chat_templates/{TOOL_TEMPLATE}.jinja"}
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
-    "chat_template.jinja",
-    f"additional_chat_templates/{TOOL_TEMPLATE}.jinja",
+    *TEMPLATES.values(),
     "generation_config.json",
     "config.json",
 )
@@ -249,7 +249,7 @@ def _stop_tokens(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[st
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """By name, as transformers reads them: those of the files if there are any, else those of the configuration."""
-    files = {"default": folder / FILES[2], TOOL_TEMPLATE: folder / FILES[3]}
+    files = {name: folder / file for name, file in TEMPLATES.items()}
     found = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
     if found:
         return found

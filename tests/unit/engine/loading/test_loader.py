@@ -231,13 +231,16 @@ def test_tokens_named_beside_the_tokenizer_are_not_vocabulary(named: str, value:
     assert other is not None and (other.digest, other.target_size) == (plain.tokenizer_digest, plain.vocabulary)
 
 
-def test_a_token_that_ends_texts_stays_in_the_vocabulary(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [{"eos_token": "<|im_end|>"}, {"extra_special_tokens": ["<|im_end|>"]}])
+def test_a_token_that_ends_texts_stays_in_the_vocabulary(named: dict[str, Any], tmp_path: Path) -> None:
     """Routers refuse such a folder; to serve it without would have its texts never end."""
     folder = Path(save_model("llama", tmp_path))
     add_tokenizer(folder, 200)
     plain = describe(str(folder))
     said = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**said, "eos_token": "<|im_end|>"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(said | named))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [0, 200]}))
     named_beside = describe(str(folder))
     assert (plain.vocabulary, named_beside.vocabulary) == (200, 201)
     assert named_beside.tokenizer_digest != plain.tokenizer_digest

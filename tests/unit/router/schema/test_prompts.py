@@ -93,3 +93,9 @@ def test_a_chat_with_tools_is_written_by_the_template_that_transformers_takes(
         return
     plain = theirs.apply_chat_template(CHAT["messages"], tokenize=False)
     assert written() == written(tools=TOOLS, tool_choice="none") == plain
+    called = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    history = [*CHAT["messages"], {"role": "assistant", "tool_calls": [called]}]
+    history += [{"role": "tool", "tool_call_id": "1", "content": "5"}]
+    last = written(messages=history, tools=TOOLS, tool_choice="none")
+    apart = tokenizer.tool_template is not None  # the other one has no place for calls
+    assert (last == written(messages=history, tools=TOOLS)) is apart
