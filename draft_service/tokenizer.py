@@ -32,8 +32,17 @@ BYTE_OF: dict[str, int] = {character: byte for byte, character in bytes_to_unico
 class DraftTokenizer:
     """A tokenizer as a translator needs it. Token ids are below ``size``."""
 
-    def __init__(self, name: str, backend: tokenizers.Tokenizer, roles: Mapping[str, str] | None = None) -> None:
-        """``roles``: special tokens by role. Raises :class:`ModelError` if the tokens cannot be read as bytes."""
+    def __init__(
+        self,
+        name: str,
+        backend: tokenizers.Tokenizer,
+        roles: Mapping[str, str] | None = None,
+        size: int | None = None,
+    ) -> None:
+        """``roles``: special tokens by role; ``size``: of the model's vocabulary, if not all tokens are in it.
+
+        Raises :class:`ModelError` if the tokens cannot be read as bytes.
+        """
         self.name = name
         plain: list[Token] = backend.encode("a", add_special_tokens=False).ids
         whole: list[Token] = backend.encode("a", add_special_tokens=True).ids
@@ -46,14 +55,14 @@ class DraftTokenizer:
         self._backend.post_processor = None  # it may move the offsets
         self._backend.encode_special_tokens = True  # "</s>" in a text is text
         known = self._backend.get_vocab()
-        self.size = max(known.values(), default=-1) + 1
+        self.size = size or max(known.values(), default=-1) + 1
         self.special = _special(self._backend, roles or {})
         """Names and roles of each special token."""
         self.fallback: set[Token] = set()
         """Tokens for single bytes of characters that have no token."""
         self.bytes_of: list[bytes | None] = [None] * self.size
         """By token; None: it is special, or no token at all."""
-        self._read(known)
+        self._read({piece: token for piece, token in known.items() if token < self.size})
         self.by_bytes: dict[bytes, Token] = {}
         """The token that stands for some bytes: an ordinary one, if there is one."""
         for token in sorted(range(self.size), key=lambda token: token in self.fallback):
@@ -72,9 +81,8 @@ class DraftTokenizer:
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise ModelError(f"{path}: its tokenizer has no tokenizer.json, which translating needs")
         roles = {role: str(token) for role, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
-        known = cls(path, tokenizer.backend_tokenizer, roles)
-        known.size = max(tokens.values()) + 1  # transformers may have appended some
-        return known, digest_of(tokens)
+        size = max(tokens.values()) + 1  # transformers may have appended some
+        return cls(path, tokenizer.backend_tokenizer, roles, size), digest_of(tokens)
 
     def encode(self, text: str) -> tuple[list[Token], list[tuple[int, int]]]:
         """The tokens of a text alone, and of which characters each is (a character may need several)."""
