@@ -96,9 +96,9 @@ class Open:
             raise ValueError(f"prompt is {self.prompt}; it must be at most the {len(self.tokens)} tokens sent")
 
     @property
-    def generated(self) -> tuple[Token, ...]:
-        """The tokens after the prompt."""
-        return self.tokens[self.prompt :] if self.prompt else ()
+    def prompt_length(self) -> int:
+        """How many of the tokens are the prompt."""
+        return self.prompt or len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,8 @@ class TargetSequence:
         self.cached = self._empty()
         opened = self.session.opened
         self.by_rejection = opened.speculation.rule is Rule.REJECTION and not opened.sampling.greedy
-        self.tells_prompt = opened.request_options.prompt_logprobs is not None and not opened.generated
+        begun = len(opened.tokens) > opened.prompt_length
+        self.tells_prompt = opened.request_options.prompt_logprobs is not None and not begun
         self.is_plain = is_plain(opened.sampling) and not self.by_rejection
 
     def _empty(self) -> CachedSequence:
@@ -309,7 +310,7 @@ def reason_to_refuse(opened: Open, vocabulary: int, context: int) -> str | None:
             return f"{what} {worst} is outside the vocabulary of {vocabulary}"
     if opened.limits.end > context:
         return f"{opened.limits.end} tokens exceed the context of {context}"
-    prompt = len(opened.tokens) - len(opened.generated)
+    prompt = opened.prompt_length
     if told is not None and prompt * (1 + told) > MAX_PROMPT_LOGPROBS:
         most = f"the {MAX_PROMPT_LOGPROBS} log-probabilities told of one prompt"
         return f"prompt_logprobs {told} for {prompt} tokens exceed {most}"

@@ -133,8 +133,7 @@ def _bounded(outcome: Verdict, opens: Sequence[int], entry: BatchEntry) -> Verdi
         return outcome
     if not end:
         session = entry.sequence.session
-        prompt = len(session.opened.tokens) - len(session.opened.generated)
-        return Fault(DEAD_END.format(session.trie.position - prompt), RefusalCode.INVALID)
+        return Fault(DEAD_END.format(session.trie.position - session.opened.prompt_length), RefusalCode.INVALID)
     return AcceptanceResult(outcome.kept[: end - 1], entry.tree.tokens[outcome.kept[end - 1]])
 
 

@@ -61,7 +61,7 @@ class Shaping:
         self.mask = mask
         self._limits: Limits = opened.limits
         self._tokens, self._vocabulary = tokens, vocabulary
-        self._followed = opened.prompt or len(opened.tokens)
+        self._followed = opened.prompt_length
         self._prompt = opened.tokens[: self._followed]
         self._stop = [token for token in sorted(opened.limits.stop_tokens) if token < vocabulary]
         self._banned: dict[tuple[Token, ...], list[Token]] = {}

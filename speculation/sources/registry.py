@@ -186,6 +186,6 @@ def local_sources(opened: Open, lookup: tuple[int, int] = LOOKUP) -> list[LocalS
     """Those that a session can have by its text and its request alone."""
     sources: list[LocalSource] = [PromptLookup(shortest=lookup[0], longest=lookup[1])]
     if opened.request_options.prediction:
-        sources.append(PredictionSource(opened.request_options.prediction, opened.prompt or len(opened.tokens)))
+        sources.append(PredictionSource(opened.request_options.prediction, opened.prompt_length))
     registered_ones = (Guarded(name, maker, opened) for name, maker in _makers.items())
     return [*sources, *(source for source in registered_ones if not source.absent)]

@@ -168,7 +168,7 @@ class SuffixStore:
     def keep(self, opened: Open, tokens: Sequence[Token]) -> None:
         """Take in the text of a session that has ended, unless it is not to be remembered."""
         if opened.speculation.remember:
-            self.record(self._scope_of(opened), tokens, opened.prompt or len(opened.tokens))
+            self.record(self._scope_of(opened), tokens, opened.prompt_length)
 
     def _scope_of(self, opened: Open) -> str:
         return opened.request_options.cache_scope if self._scope is SuffixScope.KEY else ""

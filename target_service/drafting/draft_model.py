@@ -190,7 +190,7 @@ class DraftModel(StateReader):
             self._heard[key] = len(tokens)
             self._unheard.pop(sequence, None)
             options = replace(opened.request_options, grammar="")  # the target's own masks are at hand
-            prompt = opened.prompt or len(opened.tokens)
+            prompt = opened.prompt_length
             digest = sequence.session.trie.digest
             again = replace(opened, tokens=tokens, prompt=prompt, request_options=options, digest=digest)
             self._take(self._drafter.receive(sequence.link, again))

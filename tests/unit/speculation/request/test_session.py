@@ -150,7 +150,7 @@ def test_a_prediction_goes_to_every_target_and_to_no_drafter():
         replace(request_options, prediction=()),
         request_options,
     ]
-    assert (openings[-1].message.prompt, openings[-1].message.generated) == (3, (4,))
+    assert (openings[-1].message.prompt, openings[-1].message.tokens[3:]) == (3, (4,))
 
 
 def test_drafts_that_were_committed_before_count_once():
