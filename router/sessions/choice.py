@@ -254,8 +254,9 @@ def _large_enough(
 ) -> Sequence[WorkerCandidate]:
     """Those that can hold all the session may become; none if only one of ``others`` can; all if no target can."""
     large = [candidate for candidate in running if candidate.can_hold(wanted.end)]
-    later = any(_runs(other, wanted) and wanted.end <= other.context for other in others)
-    return large if large or later else running
+    if large or any(_runs(other, wanted) and wanted.end <= other.context for other in others):
+        return large
+    return running
 
 
 def _of_newest_revision(usable: Sequence[WorkerCandidate], wanted: WantedWorker) -> list[WorkerCandidate]:

@@ -276,8 +276,8 @@ class WorkerPool:
         if role is Role.TARGET:
             idle = self.idle()
             known = [self._candidate(peer, wanted, idle=peer.peer in idle) for peer in usable]
-            others = [peer for peer in self._of(role) if peer.listed and peer not in usable]
-            return choice.choose_target(known, wanted, self.rng, [peer.described for peer in others if peer.described])
+            others = (peer for peer in self._of(role) if peer.listed and peer not in usable)  # seldom looked at
+            return choice.choose_target(known, wanted, self.rng, (peer.described for peer in others if peer.described))
         if not self.speculates(target):
             return None
         verifier = self.welcome_of(target)
