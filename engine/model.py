@@ -69,6 +69,12 @@ def layers_of(config: Any) -> list[Any]:
     return [config] * getattr(config, "num_hidden_layers", 1)  # some models of bytes say none
 
 
+def key_heads_of(layer: Any) -> int:
+    """How many key-value heads one of :func:`layers_of` has; 0 if it has no attention."""
+    named = (getattr(layer, name, None) for name in ("num_key_value_heads", "num_attention_heads"))
+    return next(filter(None, named), 0)
+
+
 def positions_of(config: Any) -> int | None:
     """For how many tokens a text model's configuration is made; None where it does not say."""
     named = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))

@@ -22,7 +22,7 @@ from cluster.config.pools import DraftConfig, TargetConfig
 from cluster.config.serving import difference
 from cluster.doctor.finding import Finding, ok, problem, warning
 from engine.loading.checkpoint import read_config
-from engine.model import ModelError, layers_of
+from engine.model import ModelError, key_heads_of, layers_of
 from speculation.events import Role
 
 COPY_AGAIN = "copy the model folder again, or download it again"
@@ -60,7 +60,7 @@ def check_folder(subject: str, pool: TargetConfig | DraftConfig) -> Iterator[Fin
     if weights is None:
         yield warning(subject, f"{pool.model} has no safetensors weights", "convert them; they cannot be checked")
         return
-    counts = {_key_heads(layer) for layer in layers_of(text_config)}
+    counts = set(map(key_heads_of, layers_of(text_config)))
     heads = math.gcd(*counts)
     if not heads and pool.tensor_parallel_size > 1:
         text = f"model type {text_config.model_type!r} has no attention heads to divide among ranks"
@@ -72,12 +72,6 @@ def check_folder(subject: str, pool: TargetConfig | DraftConfig) -> Iterator[Fin
         yield problem(subject, text, f"set tensor_parallel_size to one of {possible}")
     else:
         yield ok(subject, f"{pool.model}: {weights.tensors} tensors, {_count(weights.numbers)} weights")
-
-
-def _key_heads(layer: Any) -> int:
-    """How many heads of a layer ranks divide among themselves; 0 if it has no attention."""
-    named = (getattr(layer, name, None) for name in ("num_key_value_heads", "num_attention_heads"))
-    return next(filter(None, named), 0)
 
 
 def check_pair(subject: str, target: str, draft: str) -> Iterator[Finding]:

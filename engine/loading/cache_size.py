@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from engine.host.memory import GIB, GpuMemory, available_bytes, gpu_memory
-from engine.model import Model, ModelError, layers_of
+from engine.model import Model, ModelError, key_heads_of, layers_of
 
 log = logging.getLogger(__name__)
 
@@ -100,5 +100,5 @@ def _numbers_a_token(layer: Any) -> int:
         return int(heads * (layer.qk_nope_head_dim + layer.qk_rope_head_dim + layer.v_head_dim))
     size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
     # JetMoE repeats its keys for each expert of a token before they are cached.
-    keys = None if layer.model_type == "jetmoe" else getattr(layer, "num_key_value_heads", None)
-    return int(2 * size * (keys or heads))
+    keys = heads if layer.model_type == "jetmoe" else key_heads_of(layer)
+    return int(2 * size * keys)

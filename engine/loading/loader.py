@@ -37,7 +37,7 @@ from engine.loading.checkpoint import (
 )
 from engine.loading.quantisation import check, quantise, weight_bytes
 from engine.loading.self_test import SelfTest
-from engine.model import CannotSpeculate, Model, ModelError, kind_and_line, layers_of, positions_of
+from engine.model import CannotSpeculate, Model, ModelError, key_heads_of, kind_and_line, layers_of, positions_of
 from engine.parallel.group import Group
 from engine.parallel.shards import own_part, use_slices
 from engine.settings import NONE
@@ -223,16 +223,12 @@ def _attention(model: Model, group: Group | None, *, by_rows: bool) -> RowAttent
     """What computes its attention: torch where nothing else is wanted, or some rank of the group has nothing else."""
     attention: RowAttention | None = None
     if by_rows:
-        per_key = max(map(_heads_per_key, layers_of(model.config.get_text_config(decoder=True))))
+        layers = layers_of(model.config.get_text_config(decoder=True))
+        per_key = max(layer.num_attention_heads // key_heads_of(layer) for layer in layers)
         attention = find_attention(model.context, per_key, model.dtype, model.device) or on_cpu(per_key, model.device)
     if group is not None and not group.minimum(int(attention is not None)):
         attention = None
     return attention or RowAttention()
-
-
-def _heads_per_key(layer: Any) -> int:
-    heads: int = layer.num_attention_heads
-    return heads // (getattr(layer, "num_key_value_heads", None) or heads)
 
 
 def _tested(model: Model, test: SelfTest | None, report: Report) -> Model:
