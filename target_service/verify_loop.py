@@ -377,24 +377,24 @@ class VerifyLoop:
     ) -> Outgoing:
         """Commit what a session accepts, in its tokens and in its cache; ``logprobs``: what the model thinks of it."""
         assert entry.tree is not None
-        started, ended = times
         sequence, scheduled = entry.sequence, entry.num_scheduled_tokens
-        commit = sequence.settle(accepted, started, ended)
+        commit = sequence.settle(accepted, *times)
         verification = commit.verification
         sequence.cached.commit([*range(scheduled), *[scheduled + i for i in commit.kept]])
         self.counters.count(entry.tree, commit)
         self.counters.prefilled += scheduled - 1
         for drafter in self._drafters:
             drafter.settled(sequence, verification)
-        sequence.timings.draws(ended)
+        sequence.timings.draws(times[1])
         sequence.timings.counts(verification)
         if self._recorder:
             entry.record(commit)
+        if logprobs:
+            verification = replace(verification, logprobs=tuple(logprobs[: len(verification.tokens)]))
+        outgoing: Outgoing = [(sequence.link, sequence.said(verification))]
         if verification.finish:
             self._suffix_store.keep(sequence.session.opened, sequence.session.tokens)
             self._drop(sequence, verification.finish.value)
-        elif why := sequence.follow():
-            return self._give_up(sequence, why, RefusalCode.INVALID)
-        if logprobs:
-            verification = replace(verification, logprobs=tuple(logprobs[: len(verification.tokens)]))
-        return [(sequence.link, sequence.said(verification))]
+        elif why := sequence.follow():  # only at the last token: what is committed was allowed
+            outgoing += self._give_up(sequence, why, RefusalCode.INVALID)
+        return outgoing

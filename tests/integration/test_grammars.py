@@ -16,6 +16,7 @@ import jsonschema
 import pytest
 
 from draft_service.lookahead import Lookahead, LookaheadLimits
+from engine.shaping.grammar import TOO_COMPLEX
 from engine.step import Engine
 from router.generation import Committed, Ended, Generation, GenerationError
 from router.text.tokenizer import Tokenizer
@@ -39,6 +40,7 @@ from speculation.messages import (
     Welcome,
 )
 from target_service.scheduler import Budget
+from target_service.sequence import TargetSequence
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.bundled import MODELS, held_out_prompts
 from tests.grammars import STOP, json_grammar, random_schema, regex, tiny_engine
@@ -263,6 +265,21 @@ def test_a_bad_grammar_is_refused_and_bothers_nobody(bench):
         assert refused.code is RefusalCode.INVALID
         assert "grammar" in refused.message
         assert "\n" not in refused.message
+
+
+@pytest.mark.parametrize("speculation", SPECULATIONS)
+def test_where_a_grammar_gets_too_complex_all_that_is_committed_is_told(bench, speculation, monkeypatch):
+    """However much of it one step committed, and then the reason."""
+    bench.run(opened(FORCED))
+    whole, enough = bench.texts[1], len(PROMPT) + 20
+    monkeypatch.setattr(
+        TargetSequence, "follow", lambda self: TOO_COMPLEX if len(self.session.tokens) >= enough else ""
+    )
+    bench.run(opened(FORCED, speculation=speculation), drafts=True)
+    told = bench.texts[1]
+    assert len(PROMPT) + len(told) >= enough
+    assert told == whole[: len(told)]
+    assert (bench.refusals[1].message, bench.finishes) == (TOO_COMPLEX, {})
 
 
 def test_a_grammar_that_fails_in_passing_is_no_fault_of_the_request(bench, monkeypatch):
