@@ -28,7 +28,7 @@ class ClusterView:
     def __init__(self, metrics: RouterMetrics, wall_clock: Callable[[], float] = time.time) -> None:
         """Counts its uptime from now; ``wall_clock`` gives seconds since 1970."""
         self._metrics, self._tally, self._wall_clock = metrics, metrics.tally, wall_clock
-        self._started = wall_clock()
+        self._started, self._since = wall_clock(), self._tally.clock()
         self._instance = uuid.uuid4().hex[:12]
 
     def __call__(self) -> Json:
@@ -40,14 +40,14 @@ class ClusterView:
         return {
             "object": "cluster",
             "time": wall,
-            "router": self._router(snapshot, targets, now, wall),
+            "router": self._router(snapshot, targets, now),
             "totals": self._totals(snapshot),
             "models": [self._model(model, targets) for model in snapshot.models],
             "workers": [_worker(worker, wall - now) for worker in in_order],
             "events": [asdict(line) for line in snapshot.logged_events],
         }
 
-    def _router(self, snapshot: Snapshot, targets: list[WorkerView], now: float, wall: float) -> Json:
+    def _router(self, snapshot: Snapshot, targets: list[WorkerView], now: float) -> Json:
         requests, tokens, _, _ = self._tally.recent.rates(now) or (0.0, 0.0, 0.0, 0.0)
         _, _, accepted, offered = self._tally.recent.growth(now)
         queued = sum(worker.load.waiting for worker in targets)
@@ -55,7 +55,7 @@ class ClusterView:
             "version": own_version(),
             "instance": self._instance,
             "started": self._started,
-            "uptime_seconds": max(wall - self._started, 0.0),
+            "uptime_seconds": now - self._since,
             "ready": snapshot.unready is None,
             "unready": snapshot.unready,
             "draining": snapshot.draining,

@@ -206,6 +206,16 @@ def test_a_router_that_knows_nothing_has_a_view() -> None:
     assert (view["models"], view["workers"], view["events"]) == ([], [], [])
 
 
+def test_uptime_does_not_follow_the_clock_on_the_wall() -> None:
+    """That is set: right after a start, or back."""
+    now, wall = [50.0], [1050.0]
+    view = ClusterView(RouterMetrics(RouterCounters(lambda: now[0]), Snapshot), lambda: wall[0])
+    now[0] += 7.0
+    for wall[0] in (1050.0 - 3600.0, 1057.0, 1050.0 + 3600.0):
+        told = view()["router"]
+        assert (told["started"], told["uptime_seconds"]) == (1050.0, 7.0)
+
+
 def test_everything_known_is_in_the_view() -> None:
     counters = {
         "step_microseconds": 3_000_000,
