@@ -70,10 +70,19 @@ def declared(config: Config) -> dict[str, Any]:
 class ServePolicy:
     """Made once by Serve's controller, then called every tenth of a second or so."""
 
-    def __init__(self, pools: Sequence[Mapping[str, str]], settings: Mapping[str, Any] | None = None) -> None:
-        """``pools``: as :func:`declared`; ``settings``: of :class:`cluster.config.config.AutoscalingConfig`."""
+    def __init__(
+        self,
+        pools: Sequence[Mapping[str, str]],
+        settings: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``pools``: as :func:`declared`; ``settings``: of :class:`cluster.config.config.AutoscalingConfig`.
+
+        ``clock`` never goes back, which the time in Serve's contexts does whenever the machine's clock is set back.
+        """
         self._pools = {pool["deployment"]: pool for pool in pools}
         self._settings = AutoscalingConfig(**(settings or {}))
+        self._clock = clock
         self._metrics = DecisionMetrics()
         self._strangers: set[str] = set()
 
@@ -90,10 +99,11 @@ class ServePolicy:
         sizes: dict[Any, int] = {}
         states: dict[Any, dict[str, Any]] = {}
         decided: dict[str, Told] = {}
+        now = self._clock()
         routers = next((ctx for ctx in contexts.values() if ctx.deployment_name == ROUTER), None)
         for key, ctx in contexts.items():
             wanted = self._wanted(ctx, routers)
-            replicas, held, state = self._steer(ctx, wanted)
+            replicas, held, state = self._steer(now, ctx, wanted)
             sizes[key], states[key] = replicas, {STATE: asdict(state)}
             decided[ctx.deployment_name] = replicas, ctx.current_num_replicas, wanted.why, held
             if replicas != ctx.target_num_replicas:
@@ -102,11 +112,10 @@ class ServePolicy:
         self._metrics.tell(decided)
         return sizes, states
 
-    def _steer(self, ctx: AutoscalingContext, wanted: DesiredReplicas) -> tuple[int, HoldReason, State]:
+    def _steer(self, now: float, ctx: AutoscalingContext, wanted: DesiredReplicas) -> tuple[int, HoldReason, State]:
         min_replicas, max_replicas = ctx.capacity_adjusted_min_replicas, ctx.capacity_adjusted_max_replicas
         pool = ScaledPool(ctx.target_num_replicas, ctx.current_num_replicas, min_replicas, max_replicas)
-        assert ctx.current_time is not None
-        return steer(ctx.current_time, pool, wanted, State(**ctx.policy_state.get(STATE, {})), self._settings)
+        return steer(now, pool, wanted, State(**ctx.policy_state.get(STATE, {})), self._settings)
 
     def _wanted(self, ctx: AutoscalingContext, routers: AutoscalingContext | None) -> DesiredReplicas:
         name = ctx.deployment_name

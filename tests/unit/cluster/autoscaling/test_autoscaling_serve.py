@@ -30,15 +30,19 @@ class Controller:
 
     def __init__(self):
         application = declaration(from_mapping(CONFIG, "test"))
-        self.policy = ServePolicy(**application["autoscaling_policy"]["policy_kwargs"])
+        self.now = self.set_back = 0.0
+        self.policy = self.policy_of(application["autoscaling_policy"]["policy_kwargs"])
         self.bounds = {entry["name"]: entry["autoscaling_config"] for entry in application["deployments"]}
         self.replicas = {name: bounds["min_replicas"] for name, bounds in self.bounds.items()}
         self.running = dict(self.replicas)
         self.states = {name: {} for name in self.bounds}
 
+    def policy_of(self, told):
+        return ServePolicy(**told, clock=lambda: self.now)
+
     def call(self, now, **heard):
         """``heard``: by role, a list of what every replica said at the start and the end of the last ten seconds."""
-        contexts = {}
+        self.now, contexts = now, {}
         for name in self.bounds:
             said = heard.get(name.partition("Worker")[0].lower(), []) if not name.startswith("TargetWorker-b") else []
             series = {}
@@ -57,7 +61,7 @@ class Controller:
                 current_num_replicas=self.running[name],
                 capacity_adjusted_min_replicas=self.bounds[name]["min_replicas"],
                 capacity_adjusted_max_replicas=self.bounds[name]["max_replicas"],
-                current_time=now,
+                current_time=now - self.set_back,
                 raw_metrics=series,
                 aggregated_metrics=averages,
                 policy_state=self.states[name],
@@ -84,9 +88,9 @@ def decided(monkeypatch, caplog):
     decisions = Decisions(caplog)
     steer = ServePolicy._steer
 
-    def steered(policy, ctx, wanted):
+    def steered(policy, now, ctx, wanted):
         decisions.wanted[ctx.deployment_name] = wanted
-        return steer(policy, ctx, wanted)
+        return steer(policy, now, ctx, wanted)
 
     monkeypatch.setattr(ServePolicy, "_steer", steered)
     monkeypatch.setattr(DecisionMetrics, "tell", lambda _, told: None)
@@ -121,6 +125,13 @@ def test_every_pool_follows_its_own_figures(decided):
     assert (sizes[TARGET], sizes[DRAFT]) == (2, 2)
     (change,) = decided.changes(TARGET)
     assert change.startswith("1 -> 2 replicas; work: ")
+
+
+def test_a_pool_that_has_grown_grows_again_though_the_clock_on_the_wall_is_set_back(decided):
+    controller = Controller()
+    assert controller.call(100.0, target=[target(computed=120)])[TARGET] == 2
+    controller.running[TARGET], controller.set_back = 2, 3600.0
+    assert controller.call(101.0, target=[target(computed=120)] * 2)[TARGET] == 3
 
 
 def test_a_router_is_counted_once_however_many_models_it_serves(decided):
@@ -166,7 +177,7 @@ def test_a_pool_that_the_policy_was_not_told_of_stays_as_it_is_and_the_others_sc
     controller = Controller()
     told = declared(from_mapping(CONFIG, "test"))["policy_kwargs"]
     told["pools"] = [pool for pool in told["pools"] if pool["deployment"] != TARGET]
-    controller.policy = ServePolicy(**told)
+    controller.policy = controller.policy_of(told)
     for now in (0.0, 1000.0):
         sizes = controller.call(now, target=[target(computed=120)], router=[router(streams=1, undrafted=1)])
         assert sizes == {TARGET: 1, DRAFT: 1, "TargetWorker-b": 2, "DraftWorker-b.draft": 1, ROUTER: 1}
