@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 from weakref import WeakSet
@@ -38,8 +37,8 @@ OWN_PATHS = "/-/"
 """What the proxy itself answers, without a router."""
 
 _choices: WeakSet[RouterChoice] = WeakSet()
-_unrouted: Counter[str] = Counter()
-"""The ids of requests that no router has taken yet, and how many have each: clients may give several the same."""
+_unrouted: dict[str, list[_Request]] = {}
+"""By id, the requests that no router has taken yet, in order of coming: clients may give several the same."""
 
 
 class RouterChoice(FIFOMixin, LocalityMixin, RequestRouter):
@@ -60,7 +59,8 @@ class RouterChoice(FIFOMixin, LocalityMixin, RequestRouter):
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
         """Serve's call when a replica has taken a request."""
         super().on_request_routed(pending_request, replica_id, result)
-        _unrouted.pop(pending_request.metadata.request_id, None)
+        for request in _unrouted.get(pending_request.metadata.request_id, ())[:1]:  # Serve goes by order of coming
+            request.leave()
 
 
 def middleware() -> list[Middleware]:
@@ -84,7 +84,7 @@ class RouterWatch:
             name = str(uuid4())
             scope = dict(scope) | {"headers": [*scope["headers"], (REQUEST_ID.encode(), name.encode())]}
         request = _Request(name, receive, send)
-        _unrouted[name] += 1
+        _unrouted.setdefault(name, []).append(request)
         request.watch()
         try:
             await self._app(scope, request.receive, request.send)
@@ -106,7 +106,7 @@ class _Request:
         self._timer = asyncio.get_running_loop().call_later(WAIT_SECONDS, self._look)
 
     def _look(self) -> None:
-        if self.answered or self.name not in _unrouted or not _choices:
+        if self.answered or self not in _unrouted.get(self.name, ()) or not _choices:
             return
         if any(choice.curr_replicas for choice in _choices):
             self.watch()
@@ -134,9 +134,16 @@ class _Request:
         if self.answered:
             await self._send(message)
 
+    def leave(self) -> None:
+        """A router has taken it, or it is over."""
+        waiting = _unrouted.get(self.name, [])
+        if self in waiting:
+            waiting.remove(self)
+        if not waiting:
+            _unrouted.pop(self.name, None)
+
     def end(self) -> None:
         """It is over."""
-        if (others := _unrouted.pop(self.name, 0) - 1) > 0:
-            _unrouted[self.name] = others
+        self.leave()
         if self._timer is not None:
             self._timer.cancel()

@@ -73,7 +73,7 @@ async def test_each_of_several_requests_that_no_router_takes_is_refused(routers,
     routers["router"] = None
     async with client(until_gone) as http:
         answers = [asyncio.create_task(http.post("/v1/completions", content=b"{}", headers=headers)) for _ in range(4)]
-        while sum(proxy._unrouted.values()) < 4:
+        while sum(map(len, proxy._unrouted.values())) < 4:
             await asyncio.sleep(0)
         routers.clear()
         for answer in await asyncio.gather(*answers):
@@ -104,9 +104,7 @@ async def test_a_request_that_a_router_took_goes_on_where_that_leaves(routers):
     routers["router"] = None
 
     async def app(scope, receive, send):
-        name = Headers(scope=scope)[proxy.REQUEST_ID]
-        pending = SimpleNamespace(metadata=SimpleNamespace(request_id=name))
-        proxy.RouterChoice.on_request_routed(Untaught.__new__(Untaught), pending, None, None)
+        route(scope)
         routers.clear()
         for _ in range(100):
             await asyncio.sleep(0)
@@ -117,6 +115,49 @@ async def test_a_request_that_a_router_took_goes_on_where_that_leaves(routers):
     async with client(app) as http:
         answer = await http.post("/v1/completions", content=b"{}")
     assert (answer.status_code, answer.text) == (200, "text")
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_request_that_a_router_took_says_nothing_of_another_with_its_id(routers, ends):
+    """Neither when it is taken, while the other waits already, nor when it ends."""
+    routers["router"] = None
+    came, waiting, over = (asyncio.Event() for _ in range(3))
+
+    async def app(scope, receive, send):
+        if scope["path"] != "/taken":
+            waiting.set()
+            await until_gone(scope, receive, send)
+            return
+        if ends:
+            route(scope)
+        came.set()
+        await waiting.wait()
+        if not ends:
+            route(scope)
+        await over.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"text"})
+
+    async with client(app) as http, asyncio.timeout(5):
+        http.headers[proxy.REQUEST_ID] = "one"
+        taken = asyncio.create_task(http.post("/taken"))
+        await came.wait()
+        waits = asyncio.create_task(http.post("/waits"))
+        await waiting.wait()
+        if ends:
+            over.set()
+            await taken
+        routers.clear()
+        assert_unavailable(await waits)
+        over.set()
+        assert (await taken).text == "text"
+    assert not proxy._unrouted
+
+
+def route(scope) -> None:
+    """As Serve says that a router has taken a request."""
+    pending = SimpleNamespace(metadata=SimpleNamespace(request_id=Headers(scope=scope)[proxy.REQUEST_ID]))
+    proxy.RouterChoice.on_request_routed(Untaught.__new__(Untaught), pending, None, None)
 
 
 class Untaught(proxy.RouterChoice):
