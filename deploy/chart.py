@@ -4,9 +4,9 @@
 
 Before, it wraps monitoring/alerts.yaml, which plain Prometheus reads, for the Prometheus operator; kustomize cannot.
 Every overlay is rendered with a mark in the place of each value, once as it is and once more with each component that a
-release may leave out or add. Of every object the renderings are merged line by line: a line that only some of them have
-gets a condition, a mark becomes the value's name. So the chart takes the same values.yaml as the overlay; whether Helm
-makes the same objects of it as kustomize does is for a test to see.
+release may leave out or add, or two where one changes the other. Of every object the renderings are merged line by
+line: a line that only some of them have gets a condition, a mark becomes the value's name. So the chart takes the same
+values.yaml as the overlay; whether Helm makes the same objects of it as kustomize does is for a test to see.
 """
 
 from __future__ import annotations
@@ -42,11 +42,14 @@ NAMESPACE = "mark-of-the-namespace"
 FIRST_NUMBER = 7_700_000
 HEADER = "{{- /* Made by `python -m deploy.chart` from ../../kubernetes; a test checks that it is current. */ -}}\n"
 
-Variant = tuple[str, str | None]
-"""An overlay, and the component that it is rendered with; None: with none of them."""
+Variant = tuple[str, tuple[str, ...]]
+"""An overlay, and the components that it is rendered with, in order."""
+PAIRS = (("inference-pool", "registry"),)
+"""Where the later one changes what the earlier one brings."""
+CHOICES: tuple[tuple[str, ...], ...] = (*((component,) for component in COMPONENTS), *PAIRS)
 VARIANTS: tuple[Variant, ...] = (
-    *((overlay, None) for overlay in OVERLAYS),
-    *((WITH_COMPONENTS[0], component) for component in COMPONENTS),
+    *((overlay, ()) for overlay in OVERLAYS),
+    *((WITH_COMPONENTS[0], components) for components in CHOICES),
 )
 """All that are rendered: what a component adds to one overlay it adds to the others that may have it."""
 
@@ -126,7 +129,7 @@ class Marks:
 
 def _rendered(deploy: Path, variant: Variant, marks: Marks) -> Manifests:
     """An overlay with its values marked, and of :data:`COMPONENTS` with none but the variant's."""
-    overlay, component = variant
+    overlay, components = variant
     with tempfile.TemporaryDirectory() as folder:
         for part in ("kubernetes", "monitoring"):
             shutil.copytree(deploy / part, Path(folder) / part)
@@ -136,7 +139,7 @@ def _rendered(deploy: Path, variant: Variant, marks: Marks) -> Manifests:
         (place / "values.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
         said = yaml.safe_load((place / "kustomization.yaml").read_text(encoding="utf-8"))
         kept = [path for path in said["components"] if path not in COMPONENTS.values()]
-        said["components"] = [COMPONENTS[component], *kept] if component else kept
+        said["components"] = [*(COMPONENTS[component] for component in components), *kept]
         said["namespace"] = NAMESPACE
         (place / "kustomization.yaml").write_text(yaml.safe_dump(said), encoding="utf-8")
         return render(place)
@@ -195,14 +198,21 @@ def _merge(lines: list[Line], texts: list[str], variant: Variant) -> list[Line]:
 
 def _condition(line: Line) -> str:
     """Of a release, for it to have a line; empty: every one has."""
-    always = [overlay for overlay in OVERLAYS if (overlay, None) in line.variants]
-    having = [component for overlay, component in VARIANTS if component and (overlay, component) in line.variants]
+    always = [overlay for overlay in OVERLAYS if (overlay, ()) in line.variants]
+    having = [components for components in CHOICES if (WITH_COMPONENTS[0], components) in line.variants]
     if not always:
-        any_of = " ".join(f"(has {json.dumps(component)} .Values.components)" for component in having)
+        fewest = [some for some in having if not any({*fewer} < {*some} for fewer in having)]
+        any_of = " ".join(map(_chosen, fewest))
         return f"and (has .Values.overlay (list {_list(WITH_COMPONENTS)})) (or {any_of})"
-    if len(having) != (len(COMPONENTS) if WITH_COMPONENTS[0] in always else 0):
+    if len(having) != (len(CHOICES) if WITH_COMPONENTS[0] in always else 0):
         raise ChartError(f"a component takes out or changes what others leave as it is: {line.text.strip()!r}")
     return f"has .Values.overlay (list {_list(always)})" if len(always) < len(OVERLAYS) else ""
+
+
+def _chosen(components: Iterable[str]) -> str:
+    """Whether a release has all of them."""
+    has = [f"(has {json.dumps(component)} .Values.components)" for component in components]
+    return has[0] if len(has) == 1 else f"(and {' '.join(has)})"
 
 
 def _list(names: Iterable[str]) -> str:

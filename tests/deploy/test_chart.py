@@ -9,7 +9,7 @@ import helm_python
 import pytest
 import yaml
 
-from deploy.chart import CHART, COMPONENTS, ChartError, files, overlay_values, template
+from deploy.chart import CHART, CHOICES, COMPONENTS, ChartError, files, overlay_values, template
 from deploy.manifests import Manifests, Object, render
 from deploy.validate import findings
 from tests.deploy.overlays import KUBERNETES, OVERLAYS, needs_kubectl, rendered
@@ -54,9 +54,7 @@ def test_helm_makes_what_kustomize_makes(overlay: str) -> None:
 @needs_kubectl
 def test_components_that_an_overlay_does_not_name_are_the_same_too(tmp_path: Path) -> None:
     """And those that it names can be left out. The chart is made with `gpu`'s components alone, so this is `ha`."""
-    others = sorted(
-        COMPONENTS.keys() - {"certificates", "gateway", "models"}, reverse=True
-    )  # before it, what it patches
+    others = sorted(COMPONENTS.keys() - {"certificates", "gateway", "models"})  # `registry` after what it patches
     shutil.copytree(KUBERNETES.parent, tmp_path / "deploy")
     overlay = tmp_path / "deploy/kubernetes/overlays/ha"
     said = yaml.safe_load((overlay / "kustomization.yaml").read_text())
@@ -114,8 +112,8 @@ def test_cores_are_told_as_kubernetes_does(cores: str) -> None:
 
 
 def test_line_that_a_component_changes_cannot_be_said() -> None:
-    same = {("gpu", name): ["a: 1"] for name in COMPONENTS}
-    bases = {(overlay, None): ["a: 1"] for overlay in OVERLAYS}
+    same = {("gpu", components): ["a: 1"] for components in CHOICES}
+    bases = {(overlay, ()): ["a: 1"] for overlay in OVERLAYS}
     assert template(bases | same) == "a: 1\n"
     with pytest.raises(ChartError, match="'a: 1'"):
-        template(bases | same | {("gpu", "ingress"): ["a: 2"]})
+        template(bases | same | {("gpu", ("ingress",)): ["a: 2"]})
