@@ -6,6 +6,7 @@ What Serve does not know it ignores. Also whether the worker groups can hold, eq
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -210,27 +211,33 @@ def _of_files(config: Config, role: str, group: Pod, manifests: Manifests) -> It
 
 
 def _of_models(config: Config, wanted: Iterable[Need], manifests: Manifests) -> Iterator[str]:
-    """Models lie in the image or on a mounted volume; if a Job fills that, it has to fetch them.
-
-    A router reads the tokenizer of every target.
-    """
+    """Models lie in the image or on a mounted volume; if a Job fills that, it has to fetch them."""
     listed = " ".join(environment_of(pod.main)[LIST] for pod in fetching(manifests))
     fetched = {f"/models/{entry.partition('=')[0]}" for entry in listed.split()}
-    for pool in config.pools():
-        model = pool.settings.model
+    for (setting, model), deployments in _read(config).items():
         if model.startswith(str(BUNDLED)):
             continue
-        said = f"{pool.path}.model is {model}"
+        said = f"{setting} is {model}"
         if not model.startswith("/"):
             yield f"{said}; workers have no network: give a folder, such as /models/NAME"
             continue
-        readers = {pool.deployment, ROUTER_DEPLOYMENT} if pool.role is Role.TARGET else {pool.deployment}
-        placed = [group for need in wanted if need.deployment in readers for group in _fitting(need, manifests.ray)]
+        placed = [group for need in wanted if need.deployment in deployments for group in _fitting(need, manifests.ray)]
         blind = [group.group_name for group in placed if mount_of(group.main, model) is None]
         if blind:
             yield f"{said}, but {' and '.join(blind)} mount nothing there"
         elif fetched and model not in fetched:
             yield f"{said}, but `models` fetches only {', '.join(sorted(fetched))}"
+
+
+def _read(config: Config) -> Mapping[tuple[str, str], set[str]]:
+    """By setting, and the folder or hub id that it names: the deployments whose pods read that."""
+    readers: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for pool in config.pools():
+        for named in config.loaded(pool):
+            readers[named].add(pool.deployment)
+    for named in config.read_by_routers():
+        readers[named].add(ROUTER_DEPLOYMENT)
+    return readers
 
 
 def _of_survival(counts: Mapping[str, Bounds], wanted: Iterable[Need], ray: RayService) -> Iterator[str]:

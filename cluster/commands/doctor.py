@@ -111,7 +111,7 @@ def _checks(args: argparse.Namespace, config: Config, listed: dict[Role, list[st
     """What there is to check, in order; ``listed`` gets the workers that Ray knows."""
     from cluster.doctor import certificates, endpoint, machine, models, ray_nodes
 
-    folders = [Path(pool.settings.model) for pool in config.pools()]
+    folders = [Path(path) for pool in config.pools() for _, path in config.loaded(pool)]
     elsewhere = not (config.on_this_machine or all(folder.is_dir() for folder in folders if folder.is_absolute()))
     if not elsewhere:
         yield "models", lambda: models.check(config)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cluster.config import checks, flags
 from cluster.config.config import Config
-from cluster.config.pools import SHARED, Pool, TargetConfig
+from cluster.config.pools import LOADED, SHARED, Pool, TargetConfig
 from cluster.config.security import check_security, identity
 from cluster.config.serving import start_worker, worker_config
 from cluster.config.settings import DEFAULT_POOL
@@ -44,7 +44,7 @@ LISTEN = {"target": "127.0.0.1:7001", "draft": "127.0.0.1:7002"}
 REPLICAS = ("replicas", "min_replicas", "max_replicas")
 ELSEWHERE = (*REPLICAS, "standby", "gpus", "gpu_class", "labels", "sources", "placement", "eagle")
 """Settings that are no flags here, or others."""
-NAMED = {name: flags.flag_of(name) for name in checks.LOADED} | {"eagle": "--draft-eagle", "shared": "--draft-model"}
+NAMED = {name: flags.flag_of(name) for name in LOADED} | {"eagle": "--draft-eagle", "shared": "--draft-model"}
 """What messages call the settings that are checked."""
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from cluster.config.config import Config
 from cluster.config.environment import COMMIT, expanded, is_folder, pinned
-from cluster.config.pools import AT_DRAFTER, DraftConfig, TargetConfig
+from cluster.config.pools import AT_DRAFTER, LOADED, MTP, DraftConfig, TargetConfig
 from cluster.config.security import check_http_exposure, check_security, check_worker_exposure
 from cluster.config.serving import difference
 from cluster.config.settings import AUTO
@@ -22,8 +22,6 @@ from speculation.events import Role
 from transport.address import check_free, join, parse
 
 ROLES = ("router", "target", "draft")
-LOADED = ("model", "eagle", "assistant", "target_tokenizer")
-"""Settings of a worker that name what it loads."""
 
 
 def check(config: Config) -> None:
@@ -49,10 +47,11 @@ def check(config: Config) -> None:
 def check_loaded(settings: TargetConfig | DraftConfig, shared: DraftConfig | None, named: Mapping[str, str]) -> None:
     """Whether a worker can load what its settings name, and the draft model that it has in its process, if any.
 
-    ``named``: what messages call each of :data:`LOADED`, and that draft model (``shared``). Raises :class:`CheckError`.
+    ``named``: what messages call each of :data:`cluster.config.pools.LOADED`, and that draft model (``shared``).
+    Raises :class:`CheckError`.
     """
     check_model(settings.model, named["model"])
-    if settings.eagle != "mtp" or isinstance(settings, DraftConfig):  # a target may have a layer of its own
+    if settings.eagle != MTP or isinstance(settings, DraftConfig):  # a target may have a layer of its own
         check_head(settings.eagle, named["eagle"])
     if shared:
         check_model(shared.model, named["shared"])

@@ -9,14 +9,25 @@ pool with any number of draft pools, for which those two sections hold the defau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from cluster.config.pools import OWN, SHARED, TARGET_POOL, DraftConfig, ModelConfig, Pool, TargetConfig, node_labels
+from cluster.config.pools import (
+    LOADED,
+    MTP,
+    OWN,
+    SHARED,
+    TARGET_POOL,
+    DraftConfig,
+    ModelConfig,
+    Pool,
+    TargetConfig,
+    node_labels,
+)
 from cluster.config.settings import (
     AUTO,
     DEFAULT_POOL,
@@ -238,10 +249,30 @@ class Config:
 
     def shared_draft(self, pool: Pool) -> DraftConfig | None:
         """The draft model that works in the processes of this target pool, if one does."""
-        if pool.role is not Role.TARGET or not self.drafts_with_models:
-            return None
-        drafts = self._models()[pool.model].drafts.values()
-        return next((settings for settings in drafts if settings.placement == SHARED), None)
+        return next((draft for _, draft in self._shared(pool)), None)
+
+    def loaded(self, pool: Pool) -> Iterator[tuple[str, str]]:
+        """All that a worker of this pool loads: the setting that names it, and the folder or hub id."""
+        for name in LOADED:
+            said = getattr(pool.settings, name, "")
+            if said and (said != MTP or pool.role is Role.DRAFT):
+                yield f"{pool.path}.{name}", said
+        for name, draft in self._shared(pool):
+            yield f"{Pool(Role.DRAFT, pool.model, name, draft).path}.model", draft.model
+
+    def read_by_routers(self) -> Iterator[tuple[str, str]]:
+        """The same for all that a router reads tokenizers from."""
+        targets = [pool for pool in self.pools() if pool.role is Role.TARGET]
+        if self.router.tokenizer:
+            yield "router.tokenizer", self.router.tokenizer
+        if not self.router.tokenizer or len(targets) > 1:  # it need not be that of all models
+            yield from ((f"{pool.path}.model", pool.settings.model) for pool in targets)
+
+    def _shared(self, pool: Pool) -> Iterator[tuple[str, DraftConfig]]:
+        """The same as :meth:`shared_draft` with its name."""
+        if pool.role is Role.TARGET and self.drafts_with_models:
+            drafts = self._models()[pool.model].drafts.items()
+            yield from [(name, draft) for name, draft in drafts if draft.placement == SHARED][:1]
 
     def of_worker(self, pool: Pool) -> Config:
         """The configuration that a worker of the pool is started with: its own settings in ``target`` or ``draft``.

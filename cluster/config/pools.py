@@ -20,6 +20,10 @@ OWN, SHARED, CPU = "own", "shared", "cpu"
 AT_TARGET, AT_DRAFTER = "target", "drafter"
 """Where an EAGLE-3 head drafts."""
 DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32", "float64", "fp64")
+MTP = "mtp"
+"""In place of the folder of a target's head: a layer of its own."""
+LOADED = ("model", "eagle", "assistant", "target_tokenizer")
+"""Settings of a worker that name what it loads."""
 TARGET_POOL = "target"
 """Name of a model's target pool."""
 _ENTRY = r"\w[\w.]*(:\w+)?"

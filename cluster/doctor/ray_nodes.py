@@ -173,10 +173,10 @@ def _ask(node: str, function: Callable[..., Any], *arguments: object) -> Any:
 
 def models_on(config: Config, node: ClusterNode) -> list[str]:
     """Folders of the models that may be read there: by the workers that may come there, or by a router."""
-    pools = config.pools()
-    read = {pool.settings.model for pool in pools if node.may_hold(need(pool, config))}
+    loading = [pool for pool in config.pools() if node.may_hold(need(pool, config))]
+    read = {path for pool in loading for _, path in config.loaded(pool)}
     if node.may_hold(router_need(config)):
-        read |= {pool.settings.model for pool in pools if pool.role is Role.TARGET}
+        read |= {path for _, path in config.read_by_routers()}
     return sorted(folder for folder in read if os.path.isdir(folder) or os.path.isabs(folder))
 
 

@@ -555,6 +555,21 @@ def test_models_are_looked_for_where_they_may_be_read():
     assert found == [[], [TARGET], [DRAFT, TARGET], [TARGET]]
 
 
+def test_all_that_workers_load_is_looked_for():
+    head, draft = {"eagle": "/head"}, {"assistant": "/assistant", "target_tokenizer": "/tokenizer", "gpus": 1}
+    place = node("10.0.0.1", 1, "small").room
+    for sections, folders in (
+        ({"draft": draft}, ["/assistant", "/tokenizer", DRAFT, TARGET]),
+        (
+            {"draft": {"placement": "shared", "model": "/draft"}, "target": {"gpus": 1} | head},
+            ["/draft", "/head", TARGET],
+        ),
+        ({"target": {"eagle": "mtp"}, "speculation": {"drafters": False}}, [TARGET]),
+        ({"router": {"tokenizer": "/tokenizer"}, "target": {"gpu_class": "large"}}, ["/tokenizer", DRAFT]),
+    ):
+        assert ray_nodes.models_on(from_mapping(sections, "test"), place) == sorted(folders), sections
+
+
 def test_models_that_are_not_here_are_looked_at_by_a_router_node(monkeypatch):
     config = Config(target=TargetConfig(model="/nowhere", gpus=1), draft=DraftConfig(replicas=0))
     head, router = ClusterNode(0.0, 0.0, {}, "head"), ClusterNode(4.0, 0.0, {}, "router")
