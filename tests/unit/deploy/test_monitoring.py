@@ -91,6 +91,16 @@ HEALTHY = {
     'kube_statefulset_status_replicas_ready{namespace="p",statefulset="paceline-redis"}': "1x200",
 }
 """One value a minute."""
+
+
+def cell(metric: str, values: str, labels: str = "") -> dict[str, str]:
+    """A series of a cell beside the healthy one."""
+    named = ",".join(filter(None, (labels, 'namespace="c"')))
+    return {f"{metric}{{{named}}}": values}
+
+
+FEW = cell("paceline_request_success_total", "0+20x200", 'model="m",finished_reason="stop"')
+"""Requests, where the other cell has many."""
 DECIDED = 'paceline_autoscaling_replicas{pool="DraftWorker-m.draft",state="decided"}'
 
 
@@ -116,6 +126,32 @@ DECIDED = 'paceline_autoscaling_replicas{pool="DraftWorker-m.draft",state="decid
         ("PacelineNoTarget", {"paceline_router_ready": "1x60 0x140"}),
         ("PacelineNoTarget", {"paceline_router_ready": "_x200"}),
         ("PacelineNoTargetOfModel", {'paceline_generation_tokens_total{model="b"}': "0+100x60 6000x140"}),
+        # One cell of two is not well, or away with all its pods.
+        ("PacelineNoTarget", cell("paceline_router_ready", "1x60 0x140")),
+        ("PacelineNoTarget", cell("paceline_router_ready", "1x120 stale")),
+        (
+            "PacelineNoTargetOfModel",
+            cell("paceline_router_ready", "1x200")
+            | cell("paceline_generation_tokens_total", "0+100x60 6000x140", 'model="m"'),
+        ),
+        ("PacelineRequestsTimeOut", cell("paceline_request_failure_total", "0+3x200", 'code="timeout"') | FEW),
+        ("PacelineRequestsRefused", cell("paceline_requests_refused_total", "0+1x200", 'code="overloaded"') | FEW),
+        (
+            "PacelineQueueGrowing",
+            cell("paceline_num_requests_running", "1x200", 'model="m",role="target",worker="u"')
+            | cell("paceline_num_requests_waiting", "2x200", 'model="m",role="target",worker="u"'),
+        ),
+        (
+            "PacelineDraftersAway",
+            cell("paceline_workers", "2x20 0x180", 'role="draft",state="up"')
+            | cell("paceline_draft_lead_tokens_sum", "0+600x200", 'model="m"'),
+        ),
+        # Cells that each lose a target, once.
+        (
+            None,
+            cell("paceline_failovers_total", "0x137 15x62")
+            | {'paceline_failovers_total{namespace="d"}': "0x145 15x54"},
+        ),
         # As a whole cluster that is away.
         (
             "PacelineNoTarget",
