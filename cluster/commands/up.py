@@ -6,6 +6,7 @@ import argparse
 import json
 import signal
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.config import flags
@@ -16,7 +17,7 @@ from cluster.console import BadInput, CommandError, complain, stages, tell
 from cluster.local import gpus, threads
 from cluster.local.stretched import ABOUT as STRETCHED
 from cluster.local.stretched import stretched
-from transport.address import join
+from transport.address import is_loopback, join
 
 if TYPE_CHECKING:  # the one brings Ray
     from cluster.local.backend import LocalProcesses
@@ -36,6 +37,7 @@ instead. The bundled model pair is served unless you name others; a draft with t
   paceline up --stretched --demo         the bundled target at the cost of a larger model, and what drafting gains
 """
 DEMO_PROMPT = "def fib(n):"
+ANYWHERE = ("0.0.0.0", "::")
 HTTP_SECONDS = 60.0
 """How long the HTTP address may take to answer once all workers are ready."""
 
@@ -96,13 +98,13 @@ def run(args: argparse.Namespace) -> int:
         with stages() as report:
             backend.start(report)
             report("waiting for HTTP to answer", "router")
-            _await_http(config)
-        _introduce(config)
+            config, only = _await_http(config)
+        _introduce(config, only)
         if args.stretched:
             tell(f"The bundled target is stretched to the cost of {STRETCHED}; what it says is unchanged.")
         if args.demo:
             _demo(config)
-        _say_how_to_use(config, args.detach)
+        _say_how_to_use(config, args.detach, only)
         backend.watch()
     except KeyboardInterrupt:
         pass
@@ -130,12 +132,15 @@ def _backend(config: Config, *, detach: bool) -> LocalProcesses | RayCluster:
 
 
 def _url(config: Config) -> str:
-    anywhere = config.router.host in ("0.0.0.0", "::")
-    return f"http://{join('127.0.0.1' if anywhere else config.router.host, config.router.port)}"
+    host = config.router.host
+    return f"http://{join('127.0.0.1' if host in ANYWHERE else host, config.router.port)}"
 
 
-def _await_http(config: Config) -> None:
-    """Until the API says which model it serves."""
+def _await_http(config: Config) -> tuple[Config, str]:
+    """Until the API says which model it serves. With the host to ask, where this node has no HTTP.
+
+    Also the node on whose loopback alone HTTP is, if that is another; nobody can ask there from here.
+    """
     import httpx
 
     from cluster.completion import bearer
@@ -147,16 +152,31 @@ def _await_http(config: Config) -> None:
             try:
                 answer = client.get(f"{_url(config)}/v1/models")
                 if answer.is_success and answer.json()["data"]:
-                    return
+                    return config, ""
                 last = f"status {answer.status_code}: {answer.text[:200]}"
             except httpx.TransportError as error:
                 last = str(error)
+            if other := _elsewhere(config):
+                if is_loopback(config.router.host):
+                    return config, other
+                config = replace(config, router=replace(config.router, host=other))
             time.sleep(0.1)
     raise CommandError(f"{_url(config)} does not serve within {HTTP_SECONDS:.0f} s ({last})")
 
 
-def _introduce(config: Config) -> None:
-    tell(f"Paceline serves at {_url(config)}")
+def _elsewhere(config: Config) -> str:
+    """The node of a Ray cluster that is to be asked, if it is not this one; also empty where the settings name it."""
+    host = config.router.host
+    if config.on_this_machine or not (host in ANYWHERE or is_loopback(host)):
+        return ""
+    from cluster.ray.cluster import http_elsewhere
+
+    return http_elsewhere()
+
+
+def _introduce(config: Config, only: str) -> None:
+    """``only``: the node on whose loopback HTTP is, if that is another."""
+    tell(f"Paceline serves at {_url(config)}" + (f" on {only}; this node has no replica, so no HTTP" if only else ""))
     pools = []
     for pool in config.nonempty_pools():
         fewest, largest = min_replicas_of(pool.settings), max_replicas_of(pool.settings)
@@ -172,12 +192,12 @@ def _named(config: Config) -> str:
     return next(iter(config.models)) if len(config.models) > 1 else ""
 
 
-def _say_how_to_use(config: Config, detached: bool) -> None:
+def _say_how_to_use(config: Config, detached: bool, only: str = "") -> None:
     """The page's address comes last, where it is still in sight."""
     url = _url(config)
     named = _named(config)
     other = (f" --model {named}" if named else "") + ("" if url == "http://127.0.0.1:8000" else f" --url {url}")
-    tell("\nTry, in another terminal:")
+    tell(f"\nTry, {f'on {only}' if only else 'in another terminal'}:")
     tell(f'  paceline complete "{DEMO_PROMPT}"{other}')
     data = json.dumps(({"model": named} if named else {}) | {"prompt": DEMO_PROMPT, "max_tokens": 64})
     key = ' -H "authorization: Bearer $OPENAI_API_KEY"' if config.security.api_keys else ""

@@ -233,6 +233,19 @@ def serve_client(**options: bool) -> Any:
     return context._get_global_client(**options)
 
 
+def http_elsewhere() -> str:
+    """Address of a node that serves HTTP, if this one does not; empty where it does, or nobody does yet.
+
+    Serve has a proxy on its head and where replicas run, also if it is told to have one on every node.
+    """
+    import ray
+
+    proxies = serve_client().get_serve_details()["proxies"] or {}
+    if ray.get_runtime_context().get_node_id() in proxies:
+        return ""
+    return min((entry["node_ip"] for entry in proxies.values() if entry["status"] == "HEALTHY"), default="")
+
+
 def _application(details: dict[str, Any]) -> ApplicationStatus:
     def plain(state: Any) -> str:
         return str(state.value) if isinstance(state, Enum) else str(state)

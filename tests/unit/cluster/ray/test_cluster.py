@@ -1,7 +1,10 @@
 """What the Ray backend makes of a Serve that is there already, with Serve replaced by what it would answer."""
 
+import argparse
 import socket
 from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +14,7 @@ from ray.serve import context
 from ray.serve.config import HTTPOptions
 from ray.serve.schema import ServeInstanceDetails
 
+from cluster.commands import up
 from cluster.config.config import from_mapping
 from cluster.console import CommandError
 from cluster.ray import cluster as ray_cluster
@@ -208,3 +212,62 @@ def test_there_are_two_routers_where_two_nodes_may_hold_one(cluster, monkeypatch
     cluster.backend._deploy()
     ((declared,),) = cluster.applied
     assert {entry["name"]: entry["num_replicas"] for entry in declared["deployments"]}["Router"] == routers
+
+
+class Models(BaseHTTPRequestHandler):
+    """The API of another node."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{}]}')
+
+    def log_message(self, *_arguments):
+        """Nobody reads it."""
+
+
+@pytest.fixture
+def away(monkeypatch):
+    """A node without replicas in a cluster that has just started, and the port of another's HTTP."""
+    applied = []
+
+    def start(backend, _report):
+        backend._connected = backend._deployed = backend._serves = True
+
+    monkeypatch.setattr(ray_cluster.RayCluster, "start", start)
+    monkeypatch.setattr(ray_cluster, "_apply", applied.append)
+    monkeypatch.setattr(ray_cluster, "_await_gone", lambda: True)
+    monkeypatch.setattr(up.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(up, "HTTP_SECONDS", 5.0)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+    proxies = {"head": {"node_ip": "127.0.0.2", "status": "HEALTHY"}, "new": {"node_ip": "-", "status": "STARTING"}}
+    client = SimpleNamespace(get_serve_details=lambda: {"proxies": proxies})
+    monkeypatch.setattr(ray_cluster, "serve_client", lambda: client)
+    with ThreadingHTTPServer(("127.0.0.2", 0), Models) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield SimpleNamespace(port=server.server_port, applied=applied, proxies=proxies)
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("flags", "where", "at"),
+    [
+        ("--host 0.0.0.0 --allow-remote", "127.0.0.2:{port}\n", "in another terminal"),
+        ("", "127.0.0.1:{port} on 127.0.0.2; this node has no replica, so no HTTP\n", "on 127.0.0.2"),
+    ],
+)
+def test_what_is_deployed_from_a_node_without_http_stays(away, capsys, flags, where, at):
+    parser = argparse.ArgumentParser()
+    up.add(parser)
+    told = f"--address 10.0.0.5:6379 --detach --port {away.port} {flags}"
+    assert up.run(parser.parse_args(told.split())) == 0
+    said = capsys.readouterr().out
+    assert f"Paceline serves at http://{where.format(port=away.port)}" in said
+    assert f"Try, {at}:" in said
+    assert away.applied == []
+
+
+def test_a_node_with_http_is_asked_itself(away):
+    away.proxies["here"] = {"node_ip": "127.0.0.1", "status": "STARTING"}
+    assert ray_cluster.http_elsewhere() == ""
