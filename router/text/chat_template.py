@@ -30,6 +30,9 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 """Variables that are not a caller's to set."""
 
 LONGEST_REASON = 300
+_SAID = "Said on trial."
+_ASKED: Sequence[Message] = [{"role": "user", "content": _SAID}]
+"""What a template is tried with, to see what it makes of it."""
 _REFUSALS = (
     jinja2.TemplateError,
     AttributeError,
@@ -63,6 +66,11 @@ class ChatTemplate:
         """Whether it has a place for the functions a model may call."""
         self.tool_form = form_shown(source) if self.knows_tools else None
         """How it writes calls; None: in no form known here."""
+        self._parts = False
+        """Whether it writes a content only where that comes in parts."""
+        if _SAID not in self._tried(_ASKED):
+            self._parts = True
+            self._parts = _SAID in self._tried(_ASKED)
 
     def render(
         self,
@@ -79,7 +87,7 @@ class ChatTemplate:
         variables = {
             **(variables or {}),
             **self._variables,
-            "messages": [dict(message) for message in messages],
+            "messages": [self._as_wanted(message) for message in messages],
             "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -88,6 +96,19 @@ class ChatTemplate:
             return self._template.render(variables)
         except _REFUSALS as error:
             raise TemplateError(f"the model's chat template refuses these messages: {_reason(error)}") from error
+
+    def _as_wanted(self, message: Message) -> dict[str, Any]:
+        wanted = dict(message)
+        if self._parts and isinstance(content := message.get("content"), str):
+            wanted["content"] = [{"type": "text", "text": content}]
+        return wanted
+
+    def _tried(self, messages: Sequence[Message]) -> str:
+        """What is written of them; empty: it does not take them, for whatever reason."""
+        try:
+            return self.render(messages)
+        except Exception:  # a template is a program: that it cannot be tried must not keep it from use
+            return ""
 
 
 def _reason(error: Exception) -> str:

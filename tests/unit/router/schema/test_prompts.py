@@ -13,10 +13,11 @@ from transformers import AutoTokenizer
 
 from router.errors import ApiError
 from router.generation import ServedModel
-from router.schema.prompts import Prompt, chat_prompt
+from router.schema.prompts import Prompt, chat_prompt, chat_text
 from router.schema.request_schema import ChatBody
 from router.schema.structured import tools_of
 from router.text.tokenizer import Tokenizer
+from tests.fakes import tiny_tokenizer
 
 BUNDLED = Path(__file__).parents[4] / "models" / "target"
 
@@ -99,3 +100,33 @@ def test_a_chat_with_tools_is_written_by_the_template_that_transformers_takes(
     last = written(messages=history, tools=TOOLS, tool_choice="none")
     apart = tokenizer.tool_template is not None  # the other one has no place for calls
     assert (last == written(messages=history, tools=TOOLS)) is apart
+
+
+GUARD = (
+    "{% for m in messages %}{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ m['role'] }}: {{ part['text'] | trim }}\n{% endfor %}{% endfor %}"
+)
+"""As Llama Guard 3 1B reads contents."""
+FIRST = "{% for m in messages %}{{ m.role + ': ' + m.content[0].text + '\n' }}{% endfor %}"
+"""A template that raises where a content is a string."""
+
+
+@pytest.mark.parametrize("template", [DEFAULT, GUARD, FIRST])
+@pytest.mark.parametrize("content", ["How so?", [{"type": "text", "text": "How so?"}]])
+def test_what_is_said_is_written_also_by_a_template_that_reads_contents_in_parts(template: str, content: Any) -> None:
+    said = [{"role": "user", "content": content}, {"role": "assistant", "content": "Be"}]
+    tokenizer = tiny_tokenizer(template)
+
+    def written(**fields: Any) -> str:
+        body = ChatBody.read({"messages": said} | fields)
+        return chat_text(body, tokenizer.template(tools=False), tools_of(body, tokenizer))
+
+    assert written() == "user: How so?\nassistant: Be\n"
+    assert written(continue_final_message=True) == "user: How so?\nassistant: Be"
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('never') }}", "{{ 1 / 0 }}", "{{ messages[7].content[0] }}", ""]
+)
+def test_a_template_that_can_write_no_message_is_read_all_the_same(template: str) -> None:
+    assert tiny_tokenizer(template).chat_template is not None
