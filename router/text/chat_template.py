@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from itertools import takewhile
 from typing import Any
 
 import jinja2
@@ -20,7 +21,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.text.tool_calls import form_shown
+from router.text.tool_calls import ToolForm, form_shown, parser_of
 
 Message = Mapping[str, Any]
 """A chat message: ``role``, ``content`` and perhaps ``name``, ``tool_calls`` or ``tool_call_id``."""
@@ -33,6 +34,18 @@ LONGEST_REASON = 300
 _SAID = "Said on trial."
 _ASKED: Sequence[Message] = [{"role": "user", "content": _SAID}]
 """What a template is tried with, to see what it makes of it."""
+_ANSWERED: Sequence[Message] = [*_ASKED, {"role": "assistant", "content": _SAID}]
+_FUNCTION, _ARGUMENTS = "called_on_trial", {"x": 1}
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": _FUNCTION,
+            "description": "None.",
+            "parameters": {"type": "object", "properties": {"x": {"type": "integer", "description": "None."}}},
+        },
+    }
+]
 _REFUSALS = (
     jinja2.TemplateError,
     AttributeError,
@@ -64,13 +77,14 @@ class ChatTemplate:
         self.variables = frozenset(names) - environment.globals.keys()
         self.knows_tools = "tools" in self.variables
         """Whether it has a place for the functions a model may call."""
-        self.tool_form = form_shown(source) if self.knows_tools else None
-        """How it writes calls; None: in no form known here."""
         self._parts = False
         """Whether it writes a content only where that comes in parts."""
         if _SAID not in self._tried(_ASKED):
             self._parts = True
             self._parts = _SAID in self._tried(_ASKED)
+        form = form_shown(source) if self.knows_tools else None
+        self.tool_form = None if form is None or self._differs(form) else form
+        """How it writes calls; None: in no form known here."""
 
     def render(
         self,
@@ -103,12 +117,30 @@ class ChatTemplate:
             wanted["content"] = [{"type": "text", "text": content}]
         return wanted
 
-    def _tried(self, messages: Sequence[Message]) -> str:
+    def _differs(self, form: ToolForm) -> bool:
+        """Whether calls are seen to be written in another form. Where none is written nothing is seen."""
+        plain, called = self._tried(_ANSWERED, _TOOLS), self._tried([*_ASKED, _calling()], _TOOLS)
+        said = called[sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(plain, called, strict=False))) :]
+        if not plain or _FUNCTION not in said:
+            return False
+        if form is ToolForm.LLAMA:  # which has no end, and here the turn's end behind it
+            said = said[: said.rfind("}") + 1]
+        parser = parser_of(form, {_FUNCTION})
+        calls = parser.push(said).then(parser.finish()).calls
+        return not any(call.name == _FUNCTION and json.loads(call.arguments) == _ARGUMENTS for call in calls)
+
+    def _tried(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """What is written of them; empty: it does not take them, for whatever reason."""
         try:
-            return self.render(messages)
+            return self.render(messages, tools, add_generation_prompt=messages[-1]["role"] == "user")
         except Exception:  # a template is a program: that it cannot be tried must not keep it from use
             return ""
+
+
+def _calling() -> Message:
+    function = {"name": _FUNCTION, "arguments": _ARGUMENTS}
+    call = {"id": "000000001", "type": "function", "function": function}  # of nine digits, as Mistral's are
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _reason(error: Exception) -> str:

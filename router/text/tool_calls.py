@@ -1,8 +1,8 @@
 """Finding the tool calls in a model's text, while it arrives.
 
-Which of two forms a model writes is read from its chat template. Text outside of calls passes through at once, but for
-what may still begin one. What looks like a call and is none, or is cut off, comes out as text: nothing is lost.
-A call comes out whole, when its last character has.
+Which of two forms a model writes is read from its chat template, and seen where that writes a call. Text outside of
+calls passes through at once, but for what may still begin one. What looks like a call and is none, or is cut off,
+comes out as text: nothing is lost. A call comes out whole, when its last character has.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _KEYS = frozenset({"name", "type", "parameters", "arguments"})
 
 
 def form_shown(template: str) -> ToolForm | None:
-    """The form that a chat template writes calls in; None: another one."""
+    """The form that a chat template writes calls in, by what stands in it; None: another one."""
     if OPEN in template:
         return None if "<function=" in template or "<arg_key>" in template else ToolForm.HERMES
     return ToolForm.LLAMA if '"parameters"' in template or PYTHON_TAG in template else None

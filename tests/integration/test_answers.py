@@ -31,9 +31,8 @@ TOOL_TEMPLATE = (
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-LLAMA_TEMPLATE = TOOL_TEMPLATE.replace("<tool_call>{}</tool_call>", '{"name": , "parameters": }').replace(
-    "tool_call>", "call>"
-)
+LLAMA_TEMPLATE = TOOL_TEMPLATE.replace("<tool_call>{}</tool_call>", '{"name": , "parameters": }')
+LLAMA_TEMPLATE = LLAMA_TEMPLATE.replace("<tool_call>", "").replace("</tool_call>", "")
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 

@@ -93,8 +93,9 @@ async def test_what_is_recorded_is_data(tmp_path: Path) -> None:
 
 
 CALLS = """{{ tools | tojson }}{% for m in messages %}{% for c in m.tool_calls or [] %}<tool_call>
-{{ c.function.name }}{% for name, value in c.function.arguments | items %} {{ name }} is {{ value }}{% endfor %}
-{% endfor %}{{ m.role }}: {{ m.content }}
+{"name": "{{ c.function.name }}", "arguments": { {%- for name, value in c.function.arguments | items -%}
+"{{ name }}": {{ value | tojson }}{% endfor %}}}
+</tool_call>{% endfor %}{{ m.role }}: {{ m.content }}
 {% endfor %}"""
 """A template that goes through the arguments of calls."""
 

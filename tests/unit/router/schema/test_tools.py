@@ -22,8 +22,8 @@ from router.text.tool_calls import ToolForm, parser_of
 from tests.fakes import EOS, tiny_tokenizer
 from tests.grammars import random_schema
 
-HERMES = "{{ tools }}<tool_call>{{ messages }}"
-LLAMA = '{{ tools }}"parameters"{{ messages }}'
+HERMES = "{{ tools }}<tool_call>{{ messages[0] }}"
+LLAMA = '{{ tools }}"parameters"{{ messages[0] }}'
 TAGS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "<think>")
 
 

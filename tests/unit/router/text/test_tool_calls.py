@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from router.text.chat_template import ChatTemplate
 from router.text.tool_calls import Found, HermesParser, LlamaParser, ToolForm, parser_of
 
 PIECES = 2000
@@ -89,3 +90,54 @@ def test_calls_in_the_llama_form_are_the_same_however_the_text_arrives() -> None
         assert found.content == text or found.calls
         called += bool(found.calls)
     assert called > 200
+
+
+ASKED = "{% for t in tools or [] %}{{ t.function | tojson }}{% endfor %}"
+CHAT = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|end|>\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "CALL{% endfor %}<|eot|>\n{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>\nTHINK{% endif %}"
+)
+NAME, ARGUMENTS = "{{ c.function.name }}", "{{ c.function.arguments | tojson }}"
+NAMED = f'{{"name": "{NAME}", '
+TAGGED = f'<tool_call>\n{NAMED}"arguments": {ARGUMENTS}}}\n</tool_call>'
+LLAMA = f'{NAMED}"parameters": {ARGUMENTS}}}'
+TRIED: dict[str, tuple[str, ToolForm | None]] = {
+    "Qwen2.5": (TAGGED, ToolForm.HERMES),
+    "Qwen3": (f"<think>\n\n</think>\n\n{TAGGED}", ToolForm.HERMES),
+    "Hermes 2 Pro": (f'<tool_call>\n{{"arguments": {ARGUMENTS}, "name": "{NAME}"}}\n</tool_call>', ToolForm.HERMES),
+    "Llama 3.1": (LLAMA, ToolForm.LLAMA),
+    "with another name for arguments": (f'{NAMED}"arguments": {ARGUMENTS}}}<|python_tag|>', ToolForm.LLAMA),
+    "Command R7B": (
+        f'<|START_ACTION|>[{{"tool_call_id": "0", "tool_name": "{NAME}", "parameters": {ARGUMENTS}}}]<|END_ACTION|>',
+        None,
+    ),
+    "Command R+": (f'```json\n[{{"tool_name": "{NAME}", "parameters": {ARGUMENTS}}}]```', None),
+    "GigaChat 3": (f'function call<|role_sep|>\n{NAMED}"arguments": {ARGUMENTS}}}{{# "parameters" #}}', None),
+    "Functionary 3.1": (f"<function={NAME}>{ARGUMENTS}</function><|python_tag|>", None),
+    "Muse": (f'<invoke name="{NAME}">1</invoke><|python_tag|>', None),
+    "MiniMax M3": (f']<]minimax[>[<invoke name="{NAME}">1</invoke>{{# <tool_call> #}}', None),
+    "Apriel 1.5": (f'<tool_calls>[{NAMED}"arguments": {ARGUMENTS}}}]</tool_calls>{{# <tool_call> #}}', None),
+    "in Hermes' form without a call": ("{# <tool_call> #}", ToolForm.HERMES),
+    "in Llama's form without a call": ('{# "parameters" #}', ToolForm.LLAMA),
+    "that writes no call": ("{{ raise_exception('no calls') }}{# <tool_call> #}", ToolForm.HERMES),
+    "that wants arguments as a string": (
+        '{"name": {{ c.function.name }}, "parameters": {{ "" + c.function.arguments }}}',
+        ToolForm.LLAMA,
+    ),
+}
+
+
+@pytest.mark.parametrize("thinks", ["", "<think>\n"])
+@pytest.mark.parametrize(("written", "form"), TRIED.values(), ids=TRIED)
+def test_the_form_of_calls_is_the_one_that_the_template_writes(
+    written: str, form: ToolForm | None, thinks: str
+) -> None:
+    template = ASKED + CHAT.replace("CALL", written).replace("THINK", thinks)
+    assert ChatTemplate(template, {}).tool_form is form
+
+
+def test_a_template_that_cannot_be_tried_is_taken_by_what_its_source_shows() -> None:
+    refusing = "{{ tools }}<tool_call>{% if messages | length < 3 %}{{ raise_exception('too few') }}{% endif %}"
+    assert ChatTemplate(refusing, {}).tool_form is ToolForm.HERMES
+    looping = "{{ tools }}<tool_call>{% for i in range(10 ** 9) %}{% endfor %}"
+    assert ChatTemplate(looping, {}).tool_form is ToolForm.HERMES
