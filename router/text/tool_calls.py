@@ -42,6 +42,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 MAX_WITHIN = 8
 """Closing tags in the strings of one call, so that no text is read more often than that."""
+_BEGUN = re.compile(OPEN + r"\s*\{")
+"""What a call in Hermes' form begins with, and not the mere name of its tag."""
 _BETWEEN = re.compile(r"\s*;?\s*")
 """What stands between two calls in the Llama form."""
 _KEYS = frozenset({"name", "type", "parameters", "arguments"})
@@ -79,7 +81,8 @@ class HermesParser:
     """Calls between tags. White space next to a call is no content.
 
     A closing tag within a string of the call does not end it, unless nothing comes of the call: then all up to its
-    first closing tag is text, and what follows is read again.
+    first closing tag is text, and what follows is read again. So is what opens within that text: a model may mention
+    the tag, or give up a call that it has begun.
     """
 
     def __init__(self, *, several: bool = True) -> None:
@@ -178,6 +181,9 @@ class HermesParser:
         except (ValueError, RecursionError):
             if self._within:
                 end, mark = self._within[0], CLOSE
+            opened = [begun.start() for begun in _BEGUN.finditer(self._held, 0, end)]
+            if opened:  # the last one only: no text is read once more for each
+                end, mark = len(self._held[: opened[-1]].rstrip()), ""
             self._tell(found, self._gap + OPEN + self._held[:end] + mark)
         self._held = self._held[end + len(mark) :]
 

@@ -93,6 +93,13 @@ ODD: list[tuple[str, str, list[str]]] = [
     (f'<tool_call>{{"na{CLOSE} so {CALL}', f'<tool_call>{{"na{CLOSE} so', ['{"a": 1}']),
     (f'<tool_call>{{"na{CLOSE} so "', f'<tool_call>{{"na{CLOSE} so "', []),
     (f"<tool_call>no{CLOSE} so {CALL}", f"<tool_call>no{CLOSE} so", ['{"a": 1}']),
+    (f"I call in <tool_call> tags.\n{CALL}", "I call in <tool_call> tags.", ['{"a": 1}']),
+    (f'Draft: <tool_call>{{"name": "f", ...\n{CALL} so', 'Draft: <tool_call>{"name": "f", ...so', ['{"a": 1}']),
+    (f"<tool_call>\n{CALL}", "<tool_call>", ['{"a": 1}']),
+    (f"<tool_call>\n{CALL}".removesuffix(CLOSE), "<tool_call>", ['{"a": 1}']),
+    ("a <tool_call> b <tool_call> c" + CALL + CALL, "a <tool_call> b <tool_call> c", ['{"a": 1}'] * 2),
+    ("<tool_call> or " + call(a="<tool_call>"), "<tool_call> or", ['{"a": "<tool_call>"}']),
+    (call(a=f"<tool_call>{{{CLOSE}"), "", [json.dumps({"a": f"<tool_call>{{{CLOSE}"})]),
     (f'<tool_call>"{CLOSE}' * 12 + CALL, f'<tool_call>"{CLOSE}' * 12, ['{"a": 1}']),
 ]
 
