@@ -124,7 +124,8 @@ class Message(Fields, title="an object with role and content"):
     name: str | None = None
     """For templates that show it."""
     tool_calls: Array[Call] | None = None
-    """What an assistant called: `id`, `type` and `function` with `name` and `arguments` (JSON in a string)."""
+    """What an assistant called: `id`, `type` and `function` with `name` and `arguments` (JSON in a string). For a chat
+    template that takes one call in a message each is a message of its own, with what answers its `id` behind it."""
     tool_call_id: str | None = None
     """Which call a message of role `tool` answers."""
     parsed: Any = None

@@ -9,9 +9,10 @@ importing transformers for that would pull torch into the router. A template's o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 import jinja2
@@ -35,14 +36,14 @@ _SAID = "Said on trial."
 _ASKED: Sequence[Message] = [{"role": "user", "content": _SAID}]
 """What a template is tried with, to see what it makes of it."""
 _ANSWERED: Sequence[Message] = [*_ASKED, {"role": "assistant", "content": _SAID}]
-_FUNCTION, _ARGUMENTS = "called_on_trial", {"x": 1}
+_FUNCTION, _GIVEN = "called_on_trial", ("Given first.", "Given next.")
 _TOOLS = [
     {
         "type": "function",
         "function": {
             "name": _FUNCTION,
             "description": "None.",
-            "parameters": {"type": "object", "properties": {"x": {"type": "integer", "description": "None."}}},
+            "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "None."}}},
         },
     }
 ]
@@ -77,11 +78,14 @@ class ChatTemplate:
         self.variables = frozenset(names) - environment.globals.keys()
         self.knows_tools = "tools" in self.variables
         """Whether it has a place for the functions a model may call."""
-        self._parts = False
-        """Whether it writes a content only where that comes in parts."""
+        self._parts = self._singly = False
+        """Whether it writes a content only where that comes in parts, and the call of a message only where there is no
+        other."""
         if _SAID not in self._tried(_ASKED):
             self._parts = True
             self._parts = _SAID in self._tried(_ASKED)
+        if self.knows_tools and not self._writes(*_GIVEN):
+            self._singly = self._writes(_GIVEN[0])
         form = form_shown(source) if self.knows_tools else None
         self.tool_form = None if form is None or self._differs(form) else form
         """How it writes calls; None: in no form known here."""
@@ -101,7 +105,7 @@ class ChatTemplate:
         variables = {
             **(variables or {}),
             **self._variables,
-            "messages": [self._as_wanted(message) for message in messages],
+            "messages": [self._as_wanted(message) for message in (_singly(messages) if self._singly else messages)],
             "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -119,7 +123,7 @@ class ChatTemplate:
 
     def _differs(self, form: ToolForm) -> bool:
         """Whether calls are seen to be written in another form. Where none is written nothing is seen."""
-        plain, called = self._tried(_ANSWERED, _TOOLS), self._tried([*_ASKED, _calling()], _TOOLS)
+        plain, called = self._tried(_ANSWERED, _TOOLS), self._tried([*_ASKED, _calling(*_GIVEN[:1])], _TOOLS)
         said = called[sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(plain, called, strict=False))) :]
         if not plain or _FUNCTION not in said:
             return False
@@ -127,7 +131,12 @@ class ChatTemplate:
             said = said[: said.rfind("}") + 1]
         parser = parser_of(form, {_FUNCTION})
         calls = parser.push(said).then(parser.finish()).calls
-        return not any(call.name == _FUNCTION and json.loads(call.arguments) == _ARGUMENTS for call in calls)
+        return not any(call.name == _FUNCTION and json.loads(call.arguments) == {"x": _GIVEN[0]} for call in calls)
+
+    def _writes(self, *given: str) -> bool:
+        """Whether a message with these calls is written, with all of them."""
+        written = self._tried([*_ASKED, _calling(*given)], _TOOLS)
+        return all(one in written for one in given)
 
     def _tried(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """What is written of them; empty: it does not take them, for whatever reason."""
@@ -137,10 +146,31 @@ class ChatTemplate:
             return ""
 
 
-def _calling() -> Message:
-    function = {"name": _FUNCTION, "arguments": _ARGUMENTS}
-    call = {"id": "000000001", "type": "function", "function": function}  # of nine digits, as Mistral's are
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+def _calling(*given: str) -> Message:
+    calls = [
+        {"id": f"{number:09}", "type": "function", "function": {"name": _FUNCTION, "arguments": {"x": one}}}
+        for number, one in enumerate(given)  # ids of nine digits, as Mistral's are
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _singly(messages: Sequence[Message]) -> Iterator[Message]:
+    """The same, each call as a message of its own, with what answers it behind it."""
+    waiting = deque(messages)
+    while waiting:
+        message = waiting.popleft()
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            yield message
+            continue
+        answers: dict[str | None, list[Message]] = {}
+        while waiting and waiting[0]["role"] == "tool":
+            answer = waiting.popleft()
+            answers.setdefault(answer.get("tool_call_id"), []).append(answer)
+        for number, call in enumerate(calls):
+            yield {**message, "content": "" if number else message["content"], "tool_calls": [call]}
+            yield from answers.pop(call.get("id"), ())
+        yield from chain(*answers.values())
 
 
 def _reason(error: Exception) -> str:

@@ -17,6 +17,7 @@ from router.schema.prompts import Prompt, chat_prompt, chat_text
 from router.schema.request_schema import ChatBody
 from router.schema.structured import tools_of
 from router.text.tokenizer import Tokenizer
+from router.text.tool_calls import parser_of
 from tests.fakes import tiny_tokenizer
 
 BUNDLED = Path(__file__).parents[4] / "models" / "target"
@@ -130,3 +131,43 @@ def test_what_is_said_is_written_also_by_a_template_that_reads_contents_in_parts
 )
 def test_a_template_that_can_write_no_message_is_read_all_the_same(template: str) -> None:
     assert tiny_tokenizer(template).chat_template is not None
+
+
+ONE_CALL = (
+    "{{ tools | tojson }}\n{% for m in messages %}"
+    "{% if m.tool_calls and m.tool_calls | length != 1 %}{{ raise_exception('one call at once') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
+    '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}{% endfor %}'
+    '{{ "\n" }}{% endfor %}'
+)
+"""As Llama 3.1 takes calls."""
+CALLED = '{"name": "f", "parameters": {"x": %s}}'
+
+
+@pytest.mark.parametrize("template", [ONE_CALL, ONE_CALL.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")])
+def test_calls_that_were_answered_are_taken_back_by_a_template_of_one_call_a_message(template: str) -> None:
+    tokenizer = tiny_tokenizer(template)
+    asked = tools_of(ChatBody.read(CHAT | {"tools": TOOLS}), tokenizer)
+    assert asked.form is not None
+    parser = parser_of(asked.form, {"f"}, several=asked.several)
+    found = parser.push("; ".join(CALLED % number for number in range(3))).then(parser.finish())
+    calls = [
+        {"id": f"c{number}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for number, call in enumerate(found.calls)
+    ]
+    answers = [{"role": "tool", "tool_call_id": name, "content": name} for name in ("c2", "c0", "other")]
+    history = [*CHAT["messages"], {"role": "assistant", "content": "so", "tool_calls": calls}, *answers]
+    body = ChatBody.read({"messages": [*history, *CHAT["messages"]], "tools": TOOLS})
+    _, _, *lines = chat_text(body, tokenizer.template(tools=True), asked).splitlines()
+    first, second, third = (CALLED % number for number in range(3))
+    ends = ["tool: c2", "tool: other", "user: hi"]
+    assert lines == [f"assistant: so{first}", "tool: c0", f"assistant: {second}", f"assistant: {third}", *ends]
+
+
+def test_calls_stay_together_where_a_template_writes_several() -> None:
+    template = ONE_CALL.replace("!= 1", "> 99")
+    calls = [{"id": one, "function": {"name": "f", "arguments": "{}"}} for one in "ab"]
+    history = [*CHAT["messages"], {"role": "assistant", "content": "so", "tool_calls": calls}]
+    tokenizer, body = tiny_tokenizer(template), ChatBody.read({"messages": history, "tools": TOOLS})
+    text = chat_text(body, tokenizer.template(tools=True), tools_of(body, tokenizer))
+    assert text.endswith('\nassistant: so{"name": "f", "parameters": {}}{"name": "f", "parameters": {}}\n')
