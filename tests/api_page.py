@@ -139,7 +139,8 @@ _ANSWERS = """\
   1,048,576 log-probabilities are told of the prompts of a request, those of each choice counted. The `rank` of a prompt
   token that is not among the likeliest is null.
 - Tool calls are found in the text by the form that the model's chat template shows. A streamed call comes whole, in one
-  chunk. What looks like a call and is none stays text.
+  chunk. What looks like a call and is none stays text. So does all in the reasoning that an answer begins with, between
+  `<think>` (which may end the prompt instead) and `</think>`: a call that is drafted there may be rejected there.
 
 ## What was drafted
 

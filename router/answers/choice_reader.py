@@ -16,7 +16,7 @@ from typing import Any, assert_never
 from router.answers.logprobs import ShownToken, shown_token
 from router.generation import Committed, Details, Ended, GenerationError, Generator
 from router.schema.requests import ApiRequest
-from router.text.text import Delta, Piece, TextRules, TextStream
+from router.text.text import Delta, Piece, TextRules, TextStream, opens_reasoning
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import Found, ToolCall, parser_of
 from speculation.events import Origin, Own, StepMetadata
@@ -216,7 +216,8 @@ class ChoiceReader:
         self._waiting: deque[tuple[Token, TokenLogprobs]] = deque()
         self._before = len(self._prompt.text(tokenizer, hidden)) if self._form.echo else 0
         form, names = self._tools.form, frozenset(tool["function"]["name"] for tool in self._tools.offered)
-        self._parser = None if form is None else parser_of(form, names, several=self._tools.several)
+        thinks = form is not None and opens_reasoning(tokenizer, generation.prompt, hidden)
+        self._parser = None if form is None else parser_of(form, names, several=self._tools.several, thinks=thinks)
         self._calls = 0
         self._position = len(generation.prompt)
         self._begun = False

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from router.text.tokenizer import REPLACEMENT, Tokenizer
-from router.text.tool_calls import overlap
+from router.text.tool_calls import THINK, overlap
 from speculation.events import Origin, Own
 from speculation.frozen import frozen
 from speculation.messages import Token
@@ -90,6 +90,11 @@ class Detokenizer:
     def _release(self, count: int, text: str) -> str:
         self._context, self._pending = self._pending[:count], self._pending[count:]
         return text
+
+
+def opens_reasoning(tokenizer: Tokenizer, prompt: Sequence[Token], hidden: frozenset[Token] | None) -> bool:
+    """Whether a prompt ends with the mark that reasoning begins with. Where that is hidden no text shows the other."""
+    return tokenizer.decode(prompt[-WINDOW:], hidden).rstrip().endswith(THINK)
 
 
 class StopMatcher:

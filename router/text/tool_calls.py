@@ -40,6 +40,8 @@ class ToolForm(StrEnum):
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
+THINK, THOUGHT = "<think>", "</think>"
+"""What reasoning stands between, at the beginning of a text or of what a prompt has opened."""
 MAX_WITHIN = 8
 """Closing tags in the strings of one call, so that no text is read more often than that."""
 _BEGUN = re.compile(OPEN + r"\s*\{")
@@ -83,11 +85,16 @@ class HermesParser:
     A closing tag within a string of the call does not end it, unless nothing comes of the call: then all up to its
     first closing tag is text, and what follows is read again. So is what opens within that text: a model may mention
     the tag, or give up a call that it has begun.
+
+    Reasoning that the text begins with has no calls: what is drafted there may be rejected there.
     """
 
-    def __init__(self, *, several: bool = True) -> None:
-        """``several``: False: nothing is read behind the first call."""
+    def __init__(self, *, several: bool = True, thinks: bool = False) -> None:
+        """``several``: False: nothing is read behind the first call. ``thinks``: reasoning was opened before."""
         self._several = several
+        self._begun = False
+        """Whether it has shown if the text begins with reasoning."""
+        self._thinks = thinks
         self._held = ""
         self._later: list[str] = []
         """What came since and decides nothing, apart: to put every piece to the others would copy them each time."""
@@ -140,6 +147,8 @@ class HermesParser:
 
     def _open(self, found: Found) -> bool:
         """Pass on what stands before the next call; whether there is one."""
+        if not self._answers(found):
+            return False
         start = self._held.find(OPEN)
         before = self._held[: len(self._held) - overlap(self._held, OPEN) if start < 0 else start]
         content = before.rstrip()
@@ -150,6 +159,22 @@ class HermesParser:
         self._gap, self._held = before[len(content) :], self._held[start + len(OPEN) :]
         self._inside, self._searched, self._within = True, 0, []
         return True
+
+    def _answers(self, found: Found) -> bool:
+        """Pass on reasoning; whether it is over, or there is none."""
+        if not self._begun:
+            start = self._held.lstrip()
+            if any(mark.startswith(start) and mark != start for mark in (THINK, OPEN)):
+                return False
+            self._begun = True
+            self._thinks = start.startswith(THINK) or (self._thinks and not start.startswith(OPEN))
+        if self._thinks:
+            end = self._held.find(THOUGHT)
+            self._thinks = end < 0
+            end = len(self._held) - overlap(self._held, THOUGHT) if end < 0 else end + len(THOUGHT)
+            self._tell(found, self._held[:end])
+            self._held = self._held[end:]
+        return not self._thinks
 
     def _close(self, found: Found) -> bool:
         """Take the call that has begun; whether it has ended."""
@@ -249,9 +274,11 @@ class LlamaParser:
         return Found(held)
 
 
-def parser_of(form: ToolForm, names: Collection[str], *, several: bool = True) -> HermesParser | LlamaParser:
-    """A parser that has seen nothing. ``names``: of the functions on offer; ``several``: whether calls may follow."""
-    return HermesParser(several=several) if form is ToolForm.HERMES else LlamaParser(names)
+def parser_of(
+    form: ToolForm, names: Collection[str], *, several: bool = True, thinks: bool = False
+) -> HermesParser | LlamaParser:
+    """A parser that has seen nothing. ``names``: of the functions on offer; the rest as in :class:`HermesParser`."""
+    return HermesParser(several=several, thinks=thinks) if form is ToolForm.HERMES else LlamaParser(names)
 
 
 def overlap(text: str, mark: str) -> int:

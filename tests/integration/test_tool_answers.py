@@ -93,6 +93,10 @@ ODD: list[tuple[str, str, list[str]]] = [
     (f'<tool_call>{{"na{CLOSE} so {CALL}', f'<tool_call>{{"na{CLOSE} so', ['{"a": 1}']),
     (f'<tool_call>{{"na{CLOSE} so "', f'<tool_call>{{"na{CLOSE} so "', []),
     (f"<tool_call>no{CLOSE} so {CALL}", f"<tool_call>no{CLOSE} so", ['{"a": 1}']),
+    (f"<think>Maybe {CALL}? No.</think>\n\n{call(b=2)}", f"<think>Maybe {CALL}? No.</think>", ['{"b": 2}']),
+    (f"\n<think>\n{CALL}\n</thin {CALL}", f"\n<think>\n{CALL}\n</thin {CALL}", []),
+    (f"<think></think>{CALL}<think>{call(b=2)}", "<think></think><think>", ['{"a": 1}', '{"b": 2}']),
+    (f"So <think> is a tag. {CALL}", "So <think> is a tag.", ['{"a": 1}']),
     (f"I call in <tool_call> tags.\n{CALL}", "I call in <tool_call> tags.", ['{"a": 1}']),
     (f'Draft: <tool_call>{{"name": "f", ...\n{CALL} so', 'Draft: <tool_call>{"name": "f", ...so', ['{"a": 1}']),
     (f"<tool_call>\n{CALL}", "<tool_call>", ['{"a": 1}']),
@@ -110,6 +114,24 @@ async def test_closing_tags_within_arguments(text: str, content: str, arguments:
         assert ([one["arguments"] for one in answer["calls"]], answer["text"]) == (arguments, content)
 
 
+@pytest.mark.parametrize("end", ["<think>", "<think>\n"])
+@pytest.mark.parametrize(
+    ("text", "content", "arguments"),
+    [
+        (f"\nMaybe {CALL}? No.\n</think>\n\n{call(b=2)}", f"\nMaybe {CALL}? No.\n</think>", ['{"b": 2}']),
+        (f"Maybe {CALL}? No.", f"Maybe {CALL}? No.", []),
+        (f"<think>\n{CALL}</think>so", f"<think>\n{CALL}</think>so", []),
+        (f"\n{CALL}", "", ['{"a": 1}']),  # none at all
+    ],
+)
+async def test_what_a_prompt_has_opened_is_reasoning(end: str, text: str, content: str, arguments: list[str]) -> None:
+    template = TOOL_TEMPLATE.replace("assistant:", end)
+    for sizes in SIZES:
+        response = await post(generator((*encode(text), EOS), sizes), PATHS[1], {"tools": [WEATHER]}, template)
+        (answer,) = whole(response)
+        assert ([one["arguments"] for one in answer["calls"]], answer["text"]) == (arguments, content)
+
+
 def read(text: str, sizes: Iterator[int]) -> tuple[str, list[ToolCall]]:
     parser, found = HermesParser(), Found()
     while text:
@@ -121,7 +143,20 @@ def read(text: str, sizes: Iterator[int]) -> tuple[str, list[ToolCall]]:
 
 def test_calls_are_the_same_however_the_text_arrives() -> None:
     rng = Random(16)
-    parts = ["<tool_call>", CLOSE, '"', "\\", '{"name": "f", "arguments": {"a": "', '"}}', " ", "x", "</tool", CALL]
+    parts = [
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        CLOSE,
+        '"',
+        "\\",
+        '{"name": "f", "arguments": {"a": "',
+        '"}}',
+        " ",
+        "x",
+        "</tool",
+        CALL,
+    ]
     called = 0
     for _ in range(2000):
         text = "".join(rng.choices(parts, k=rng.randint(1, 14)))

@@ -259,7 +259,7 @@ def test_what_is_read_of_a_random_text_that_is_allowed_fits(form: ToolForm, temp
             assert one.name in ("tree", "any")
             if one.name == "tree":
                 jsonschema.validate(json.loads(one.arguments), STRICT["function"]["parameters"])
-        content = found.content + rest.content
+        content = re.sub(r"(?s)^\s*<think>.*", "", found.content + rest.content)  # there a call is text
         assert "<tool_call>" not in content if form is ToolForm.HERMES else not content.lstrip().startswith("{")
         called += bool(found.calls + rest.calls)
     assert called > 30
