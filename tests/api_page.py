@@ -133,6 +133,7 @@ _ANSWERS = """\
   null for special tokens. Minus infinity is written -9999.
 - `token_ids` are of all `completion_tokens`, also of a stop string that does not show. In a stream they come with their
   commit, even where their text is held back.
+- A `stop` that is the name of a special token is that token: it ends the text also where such tokens do not show.
 - In a completion's `top_logprobs` the token that was drawn is always there, beyond the number asked for if need be.
 - With `echo` the answer begins with the prompt, as it was given. With `max_tokens` 0 and `echo` nothing is generated.
 - `prompt_logprobs`, and `echo` with `logprobs`, have the prompt computed without the prefix cache, and at most

@@ -14,10 +14,15 @@ from speculation.messages import Sampling, Token
 
 
 def stop_tokens_of(body: Body, vocabulary: int, tokenizer: Tokenizer) -> frozenset[Token]:
-    """The caller's and, unless ``ignore_eos``, the model's own. Raises :class:`ApiError`."""
+    """The caller's and, unless ``ignore_eos``, the model's own. Raises :class:`ApiError`.
+
+    A token that ``stop`` names and that shows in no text is one of the caller's: no text would ever end there.
+    """
     own = () if body.ignore_eos else tokenizer.stop_tokens
     given = _known_tokens("stop_token_ids", body.stop_token_ids, vocabulary)
-    return frozenset((*given, *(token for token in own if token < vocabulary)))
+    stops = () if not body.skip_special_tokens else [body.stop] if isinstance(body.stop, str) else body.stop
+    named = [token for stop in stops if (token := tokenizer.hidden_token(stop)) is not None]
+    return frozenset((*given, *(token for token in (*own, *named) if token < vocabulary)))
 
 
 def sampling_of(body: Body, vocabulary: int, tokenizer: Tokenizer) -> Sampling:

@@ -157,6 +157,11 @@ class Tokenizer:
         """Whether a token is in the vocabulary and shows in the text at all."""
         return token not in hidden and self._backend.id_to_token(token) is not None
 
+    def hidden_token(self, name: str) -> Token | None:
+        """The special token of this name; None: there is none."""
+        token = self._backend.token_to_id(name)
+        return token if token in self.hidden else None
+
     def spelling(self, token: Token) -> tuple[str, bytes | None]:
         """How one token is written, and the bytes that it adds to a text; None: none (special or no token)."""
         piece = self._backend.id_to_token(token)

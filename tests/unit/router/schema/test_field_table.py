@@ -17,7 +17,7 @@ from router.schema.request_schema import Kind
 from router.schema.requests import ApiRequest, ModelEntry
 from speculation.messages import Sampling
 from tests.api_page import ROWS, FieldRow, FieldSupport, document
-from tests.fakes import tiny_tokenizer
+from tests.fakes import BOS, EOS, TURN, tiny_tokenizer
 from tests.parsing import parse_chat, parse_completion
 
 CONTEXT = 64
@@ -255,6 +255,23 @@ def test_a_message_that_is_not_written_as_it_is_cannot_be_continued(template: st
             body, {"tiny": ModelEntry("tiny", model_entry().model, tiny_tokenizer(template), max_choices=4)}, "r1"
         )
     assert caught.value.param == "continue_final_message"
+
+
+@pytest.mark.parametrize(
+    ("fields", "ends"),
+    [
+        ({"stop": "<turn>"}, {EOS, TURN}),
+        ({"stop": ["<bos>", "<turn>", "<turn"], "include_stop_str_in_output": True}, {EOS, BOS, TURN}),
+        ({"stop": ["a", "<eos>"], "ignore_eos": True}, {EOS}),
+        ({"stop": ["a", "<turn> ", "<none>"]}, {EOS}),
+        ({"stop": ["<turn>"], "skip_special_tokens": False}, {EOS}),  # its text ends the text
+    ],
+)
+def test_a_stop_string_that_names_a_token_without_text_is_that_token(fields: dict[str, Any], ends: set[int]) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    body = json.dumps({"messages": messages} | fields).encode()
+    request = parse_chat(body, {"tiny": model_entry()}, "r1")
+    assert request.generations[0].stop_tokens == ends
 
 
 def test_the_description_is_openapi_and_knows_every_field() -> None:
