@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from random import Random
+from typing import TypeVar
 
 import pytest
 import tokenizers
@@ -268,11 +269,11 @@ def _serve(
             while drafter and late_features:
                 drafter.receive(LINK, late_features.pop())
         for proposal in arriving:
-            target.receive(LINK, replace(proposal, epoch=epochs[proposal.session]))
+            target.receive(LINK, under(proposal, epochs[proposal.session]))
         for _, message in target.step() or []:
             if isinstance(message, Features):
                 assert drafter
-                features = replace(message, epoch=1)
+                features = under(message, 1)
                 if rng.random() < path.features:
                     drafter.receive(LINK, features)
                 else:
@@ -285,7 +286,7 @@ def _serve(
             if message.finish:
                 live.discard(message.session)
             if drafter:
-                drafter.receive(LINK, replace(message, epoch=1))
+                drafter.receive(LINK, under(message, 1))
         if rng.random() < path.failovers:
             for number in live:
                 epochs[number] += 1
@@ -296,6 +297,14 @@ def _serve(
         count.differences[_temperature(path, number)].update(
             (token - last) % VOCABULARY for last, token in zip([0, *text], text, strict=False)
         )
+
+
+Told = TypeVar("Told", Proposal, Features, Verification)
+
+
+def under(message: Told, epoch: int) -> Told:
+    """The message as of that epoch. To copy each of them takes a tenth of what the loops do."""
+    return message if message.epoch == epoch else replace(message, epoch=epoch)
 
 
 def _temperature(path: Path, number: int) -> float:
@@ -315,6 +324,12 @@ def stops_too_often(texts: Collection[Sequence[int]], stop: int) -> float:
     chances = [BASE[(stop - last) % VOCABULARY] for text in texts for last in (0, *text[:-1])]
     found = sum(text[-1] == stop for text in texts)
     return (found - sum(chances)) / math.sqrt(sum(p * (1 - p) for p in chances))
+
+
+@cache
+def plain(temperatures: tuple[float, ...]) -> Count:
+    """What every coupled path must come to."""
+    return run(Path(PLAIN, temperatures=temperatures), 5 * BATCH)
 
 
 @cache
@@ -455,8 +470,8 @@ def test_plain_decoding_has_the_targets_law(temperature):
 def test_coupled_text_is_that_of_plain_decoding_on_every_path(name):
     for temperatures in ((1.0,), (0.0, 0.7, 1.3)):
         path = replace(COUPLED_PATHS[name], temperatures=temperatures)
-        drafted, plain = run(path, 5 * BATCH), run(Path(PLAIN, temperatures=temperatures), 5 * BATCH)
-        assert drafted.texts == plain.texts
+        drafted = run(path, 5 * BATCH)
+        assert drafted.texts == plain(temperatures).texts
         drafts = any((path.drafter, path.prediction, path.head))
         assert (drafted.accepted > 0) is (drafts and name != "zero budget")
 
