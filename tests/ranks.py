@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from engine.build import build
 from engine.leader import Loss
 from engine.settings import EngineSettings
 from engine.step import Engine
+from tests.forked import ForkedProcess
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks take the GPUs where there are some")
 
@@ -37,10 +39,17 @@ class Watched(RankProcesses):
         self.told.set()
 
 
+class Forked(Watched):
+    """Watched ranks that are there at once."""
+
+    def spawned(self) -> Any:
+        return ForkedProcess(self.module)
+
+
 @contextmanager
 def on_ranks(settings: EngineSettings, ranks: Watched | None = None, count: int = 2) -> Iterator[Engine]:
     """An engine on several ranks, which are gone afterwards. They have time to join however slow the machine is."""
-    ranks = ranks or Watched()
+    ranks = ranks or Forked()
     if settings.join_timeout == EngineSettings("").join_timeout:
         settings = replace(settings, join_timeout=900.0)
     engine = build(replace(settings, tensor_parallel_size=count), ranks=ranks)

@@ -14,7 +14,7 @@ from engine import build
 from engine.layers.layer_ops import LayerOps
 from engine.loading import loader
 from tests.by_rows import PlainRows
-from tests.ranks import Watched
+from tests.ranks import Forked
 
 CANNOT_RECORD = "PACELINE_TEST_CANNOT_RECORD"
 """In the environment of ranks other than 0: they fail to record anything."""
@@ -50,7 +50,7 @@ def stand_ins(replace: Callable[[Any, str, Any], None]) -> None:
     replace(build, "CudaRecorder", Replays)
 
 
-class ByRows(Watched):
+class ByRows(Forked):
     """Ranks that compute so."""
 
     module = __name__

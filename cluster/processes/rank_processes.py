@@ -53,13 +53,17 @@ class RankProcesses:
     def start(self, tasks: Sequence[RankTask]) -> None:
         """Start them all; the kernel ends them with the thread that calls this. Raises OSError."""
         for task in tasks:
-            process = spawn(ours(self.module, str(os.getpid())), {}, held=True, merged=True)
+            process = self.spawned()
             rank = self._ranks[task.rank] = _Rank(process)
             assert process.stdin and process.stdout
             follow = task.rank, rank, process.stdout
             threading.Thread(target=self._follow, args=follow, daemon=True, name=f"rank {task.rank}").start()
             with open(process.stdin.fileno(), "wb", closefd=False) as pipe:
                 pipe.write(pickle.dumps(task))  # left open: its end is the worker's end
+
+    def spawned(self) -> subprocess.Popen[str]:
+        """A process that waits for its task."""
+        return spawn(ours(self.module, str(os.getpid())), {}, held=True, merged=True)
 
     def wait(self) -> Loss:
         """Block until one has ended."""

@@ -22,7 +22,7 @@ from engine.settings import EngineSettings
 from engine.step import Engine
 from speculation.messages import Limits, Open, Proposal, Sampling, SessionId, Source, Speculation, Verification
 from target_service.verify_loop import TargetLimits, VerifyLoop
-from tests.ranks import Watched, needs_no_gpu, on_ranks
+from tests.ranks import Forked, Watched, needs_no_gpu, on_ranks
 from tests.stack import MODELS, held_out_prompts, needs_invariant_bf16
 from tests.unit.engine.engine_models import save_model
 
@@ -178,7 +178,7 @@ def test_an_idle_worker_ends_when_a_rank_dies(tiny):
 
 
 def test_an_idle_worker_sees_whether_its_ranks_answer(tiny):
-    ranks = Watched()
+    ranks = Forked()
     with on_ranks(tiny, ranks) as engine:
         for _ in range(2):
             engine.check()
@@ -195,7 +195,7 @@ def test_an_idle_worker_sees_whether_its_ranks_answer(tiny):
 @pytest.mark.thorough
 def test_a_rank_that_hangs_does_not_hang_the_worker_for_long(tiny, monkeypatch):
     monkeypatch.setattr(group, "COMPUTING", timedelta(seconds=10))  # they meet within it, too
-    ranks = Watched()
+    ranks = Forked()
     with on_ranks(tiny, ranks) as engine:
         os.kill(ranks.pids[1], signal.SIGSTOP)
         sequence = engine.cache.sequence()
@@ -208,7 +208,7 @@ def test_a_rank_that_hangs_does_not_hang_the_worker_for_long(tiny, monkeypatch):
 
 @pytest.mark.thorough
 def test_a_rank_that_hangs_while_it_loads_is_named(tiny, monkeypatch):
-    ranks = Watched()
+    ranks = Forked()
     assembled = leader.Leader._assembled
 
     def stopped(self) -> group.Group:
@@ -249,7 +249,7 @@ def test_a_worker_whose_ranks_are_out_of_step_ends(tiny, monkeypatch, role):
 
 @pytest.mark.thorough
 def test_a_rank_that_fails_ends_the_worker_with_its_last_words(tiny):
-    ranks = Watched()
+    ranks = Forked()
     with on_ranks(tiny, ranks) as engine:
         assert engine._leader is not None and engine._leader._group is not None
         engine._leader._group.tell(b"nonsense")

@@ -9,7 +9,7 @@ import pytest
 from engine.model import ModelError
 from engine.settings import EngineSettings
 from engine.step import Engine
-from tests.ranks import Watched, alive, needs_no_gpu, on_ranks
+from tests.ranks import Forked, alive, needs_no_gpu, on_ranks
 from tests.unit.engine.engine_models import save_model
 
 pytestmark = needs_no_gpu
@@ -20,7 +20,7 @@ def test_ranks_end_where_warming_up_fails(tmp_path: Path, monkeypatch: pytest.Mo
         raise ModelError("no room for the cache")
 
     monkeypatch.setattr("engine.build.warm_up", warm_up)
-    ranks = Watched()
+    ranks = Forked()
     settings = EngineSettings(save_model("llama", tmp_path, num_hidden_layers=1), dtype="fp32", device="cpu")
     with pytest.raises(ModelError, match="no room"), on_ranks(settings, ranks):
         pass

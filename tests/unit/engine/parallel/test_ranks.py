@@ -20,7 +20,7 @@ from engine.interface import Chunk
 from engine.parallel.group import FRAME_BYTES
 from engine.settings import EngineSettings
 from engine.step import Engine
-from tests.ranks import needs_no_gpu, on_ranks
+from tests.ranks import Forked, Watched, needs_no_gpu, on_ranks
 from tests.thorough import mostly_thorough
 from tests.unit.engine.engine_models import save_model
 
@@ -42,7 +42,8 @@ def pair(request, tmp_path_factory) -> Iterator[tuple[Engine, Engine]]:
     folder = save_model(request.param, tmp_path_factory.mktemp("tp"), **changes)
     randomise_biases(Path(folder))
     settings = EngineSettings(folder, dtype="fp32", device="cpu", cache_tokens=CACHE)
-    with on_ranks(settings) as two:
+    ranks = Watched() if request.param == "llama" else Forked()  # one as a worker starts it
+    with on_ranks(settings, ranks) as two:
         yield build(settings), two
 
 
@@ -123,10 +124,8 @@ def test_a_bad_chunk_leaves_the_ranks_in_step(pair):
 
 def test_ranks_listen_on_loopback_only(pair):
     """Nothing that they say to each other is encrypted. Torch itself would open its store on all interfaces."""
-    me = psutil.Process()
-    ranks = [child for child in me.children() if "cluster.processes.rank_processes" in child.cmdline()]
-    assert ranks
-    for process in (me, *ranks):
+    (rank,) = pair[1]._leader._ranks.pids.values()
+    for process in (psutil.Process(), psutil.Process(rank)):
         hosts = {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
         assert hosts
         assert all(ipaddress.ip_address(host).is_loopback for host in hosts)
