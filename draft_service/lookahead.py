@@ -24,6 +24,7 @@ from draft_service.sequence import (
     Reader,
     Text,
     candidates_of,
+    most_to_read,
     read_on,
     rows_drawn_at,
     withdrawn,
@@ -143,9 +144,8 @@ class Lookahead:
                 return self._open(link, message, sequence, at)
             case Verification():
                 return self._verified(link, message, sequence)
-            case Close():
-                if sequence is not None and sequence.session.opened.epoch <= message.epoch:
-                    self._drop(sequence, "closed")
+            case Close() if sequence is not None and sequence.session.opened.epoch <= message.epoch:
+                self._drop(sequence, "closed")
             case Proposal():
                 log.warning("a router sent a proposal to a drafter; ignored")
         return []
@@ -174,8 +174,7 @@ class Lookahead:
         session.outcomes = [] if self._recorder else None
         session_log = SessionLog(log, opened.session, opened.request_options.request)
         session_log.info("opened with %d tokens, epoch %d", len(opened.tokens), opened.epoch)
-        shaping = Shaping.of(opened, session.tokens, vocabulary)
-        rows = self._rows(opened, text.tokens)
+        rows, shaping = self._rows(opened, text.tokens), Shaping.of(opened, session.tokens, vocabulary)
         sequence = DraftSequence(link, session, text, rows, session_log, SequenceTimings(at), shaping)
         self._sequences[link, opened.session] = sequence
         if opened.request_options.grammar:
@@ -239,7 +238,7 @@ class Lookahead:
         sequence.cached.free()
         self._staged.drop(sequence)
         self._compiling.remove(sequence)
-        del self._sequences[sequence.link, sequence.session.opened.session]
+        del self._sequences[sequence.key]
 
     def validate(self) -> None:
         """Raise AssertionError where the books contradict each other: of the cache and each session."""
@@ -302,17 +301,19 @@ class Lookahead:
     def _compute(self, entries: Sequence[DraftBatchEntry]) -> Outgoing:
         """Run the entries in one forward and commit what it found.
 
-        A session that the cache has no room for is given back to its router. If the forward fails otherwise, each entry
-        is computed alone and without guesses, so that a fault hits only its own session. The same goes for those whose
-        logits are no numbers: they may have read across what another one wrote.
+        Where the cache has no room, the session that has most to read is given back to its router. If the forward fails
+        otherwise, each entry is computed alone and without guesses, so that a fault hits only its own session. The same
+        goes for those whose logits are no numbers: they may have read across what another one wrote.
         """
+        if not (entries := [entry for entry in entries if entry.sequence.key in self._sequences]):
+            return []
         try:
             found = self._run(entries)
         except CacheFull:
             if withdrawn(entries):
                 return self._compute(entries)
-            refused = self._give_back(entries[-1].sequence, RefusalCode.OVERLOADED, "no room in the draft cache")
-            return refused + (self._compute(entries[:-1]) if len(entries) > 1 else [])
+            needy = most_to_read(self._sequences.values(), entries)
+            return self._give_back(needy, RefusalCode.OVERLOADED, "no room in the draft cache") + self._compute(entries)
         except FATAL:
             raise
         except Exception as error:  # whatever a model may raise; the culprit is found below

@@ -8,7 +8,7 @@ Tensor legend: R rows of the step, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -26,7 +26,7 @@ from speculation.drafting.draft_session import Candidate, DraftSession
 from speculation.messages import ANCHOR, Rule, Token, Verification
 from speculation.trie import Node, VerificationTree
 from transport.tracing import SequenceTimings, SessionLog
-from transport.worker import Outgoing
+from transport.worker import Key, Outgoing
 
 
 class Text:
@@ -90,6 +90,11 @@ class DraftSequence:
     verified_at: float | None = None
     drafting_seconds: float = 0.0
     """Seconds that the steps took which drafted for it since its last push."""
+
+    @property
+    def key(self) -> Key:
+        """Which session it is, at this worker."""
+        return self.link, self.session.opened.session
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -323,3 +328,12 @@ def candidates_of(entries: Sequence[DraftBatchEntry], logits_RV: Tensor) -> list
 def withdrawn(entries: Sequence[DraftBatchEntry]) -> bool:
     """Have no entry compute more than it has to; whether any was about to."""
     return sum(entry.withdraw() for entry in entries) > 0
+
+
+def most_to_read(sequences: Iterable[DraftSequence], entries: Sequence[DraftBatchEntry]) -> DraftSequence:
+    """Who gives way where a step finds no room: of all that hold any or want it, the one that has most to read yet.
+
+    It drafts last of all. Among those that have read as much, it is the last of the step.
+    """
+    wanting, holding = [entry.sequence for entry in reversed(entries)], [one for one in sequences if one.cached.blocks]
+    return max(wanting + holding, key=lambda sequence: sequence.num_uncomputed_tokens)

@@ -8,14 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
+from draft_service.in_turn import InTurn
+from draft_service.lookahead import Lookahead
 from draft_service.sequence import Text
 from draft_service.staged_drafting import Assistant
+from engine.cache.kv_cache import CacheFull
+from engine.interface import Chunk
 from engine.model import Model
 from engine.step import Engine
-from speculation.messages import RefusalCode, Refused, Token
+from speculation.messages import RefusalCode, Refused, SessionId, Token, Welcome
+from speculation.verifying.payoff import DraftTurn
 from tests.unit.draft_service.test_draft_faults import (
     CONTEXT,
+    LIMITS,
     ROUTER,
+    VOCABULARY,
     close,
     drafter,
     drafts,
@@ -57,6 +64,64 @@ def test_a_text_that_outgrows_the_draft_model_makes_room_for_others(model: Model
     assert 0 < demand.asked <= 5, "no more than there was room for"
     worker.receive(ROUTER, verified(1, (*text, *range(40, 46)), 46))
     assert worker.demand() == demand, "nobody can draft for this text: more drafters would not help"
+    close(worker)
+
+
+@pytest.mark.parametrize("in_turn", [False, True], ids=["ahead", "in turn"])
+def test_long_prompts_that_find_no_room_cost_no_session_that_drafts_its_drafter(model: Model, *, in_turn: bool) -> None:
+    """Each finds room when it is opened; together they have none. What gives way has most to read yet.
+
+    In turn, that is so even while drafts are what finds none: prompts are read before.
+    """
+    engine = Engine(model, model.new_cache(160), invariant=False)
+    limits = replace(LIMITS, prefill_from=8, draft=replace(LIMITS.draft, lead=4))
+    worker = (InTurn if in_turn else Lookahead)(engine, Welcome("draft", "tiny", VOCABULARY, CONTEXT), limits)
+    texts = {number: tuple(random_tokens(4 + 3 * number, seed=number)) for number in (1, 2, 3)}
+    refused: list[Refused] = []
+
+    def step() -> None:
+        keys = list(worker._sequences)
+        if isinstance(worker, InTurn):
+            answers = worker.draft(keys, dict.fromkeys(keys, 0.5), DraftTurn(5, 1.0, 0.0), probe=True)
+        else:
+            answers = worker.step() or []
+        refused.extend(message for _, message in answers if isinstance(message, Refused))
+
+    for number, text in texts.items():
+        assert worker.receive(ROUTER, opened(number, text)) == []
+    step()
+    step()
+    for number in (11, 12, 13):
+        assert worker.receive(ROUTER, opened(number, random_tokens(CONTEXT - 4, seed=number))) == []
+    for turn in range(14):
+        for number in texts if turn % 2 == 0 else ():
+            worker.receive(ROUTER, verified(number, texts[number], turn))
+            texts[number] += (turn,)
+        step()
+    assert {message.code for message in refused} == {RefusalCode.OVERLOADED}
+    assert sorted(message.session for message in refused) == [12, 13]
+    assert all(drafts(worker, number) for number in (1, 2, 3, 11))
+    close(worker)
+
+
+def test_who_gave_way_to_another_is_not_computed_in_its_own_turn(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that fails is computed one by one; the first to be finds no room, at the cost of the one behind."""
+    worker = drafter(model)
+    errors, compute = [CacheFull("planted"), RuntimeError("planted")], worker._engine.run
+
+    def run(chunks: Sequence[Chunk]) -> torch.Tensor:
+        if errors:
+            raise errors.pop()
+        return compute(chunks)
+
+    worker.receive(ROUTER, opened(1, (5, 6, 7)))
+    worker.receive(ROUTER, opened(2, random_tokens(60, seed=2)))
+    worker.step()
+    worker.receive(ROUTER, verified(1, (5, 6, 7), 8, 9))
+    monkeypatch.setattr(worker._engine, "run", run)
+    refused = [message for _, message in settle(worker) if isinstance(message, Refused)]
+    assert refused == [Refused(SessionId(2), 1, RefusalCode.OVERLOADED, "no room in the draft cache")]
+    assert drafts(worker, 1)
     close(worker)
 
 
