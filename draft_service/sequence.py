@@ -3,7 +3,7 @@
 Of each row the likeliest draws are taken under the coupled rule, as many as the session wants children; under the
 rejection rule one token, drawn from the q that goes with it.
 
-Tensor legend: R rows of the step, V vocabulary.
+Tensor legend: R rows of the step, M those under the rejection rule, V vocabulary.
 """
 
 from __future__ import annotations
@@ -300,28 +300,49 @@ def read_on(
 def rows_drawn_at(logits_RV: Tensor, entries: Sequence[DraftBatchEntry]) -> Tensor:
     """The rows of the places drawn at here, without a copy if these are all."""
     drawn = [entry.drawn > 0 and entry.levels == 1 for entry in entries for _ in range(entry.rows)]
-    if all(drawn):
-        return logits_RV
-    return logits_RV[upload([row for row, wanted in enumerate(drawn) if wanted], logits_RV.device)]
+    return _picked(logits_RV, [row for row, wanted in enumerate(drawn) if wanted])
+
+
+def _picked(logits_RV: Tensor, rows: Sequence[int]) -> Tensor:
+    """Those ``rows``, in their order, without a copy if these are all."""
+    return logits_RV if len(rows) == len(logits_RV) else logits_RV[upload(rows, logits_RV.device)]
 
 
 def candidates_of(entries: Sequence[DraftBatchEntry], logits_RV: Tensor) -> list[Sequence[Candidate]]:
-    """What may follow each expanded place: the likeliest draws; under the rejection rule, one draw from q."""
+    """What may follow each expanded place: the likeliest draws; under the rejection rule, one draw from q.
+
+    Nothing where shaping leaves no token.
+    """
     draws = [draw for entry in entries for draw in entry.draws()]
     if not draws:
         return []
     logits_RV = shaped(logits_RV, [shape for entry in entries for shape in entry.shapes()])
     max_children = max((entry.sequence.session.children for entry in entries), default=1)
-    found: list[Sequence[Candidate]] = list(candidates(logits_RV, draws, k=max_children))
-    drawn_from_q = [
-        row
-        for row, session in enumerate(entry.sequence.session for entry in entries for _ in range(entry.drawn))
-        if session.opened.speculation.rule is Rule.REJECTION and found[row]
-    ]
-    if drawn_from_q:
-        drafts = draw_sparse(logits_RV[drawn_from_q], [draws[row] for row in drawn_from_q])
-        for row, draft in zip(drawn_from_q, drafts, strict=True):
-            found[row] = [Candidate(draft.token, draft.confidence, draft.q)]
+    sessions = (entry.sequence.session for entry in entries for _ in range(entry.drawn))
+    from_q = [session.opened.speculation.rule is Rule.REJECTION for session in sessions]
+    if any(from_q):
+        return _drawn(logits_RV, draws, from_q, max_children)
+    return list(candidates(logits_RV, draws, max_children))
+
+
+def _drawn(
+    logits_RV: Tensor, draws: Sequence[Draw], from_q: Sequence[bool], max_children: int
+) -> list[Sequence[Candidate]]:
+    """What may follow each place: those ``from_q``, some at least, by one draw of it."""
+    found: list[Sequence[Candidate]] = [()] * len(draws)
+    rows = [row for row, wanted in enumerate(from_q) if wanted]
+    logits_MV = _picked(logits_RV, rows)
+    # There is no q where no token is left, or logits are no numbers. Fetched after the other draws, which wait for the
+    # device anyway.
+    possible_M = logits_MV.amax(-1).isfinite()
+    if others := [row for row, wanted in enumerate(from_q) if not wanted]:
+        coupled = candidates(_picked(logits_RV, others), [draws[row] for row in others], max_children)
+        for row, likeliest in zip(others, coupled, strict=True):
+            found[row] = likeliest
+    picked = [number for number, possible in enumerate(possible_M.tolist()) if possible]
+    rows = [rows[number] for number in picked]
+    for row, draft in zip(rows, draw_sparse(_picked(logits_MV, picked), [draws[row] for row in rows]), strict=True):
+        found[row] = [Candidate(draft.token, draft.confidence, draft.q)]
     return found
 
 
