@@ -9,7 +9,7 @@ Tensor legend: R rows of the step, M those under the rejection rule, V vocabular
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 
 from torch import Tensor
@@ -141,11 +141,10 @@ class DraftSequence:
 
     def pushes(self) -> Outgoing:
         """What is to be sent now, with the time that drafting it took."""
-        proposals = self.session.pushes()
-        if not proposals:
-            return []
-        took, self.drafting_seconds = round(self.drafting_seconds * 1e6), 0.0
-        return [(self.link, replace(proposal, took_us=took)) for proposal in proposals]
+        proposals = self.session.pushes(self.drafting_seconds)
+        if proposals:
+            self.drafting_seconds = 0.0
+        return [(self.link, proposal) for proposal in proposals]
 
 
 @dataclass(slots=True)

@@ -274,7 +274,7 @@ class DraftSession:
 
     # -- pushing -------------------------------------------------------------------------------------------------------
 
-    def pushes(self) -> list[Proposal]:
+    def pushes(self, seconds: float = 0.0) -> list[Proposal]:
         """What is to be sent now: called after each step, whether it expanded this session or not, and verification.
 
         While the target has enough to go on with, the drafts of a few steps go out together. The likeliest go first,
@@ -282,6 +282,8 @@ class DraftSession:
 
         Under the rejection rule each token goes out with the step that drew it. How long it waited for those behind it
         would depend on what these are, hence on itself: a stop token has none (:mod:`speculation.acceptance`).
+
+        ``seconds``: what drafting has taken since the last push.
         """
         if not self._unsent:
             return []
@@ -294,7 +296,7 @@ class DraftSession:
             return []
         self._held = 0
         self._sent_end = max(self._sent_end, *(node.end for node in chosen))
-        proposals = proposals_of(self.opened, self.trie.root, chosen)
+        proposals = proposals_of(self.opened, self.trie.root, chosen, round(seconds * 1e6))
         for node in chosen:
             del self._unsent[node]
         self._credit -= sum(map(proposal_bytes, proposals))

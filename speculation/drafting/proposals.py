@@ -11,11 +11,11 @@ PROPOSAL_BYTES = 26
 """What a proposal costs on the wire, besides its nodes."""
 
 
-def proposals_of(opened: Open, root: Node, nodes: Sequence[Node]) -> list[Proposal]:
+def proposals_of(opened: Open, root: Node, nodes: Sequence[Node], took_us: int = 0) -> list[Proposal]:
     """New ``nodes``, parents first: one proposal for each place they hang from, or one that spans them all.
 
     The latter repeats the known nodes between, which does no harm, and is cheaper unless there are many. ``root``: of
-    the session's trie.
+    the session's trie. ``took_us``: what drafting them took.
     """
     parts: dict[Node, list[Node]] = {}
     anchors: dict[Node, Node] = {}
@@ -31,8 +31,8 @@ def proposals_of(opened: Open, root: Node, nodes: Sequence[Node]) -> list[Propos
     between = {node: None for path in paths for node in path[shared:]} | dict.fromkeys(nodes)
     spanning = sorted(between, key=lambda node: node.end)
     if sum(token_bytes(node.token) for node in spanning if node not in anchors) <= PROPOSAL_BYTES * (len(parts) - 1):
-        return [_proposal(opened, common, spanning)]
-    return [_proposal(opened, anchor, part) for anchor, part in parts.items()]
+        return [_proposal(opened, common, spanning, took_us)]
+    return [_proposal(opened, anchor, part, took_us) for anchor, part in parts.items()]
 
 
 def proposal_bytes(proposal: Proposal) -> int:
@@ -45,7 +45,7 @@ def token_bytes(token: Token) -> int:
     return (token.bit_length() + 6) // 7 + 2
 
 
-def _proposal(opened: Open, anchor: Node, nodes: Sequence[Node]) -> Proposal:
+def _proposal(opened: Open, anchor: Node, nodes: Sequence[Node], took_us: int) -> Proposal:
     index = {node: i for i, node in enumerate(nodes)}
     return Proposal(
         session=opened.session,
@@ -56,4 +56,5 @@ def _proposal(opened: Open, anchor: Node, nodes: Sequence[Node]) -> Proposal:
         parents=tuple(ANCHOR if node.parent is anchor else index[node.above] for node in nodes),
         confidence=tuple(node.confidence for node in nodes),
         q=tuple(node.q for node in nodes if node.q is not None),
+        took_us=took_us,
     )

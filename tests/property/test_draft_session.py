@@ -77,9 +77,9 @@ class Forgetful(DraftSession):
         self._places = None
         return super().places()
 
-    def pushes(self) -> list[Proposal]:
+    def pushes(self, seconds: float = 0.0) -> list[Proposal]:
         self._unaffordable = False
-        return super().pushes()
+        return super().pushes(seconds)
 
 
 class Pair:

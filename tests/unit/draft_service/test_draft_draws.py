@@ -1,4 +1,4 @@
-"""How the rows of a step are drawn that holds sessions under both rules."""
+"""How the rows of a step are drawn that holds sessions under both rules, and how what comes of it is sent."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from engine.model import Model
 from engine.sampling.rejection import draw_sparse
 from engine.sampling.sampling import candidates
 from speculation.drafting.draft_session import Candidate
-from speculation.messages import Rule, Sampling, Speculation
-from tests.unit.draft_service.test_draft_faults import ROUTER, VOCABULARY, close, drafter, model, opened
+from speculation.messages import Proposal, Rule, Sampling, Speculation
+from tests.unit.draft_service.test_draft_faults import ROUTER, VOCABULARY, close, drafter, model, opened, settle
 from tests.unit.engine.engine_models import random_tokens
 
 __all__ = ["model"]  # a fixture
@@ -70,4 +70,21 @@ def test_each_row_is_drawn_once_by_its_own_rule(
     monkeypatch.setattr(sequence, "candidates", counting)
     assert list(map(list, candidates_of(entries, logits_RV))) == expected
     assert sum(given) == sum(rule_of(entry) is Rule.COUPLED for entry in entries)
+    close(worker)
+
+
+def test_a_proposal_is_made_once_with_the_time_that_drafting_it_took(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, check, made = drafter(model), Proposal.__post_init__, []
+
+    def counting(proposal: Proposal) -> None:
+        made.append(proposal)
+        check(proposal)
+
+    monkeypatch.setattr(Proposal, "__post_init__", counting)
+    worker.receive(ROUTER, opened(1, (5, 6, 7)))
+    sent = [message for _, message in settle(worker) if isinstance(message, Proposal)]
+    assert sent == made != []
+    assert all(0 < message.took_us <= worker.counters.step_microseconds for message in sent)
     close(worker)
