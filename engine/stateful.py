@@ -31,7 +31,7 @@ RIGHT_IN_PARTS = frozenset(
     (
         *("bamba", "deepseek_v4", "falcon_h1", "granitemoehybrid", "mamba2", "minimax", "nemotron_h", "olmo_hybrid"),
         *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "rwkv", "zamba2", "zaya", "lfm2", "lfm2_moe", "lfm3"),
-        *("bloom", "codegen", "diffllama", "doge", "falcon", "gpt_neo", "gptj", "mpt", "xglm"),
+        *("bloom", "codegen", "diffllama", "doge", "falcon", "gpt_neo", "gptj", "minimax_m3_vl_text", "mpt", "xglm"),
     )
 )
 """Model types whose caches stay right when a prompt is fed in parts; those of others get it in one go.

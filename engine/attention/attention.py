@@ -167,12 +167,16 @@ def paged_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Cache the new keys and values, attend, return ``[1, T, Q, E]``, contiguous. The signature is transformers'."""
     step = current_step()
     if attention_mask is not None or position_bias is not None:
         raise UnsupportedAttention("the model adds its own bias to the attention scores (ALiBi or similar)")
+    if indices is not None or block_indices is not None:
+        raise UnsupportedAttention("the model attends to a choice of its keys only (sparse attention)")
     layer: int = module.layer_idx  # type: ignore[assignment]
     keys_SHD, values_SHE = step.store.write(layer, step.slots_T, key_1HTD, value_1HTE)
     query_TQD = query_1QTD[0].transpose(0, 1)

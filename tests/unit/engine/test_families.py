@@ -228,6 +228,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "lfm3": Family({"layer_types": ["conv", "full_attention", "conv"]}, plain=NEVER_CALLS),
     "minimax": Family({**HEAD, **LOCAL_EXPERTS, "block_size": 16}, plain="layer 1 called it 0 times"),
+    "minimax_m3_vl_text": Family(
+        {**HEAD, **LOCAL_EXPERTS, "rotary_dim": 8, "dense_intermediate_size": 96, "shared_intermediate_size": 48}
+        | {"index_n_heads": 2, "index_head_dim": 16}
+        | {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]},
+        plain="attends to a choice of its keys only",
+    ),
     "mpt": Family({"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 256}, plain=NEVER_CALLS),
     "xglm": Family({"d_model": 64, "ffn_dim": 96, "num_layers": 3, "attention_heads": 4}, plain=NEVER_CALLS),
     # Not causal, or without a cache for each sequence.
