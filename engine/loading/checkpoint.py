@@ -188,7 +188,7 @@ def read_module(
         raise ModelError(f"{path}: the weights lack {len(missing)} tensors of the model, first {missing[0]!r}")
     if not quantised and (scales := scales_of(loaded["unexpected_keys"])):
         raise ModelError(f"{path}: its weights are quantised, with scales like {scales[0]!r}; {NOT_READ}")
-    if quantised and group is None and getattr(module, "hf_quantizer", None) is None:
+    if quantised and getattr(module, "hf_quantizer", None) is None:
         _cast(module, dtype)
     return module.eval().requires_grad_(False)
 
@@ -198,9 +198,13 @@ def _cast(module: Any, dtype: torch.dtype) -> None:
 
     What is stored in float32 is meant to stay so.
     """
-    for parameter in module.parameters():
-        if parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize:
-            parameter.data = parameter.data.to(dtype)
+    made: dict[int, torch.nn.Parameter] = {}  # what is tied stays tied
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize:
+                if id(parameter) not in made:  # data set anew would leave a rank's slice as it was
+                    made[id(parameter)] = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+                setattr(part, name, made[id(parameter)])
 
 
 def check_split(path: str, ranks: int) -> None:

@@ -220,6 +220,21 @@ def test_float8_in_blocks_is_dequantised_on_a_cpu(
     assert not load(str(folder), dtype=dtype, device="cpu").no_speculation
 
 
+@needs_no_gpu
+def test_float8_in_blocks_is_dequantised_on_ranks(tmp_path: Path) -> None:
+    folder = Path(save_model("llama", tmp_path, num_hidden_layers=2, intermediate_size=128, head_dim=32))
+    how = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+    store_in_float8(folder, "_scale_inv", 32, quantization_config=how)
+    settings = EngineSettings(str(folder), dtype="fp32", device="cpu", cache_tokens=256)
+    text = random_tokens(9, seed=1)
+    alone = build(settings)
+    expected = alone.run([Chunk(alone.cache.sequence(), text, rows=range(9))]).clone()
+    with on_ranks(settings) as engine:
+        assert {parameter.dtype for parameter in engine.model.module.parameters()} == {torch.float32}
+        logits = engine.run([Chunk(engine.cache.sequence(), text, rows=range(9))])
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_scales_of_what_is_no_weight_are_left_alone(tmp_path: Path) -> None:
     """A cache is not kept in float8 here."""
     folder = Path(save_model("llama", tmp_path))
