@@ -51,6 +51,9 @@ PATTERNS = ("config.json", "*.safetensors", "*.bin")
 HEAD_BYTES = 1 << 20
 SAMPLES, SAMPLE_BYTES = 64, 4096
 
+ON_ONE_RANK = "a target serves it on one rank, without speculation: use tensor_parallel_size 1"
+"""Of a model that cannot speculate."""
+
 NOT_READ = "take the original, or a format that transformers reads"
 
 SPLIT_BY = {
@@ -216,6 +219,9 @@ def check_split(path: str, ranks: int) -> None:
             f"{path}: model type {config.model_type!r} cannot be split over ranks, transformers has no plan for it; "
             "use tensor_parallel_size 1"
         )
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    if model_class._is_stateful:
+        raise ModelError(f"{path}: model type {config.model_type!r} keeps a recurrent state; {ON_ONE_RANK}")
     told = [(name, getattr(layer, name, None)) for name in SPLIT_BY for layer in layers_of(text)]
     sizes = [(name, size) for name, size in told if isinstance(size, int)]
     for name, size in sizes:

@@ -25,6 +25,7 @@ from engine.cpu.thread_choice import leave_cores_to_steps, set_threads
 from engine.layers.fused import RowOpsStack, Unrecognised, fuse, unfuse
 from engine.layers.linear import pack_linears
 from engine.loading.checkpoint import (
+    ON_ONE_RANK,
     choose_device,
     choose_dtype,
     digest_of,
@@ -154,7 +155,9 @@ def from_module(
     try:
         return _for_speculation(model, test, report, how)
     except CannotSpeculate as reason:
-        if not how.without_speculation or how.quantization != NONE or how.group is not None:
+        if how.group is not None and how.quantization == NONE:
+            raise ModelError(f"{reason}; {ON_ONE_RANK}") from reason
+        if not how.without_speculation or how.quantization != NONE:
             raise
         return _for_plain_decoding(model, test, report, reason)
 

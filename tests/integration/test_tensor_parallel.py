@@ -119,6 +119,7 @@ def test_a_drafter_on_two_ranks_drafts_what_it_drafts_on_one():
         ("gemma4_text", {}, 2, "tensor_parallel_size 2 does not divide its 1 key/value heads; possible: 1"),
         ("llama", {"intermediate_size": 97}, 2, "does not divide its 97 inner units of a layer (intermediate_size);"),
         ("gpt2", {}, 2, "model type 'gpt2' cannot be split over ranks, transformers has no plan for it"),
+        ("olmo_hybrid", {}, 2, "keeps a recurrent state; a target serves it on one rank, without speculation: use"),
     ],
 )
 def test_what_cannot_be_split_is_refused_before_a_rank_is_started(tmp_path, family, changes, ranks, words):
@@ -129,6 +130,16 @@ def test_what_cannot_be_split_is_refused_before_a_rank_is_started(tmp_path, fami
     assert words in str(caught.value)
     assert folder in str(caught.value)
     assert processes.pids == {}
+
+
+def test_what_is_found_to_be_unable_to_speculate_on_ranks_is_refused_with_what_would_be_right(tmp_path):
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    folder = save_model("minimax", tmp_path, head_dim=16, block_size=16, **experts)
+    words = (
+        r"layer 1 called it 0 times; a target serves it on one rank, without speculation: use tensor_parallel_size 1"
+    )
+    with pytest.raises(ModelError, match=words), on_ranks(EngineSettings(folder, dtype="fp32", device="cpu")):
+        pass
 
 
 @pytest.fixture
