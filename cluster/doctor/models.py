@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -21,8 +20,8 @@ from cluster.config.environment import expanded, is_folder
 from cluster.config.pools import DraftConfig, TargetConfig
 from cluster.config.serving import difference
 from cluster.doctor.finding import Finding, ok, problem, warning
-from engine.loading.checkpoint import read_config
-from engine.model import ModelError, key_heads_of, layers_of
+from engine.loading.checkpoint import check_split, read_config
+from engine.model import ModelError
 from speculation.events import Role
 
 COPY_AGAIN = "copy the model folder again, or download it again"
@@ -52,7 +51,7 @@ def check_folder(subject: str, pool: TargetConfig | DraftConfig) -> Iterator[Fin
         yield warning(subject, f"{pool.model} is a hub id", "workers download it; give a folder to have it checked")
         return
     try:
-        text_config: Any = read_config(pool.model).get_text_config(decoder=True)
+        read_config(pool.model)
         weights = read_weights(folder)
     except (ModelError, WeightsError) as error:
         yield problem(subject, f"{pool.model}: {str(error).removeprefix(f'{pool.model}: ')}", COPY_AGAIN)
@@ -60,18 +59,14 @@ def check_folder(subject: str, pool: TargetConfig | DraftConfig) -> Iterator[Fin
     if weights is None:
         yield warning(subject, f"{pool.model} has no safetensors weights", "convert them; they cannot be checked")
         return
-    counts = set(map(key_heads_of, layers_of(text_config)))
-    heads = math.gcd(*counts)
-    if not heads and pool.tensor_parallel_size > 1:
-        text = f"model type {text_config.model_type!r} has no attention heads to divide among ranks"
-        yield problem(subject, text, "set tensor_parallel_size to 1")
-    elif heads % pool.tensor_parallel_size:
-        possible = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
-        told = " and ".join(map(str, sorted(counts)))
-        text = f"{told} key-value heads cannot be divided among {pool.tensor_parallel_size} ranks"
-        yield problem(subject, text, f"set tensor_parallel_size to one of {possible}")
-    else:
-        yield ok(subject, f"{pool.model}: {weights.tensors} tensors, {_count(weights.numbers)} weights")
+    try:
+        if pool.tensor_parallel_size > 1:
+            check_split(pool.model, pool.tensor_parallel_size)
+    except ModelError as error:
+        text, _, fix = str(error).rpartition("; ")
+        yield problem(subject, text, fix)
+        return
+    yield ok(subject, f"{pool.model}: {weights.tensors} tensors, {_count(weights.numbers)} weights")
 
 
 def check_pair(subject: str, target: str, draft: str) -> Iterator[Finding]:

@@ -154,7 +154,27 @@ def test_weights_in_another_format(model):
 def test_heads_that_cannot_be_divided(model):
     assert told(model, tensor_parallel_size=2).startswith("ok ")
     said = told(model, tensor_parallel_size=3)
-    assert "2 key-value heads cannot be divided among 3 ranks; set tensor_parallel_size to one of 1, 2" in said
+    assert "tensor_parallel_size 3 does not divide its 2 key/value heads; possible: 1, 2" in said
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("gpt2", {}, "model type 'gpt2' cannot be split over ranks, transformers has no plan for it; use"),
+        (
+            "llama",
+            {"intermediate_size": 97},
+            "2 does not divide its 97 inner units of a layer (intermediate_size); poss",
+        ),
+        ("olmo_hybrid", {}, "model type 'olmo_hybrid' keeps a recurrent state; a target serves it on one rank"),
+    ],
+)
+def test_what_a_worker_refuses_to_split_is_no_less_refused_here(tmp_path, family, changes, words):
+    folder = save_model(family, tmp_path, **changes)
+    shutil.copy(MODELS / "target" / "tokenizer.json", tmp_path)
+    assert told(folder).startswith("ok ")
+    said = told(folder, tensor_parallel_size=2)
+    assert said.startswith("problem ") and words in said
 
 
 def test_every_pool_of_several_models(model):
@@ -219,7 +239,7 @@ def test_a_family_without_attention_has_no_heads_to_divide(tmp_path):
     (one,) = models.check_folder("model", DraftConfig(model=str(tmp_path)))
     assert one.level is Level.OK and "tensors" in one.text
     (two,) = models.check_folder("model", DraftConfig(model=str(tmp_path), tensor_parallel_size=2))
-    assert two.level is Level.PROBLEM and two.text == "model type 'mamba' has no attention heads to divide among ranks"
+    assert two.level is Level.PROBLEM and "model type 'mamba' cannot be split over ranks" in two.text
     memory = machine._memory(TargetConfig(model=str(tmp_path), dtype="float32"), machine.Devices(False, None, [], GIB))
     assert memory is not None and memory[0] > 0 and memory[1] == 0
 
@@ -229,7 +249,7 @@ def test_heads_that_differ_from_layer_to_layer_are_divided_as_all_of_them_can_be
     shutil.copy(Path(MODELS) / "target" / "tokenizer.json", tmp_path)
     assert told(folder).startswith("ok ")
     said = told(folder, tensor_parallel_size=2)
-    assert "1 and 2 key-value heads cannot be divided among 2 ranks; set tensor_parallel_size to one of 1" in said
+    assert "tensor_parallel_size 2 does not divide its 1 key/value heads; possible: 1" in said
     here = machine.Devices(False, None, [], GIB)
     _, cache = machine._memory(TargetConfig(model=folder, dtype="float32", cache_tokens=100), here)
     # Two layers of two heads of 16 numbers, one of one head of 32, all of them of keys and values.
