@@ -7,6 +7,7 @@ import os
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -134,8 +135,10 @@ def cache_for(
     elif group is None:
         capacity = fitting_tokens(model, gpu_share=settings.gpu_share, beside=beside)
     else:
-        parts = group.world if splits_heads(model.module) else 1
-        capacity = group.minimum(fitting_tokens(model, parts, gpu_share=settings.gpu_share, beside=beside))
+        module: Any = model.module
+        parts, copies = (group.world, 1) if splits_heads(module.tp_plan) else (1, group.world)
+        fitting = fitting_tokens(model, parts, copies, gpu_share=settings.gpu_share, beside=beside)
+        capacity = group.minimum(fitting)
     return model.new_cache(capacity)
 
 

@@ -23,6 +23,7 @@ from engine.loading.cache_size import CPU_SHARE, CUDA_SHARE, bytes_a_token
 from engine.loading.checkpoint import quantisation_of, read_config
 from engine.loading.loader import Treatment
 from engine.model import ModelError, positions_of
+from engine.parallel.shards import splits_heads
 from transport.address import AddressError, check_free, join
 
 DRIVER, SHARED_MEMORY = Path("/proc/driver/nvidia/version"), Path("/dev/shm")
@@ -188,7 +189,8 @@ def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, in
     loaded = weights.numbers * stored + weights.fixed_bytes
     if device.type == "cpu" and (quantisation_of(model_config) or {}).get("quant_method") in UNPACKED_ON_CPU:
         loaded = (weights.numbers + weights.packed) * itemsize
-    return loaded // pool.tensor_parallel_size, cache // pool.tensor_parallel_size
+    parts = pool.tensor_parallel_size if splits_heads(text_config.base_model_tp_plan or {}) else 1
+    return loaded // pool.tensor_parallel_size, cache // parts
 
 
 def check_devices(config: Config) -> Iterator[Finding]:

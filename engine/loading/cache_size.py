@@ -32,15 +32,16 @@ MAX_CONTEXTS = 64
 """More of the longest sequences than that are never needed at once: a worker computes so many sessions in a step."""
 
 
-def fitting_tokens(model: Model, parts: int = 1, *, gpu_share: float = 1.0, beside: int = 0) -> int:
+def fitting_tokens(model: Model, parts: int = 1, copies: int = 1, *, gpu_share: float = 1.0, beside: int = 0) -> int:
     """Room for the memory left after loading ``model``. Raises :class:`ModelError` if no context fits.
 
-    ``parts``: among how many ranks the heads are divided. Each has a GPU of its own, or ``gpu_share`` of one; on a CPU
-    they share the memory. ``beside``: bytes that a token takes in another cache on the same device.
+    ``parts``: among how many ranks the heads are divided; ``copies``: how many ranks have all of them. Each has a GPU
+    of its own, or ``gpu_share`` of one; on a CPU they share the memory. ``beside``: bytes that a token takes in another
+    cache on the same device.
     """
     on_cuda = model.device.type == "cuda"
     allowed = allowed_bytes(model.device, gpu_share)
-    a_token = -(-token_bytes(model) // (parts if on_cuda else 1)) + beside
+    a_token = (-(-token_bytes(model) // parts) if on_cuda else copies * token_bytes(model)) + beside
     fitting = allowed // a_token
     if fitting < model.context:
         needed = model.context * a_token / GIB

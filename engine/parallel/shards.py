@@ -10,6 +10,7 @@ Tensor legend: N tokens, I inputs, O outputs, V vocabulary, D width of the embed
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from transformers.distributed.parallel_utils import replace_layer_number_by_wild
 from transformers.distributed.utils import is_dtensor
 
 from engine.parallel.group import Group
+
+MAKE_KEYS = ("k_proj", "kv_b_proj", "qkv_proj", "query_key_value")
+"""How the names of layers end that keys and values come from."""
 
 
 class SummedLinear(nn.Module):
@@ -106,10 +110,12 @@ def _sliced(layer: nn.Module, style: str, group: Group) -> nn.Module | None:
     return None
 
 
-def splits_heads(module: Any) -> bool:
-    """Whether a rank computes, and caches, only its part of the key/value heads."""
-    plan: dict[str, str] = module.tp_plan
-    return any(style == "colwise" and name.endswith(("k_proj", "kv_b_proj")) for name, style in plan.items())
+def splits_heads(plan: Mapping[str, str]) -> bool:
+    """Whether a rank computes, and caches, only its part of the key/value heads by a model's plan.
+
+    Where a layer's outputs are gathered, every rank has all of them.
+    """
+    return any(style == "colwise" and name.endswith(MAKE_KEYS) for name, style in plan.items())
 
 
 def own_part(parameter: Tensor) -> Tensor:

@@ -11,9 +11,12 @@ from random import Random
 import pytest
 import torch
 
+from cluster.config.pools import TargetConfig
+from cluster.doctor import machine
 from draft_service.lookahead import Lookahead
 from engine import leader
 from engine.build import build, welcome
+from engine.host.memory import GIB
 from engine.interface import Chunk
 from engine.model import ModelError
 from engine.parallel import group
@@ -24,6 +27,7 @@ from speculation.messages import Limits, Open, Proposal, Sampling, SessionId, So
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.ranks import Forked, Watched, needs_no_gpu, on_ranks
 from tests.stack import MODELS, held_out_prompts, needs_invariant_bf16
+from tests.thorough import mostly_thorough
 from tests.unit.engine.engine_models import save_model
 
 pytestmark = needs_no_gpu
@@ -140,6 +144,18 @@ def test_what_is_found_to_be_unable_to_speculate_on_ranks_is_refused_with_what_w
     )
     with pytest.raises(ModelError, match=words), on_ranks(EngineSettings(folder, dtype="fp32", device="cpu")):
         pass
+
+
+@pytest.mark.parametrize("family", mostly_thorough(["olmo2", "phi3", "gpt_neox"], quick=["olmo2"]))
+def test_the_doctor_knows_what_the_cache_of_a_rank_takes(tmp_path, family):
+    folder = save_model(family, tmp_path, num_hidden_layers=2, num_key_value_heads=4)
+    pool = TargetConfig(model=folder, tensor_parallel_size=2, cache_tokens=512, dtype="float32", device="cpu")
+    expected = machine._memory(pool, machine.Devices(False, None, [], GIB))
+    with on_ranks(EngineSettings(folder, dtype="fp32", device="cpu", cache_tokens=512)) as engine:
+        engine.run([Chunk(engine.cache.sequence(), [5])])
+        store = engine.cache.store
+        held = sum(stored.nbytes for stored in (*store._keys, *store._values))
+    assert expected is not None and expected[1] == held
 
 
 @pytest.fixture

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig
 
-from engine.build import build
+from engine.build import build, cache_for
 from engine.cache.kv_cache import KVCache
 from engine.cache.kv_store import KVStore
 from engine.host.memory import GIB, GpuMemory, available_bytes, gpu_memory
@@ -57,6 +59,24 @@ def test_a_share_of_what_is_free_but_no_more_than_can_be_used(tmp_path: Path, mo
     assert build(EngineSettings(str(tmp_path), dtype="fp32", cache_tokens=64)).cache.capacity == 64
     monkeypatch.setattr(cache_size, "available_bytes", lambda: 10**15)
     assert fitting_tokens(model) == MAX_CONTEXTS * model.context
+
+
+@pytest.mark.parametrize(("family", "copies"), [("llama", 1), ("gpt_neox", 1), ("phi3", 2), ("olmo2", 2)])
+def test_ranks_of_one_machine_share_what_is_free(family: str, copies: int, tmp_path: Path, monkeypatch) -> None:
+    model = load_tiny(family, tmp_path)
+    monkeypatch.setattr(cache_size, "available_bytes", lambda: 1000 * token_bytes(model) * 4)
+    ranks: Any = SimpleNamespace(world=2, minimum=int)
+    cache = cache_for(EngineSettings(str(tmp_path)), model, ranks)
+    assert cache.capacity == -(-(1000 // copies) // model.block) * model.block
+
+
+def test_a_rank_on_a_gpu_has_room_for_its_part_of_the_heads(tmp_path: Path, monkeypatch) -> None:
+    model = load_tiny("gpt_neox", tmp_path)
+    monkeypatch.setattr(cache_size, "allowed_bytes", lambda *_: 1000 * token_bytes(model))
+    ranks: Any = SimpleNamespace(world=2, minimum=int)
+    monkeypatch.setattr(type(model), "new_cache", lambda _, capacity: capacity)
+    there = replace(model, device=torch.device("cuda"))
+    assert cache_for(EngineSettings(str(tmp_path)), there, ranks) == 2000
 
 
 def test_a_context_that_does_not_fit_is_refused_with_the_figures(tmp_path: Path, monkeypatch) -> None:
