@@ -192,7 +192,8 @@ def _for_speculation(model: Model, test: SelfTest | None, report: Report, how: T
     attention = _attention(model, group, by_rows=how.by_rows)
     if attention.replayed:
         report(_fuse(module) or "decoder layers are computed fused")
-    return _tested(replace(model, attention=attention), test, report)
+    agreed = bool if group is None else group.all_agree
+    return _tested(replace(model, attention=attention), test, report, agreed)
 
 
 def _in_one_call(model: Model, test: SelfTest | None, report: Report) -> Model:
@@ -234,21 +235,28 @@ def _attention(model: Model, group: Group | None, *, by_rows: bool) -> RowAttent
     return attention or RowAttention()
 
 
-def _tested(model: Model, test: SelfTest | None, report: Report) -> Model:
-    """The model as it passes its test: with layers that are not fused, with attention by torch, if need be."""
+def _tested(model: Model, test: SelfTest | None, report: Report, agreed: Callable[[bool], bool] = bool) -> Model:
+    """The model as it passes its test: with layers that are not fused, with attention by torch, if need be.
+
+    ``agreed``: whether all ranks say so, which have to compute alike.
+    """
     if test is None:
         return model
+    failure: CannotSpeculate | None = None
     try:
         _pass(test.check, model, report)
-    except CannotSpeculate as reason:
-        if type(model.attention) is RowAttention:
-            raise
-        if unfuse(model.module):
-            log.warning("decoder layers are computed as transformers wrote them, which is slower: %s", reason)
-            return _tested(model, test, report)
-        log.warning("attention is computed by torch, which is slower: %s", reason)
-        return _tested(replace(model, attention=RowAttention()), test, report)
-    return model
+    except CannotSpeculate as error:
+        failure = error
+    if agreed(failure is None):
+        return model
+    reason = failure or CannotSpeculate(model, "another rank computes it wrong")
+    if type(model.attention) is RowAttention:
+        raise reason
+    if unfuse(model.module):
+        log.warning("decoder layers are computed as transformers wrote them, which is slower: %s", reason)
+        return _tested(model, test, report, agreed)
+    log.warning("attention is computed by torch, which is slower: %s", reason)
+    return _tested(replace(model, attention=RowAttention()), test, report, agreed)
 
 
 def _for_plain_decoding(model: Model, test: SelfTest | None, report: Report, reason: CannotSpeculate) -> Model:

@@ -25,17 +25,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from cluster.config.checks import CheckError, check_model
 from draft_service.translation import read_vocabularies
 from engine.attention import attention, row_attention
+from engine.attention.row_attention import RowAttention
 from engine.cache.kv_store import KVStore
 from engine.cpu.rows import CpuRows
 from engine.cpu.thread_choice import COUNTS
 from engine.layers.linear import PackedLinear, can_pack
 from engine.loading import checkpoint, loader
 from engine.loading.loader import ModelError, describe, load
+from engine.model import CannotSpeculate
 from router.text.tokenizer import Tokenizer as RoutersTokenizer
 from speculation.messages import Loading
 from tests.by_rows import PlainRows
 from tests.stack import MODELS
-from tests.unit.engine.engine_models import save_model
+from tests.unit.engine.engine_models import load_tiny, save_model
 
 SERVED = ["llama", "qwen3", "mistral", "gemma2", "gpt2", "gpt_oss"]
 
@@ -520,3 +522,21 @@ def test_weights_are_counted_now_and_then() -> None:
     assert heard[0] == Loading("loading weights: 0 of 290 tensors", 0.0)
     assert heard[10].doing == "loading weights: 145 of 290 tensors"
     assert len(heard) == 20
+
+
+def test_a_rank_falls_back_with_another_that_computes_wrong(tmp_path: Path) -> None:
+    """Though its own test is passed; and with it when nothing is left."""
+    model = replace(load_tiny("llama", tmp_path), attention=PlainRows(2))
+    test: Any = Mock(check=lambda model: 0.0)
+    said: list[bool] = []
+    told: list[str] = []
+
+    def agreed(so: bool) -> bool:
+        said.append(so)
+        return len(said) > 1
+
+    fallen = loader._tested(model, test, told.append, agreed)
+    assert type(fallen.attention) is RowAttention
+    assert said == [True, True] and len(told) == 2
+    with pytest.raises(CannotSpeculate, match="another rank computes it wrong"):
+        loader._tested(fallen, test, told.append, lambda so: False)
