@@ -78,6 +78,8 @@ class Dispatcher:
             self.metrics.certificates = identity.certificates
         self.draining = False
         """Set by the owner before it stops: no new generation begins here."""
+        self.unreadable: dict[str, str] = {}
+        """Kept by the owner: models whose tokenizer cannot be read, by name, and why. Nobody can be served by them."""
         self.ready = asyncio.Event()
         """Set once a first target worker was up."""
 
@@ -174,7 +176,7 @@ class Dispatcher:
     def snapshot(self) -> Snapshot:
         """The router as of now, with what running sessions have counted."""
         sessions = [run.session for run in self._runs.values()]
-        return Snapshot.of(self.pool, sessions, self.totals, draining=self.draining)
+        return Snapshot.of(self.pool, sessions, self.totals, draining=self.draining, unreadable=self.unreadable)
 
     # -- events --------------------------------------------------------------------------------------------------------
 

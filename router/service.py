@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from router.dispatch import Dispatcher, DispatchLimits
+from router.generation import ServedModel
 from router.http.api import ApiSettings, build_app
 from router.http.asgi import BoundedHttp
 from router.http.exhaustion import ExhaustionLog
@@ -41,6 +42,8 @@ KEPT_MEMORY = {M_MMAP_THRESHOLD: 4 << 20, M_TRIM_THRESHOLD: 8 << 20}
 """By option of mallopt(3): bytes of a frame, at most, whose memory is kept, and of all that is kept so."""
 LAST_SECONDS = 5
 """In which clients must have read the ends of their answers once the router stops."""
+LOOK_SECONDS = 1.0
+"""Between two looks whether there is a model whose tokenizer is still to be read, and that each may take."""
 
 
 class RouterError(Exception):
@@ -122,6 +125,7 @@ class Router:
         self._recorder: PromptRecorder | None = None
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
         self.address = ""
 
     def app(self) -> Starlette:
@@ -168,6 +172,35 @@ class Router:
             self._serving = None
             raise addresses.AddressError(f"cannot listen on {addresses.join(host, port)}: {error}") from error
         await self.connect()
+        self.read_tokenizers()
+
+    def read_tokenizers(self) -> None:
+        """From now on, read that of each model once it has a target, so that readiness knows what cannot be read."""
+        self._reading = asyncio.create_task(self._read_tokenizers())
+
+    async def _read_tokenizers(self) -> None:
+        while True:
+            models = self.dispatcher.models
+            for name in self.dispatcher.unreadable.keys() - models.keys():
+                del self.dispatcher.unreadable[name]
+            for model in models.values():
+                await self._read_tokenizer(model)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _read_tokenizer(self, model: ServedModel) -> None:
+        """Where that takes longer, what was known of it stays."""
+        try:
+            async with asyncio.timeout(LOOK_SECONDS):
+                await self.tokenizers.of(model)
+        except TimeoutError:
+            return
+        except Exception as error:  # whatever it is, requests would meet it as well
+            why = f"cannot read the tokenizer of {model.name}: {error}"
+            if self.dispatcher.unreadable.get(model.name) != why:
+                log.error(why)
+            self.dispatcher.unreadable[model.name] = why
+        else:
+            self.dispatcher.unreadable.pop(model.name, None)
 
     @staticmethod
     async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
@@ -197,6 +230,8 @@ class Router:
 
     async def close(self) -> None:
         """Leave the workers, and write what prompts and spans are left."""
+        if self._reading is not None:
+            self._reading.cancel()
         await self.dispatcher.pool.close()
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)

@@ -39,6 +39,7 @@ class RouterReplica:
         self._models = tuple(dict.fromkeys(pool.model for pool in config.pools()))
         self._directory = ServeDirectory(workers, partial(long_poll, asyncio.get_running_loop()))
         self._directory.start(self._router.dispatcher.pool.set_workers)
+        self._router.read_tokenizers()
         self._copying = asyncio.create_task(copy_metrics(self._router.dispatcher.metrics.collect))
         freeze_loaded()
 

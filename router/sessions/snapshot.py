@@ -5,7 +5,7 @@ What it has counted since its start is part of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -121,9 +121,19 @@ class Snapshot:
     draining: bool = False
     awaited: tuple[str, ...] = ()
     """See :class:`router.sessions.choice.FirstTargets`."""
+    unreadable: frozenset[str] = frozenset()
+    """Names of models whose tokenizer cannot be read."""
 
     @classmethod
-    def of(cls, pool: WorkerPool, sessions: Collection[Session], ended: Totals, *, draining: bool) -> Snapshot:
+    def of(
+        cls,
+        pool: WorkerPool,
+        sessions: Collection[Session],
+        ended: Totals,
+        *,
+        draining: bool,
+        unreadable: Iterable[str] = (),
+    ) -> Snapshot:
         """A router as of now. ``sessions`` are under way; ``ended``: what those before them have counted."""
         totals = replace(ended)
         for session in sessions:
@@ -143,6 +153,7 @@ class Snapshot:
             traffic={role: pool.traffic(role) for role in Role},
             draining=draining,
             awaited=pool.first.awaited(pool.clock()),
+            unreadable=frozenset(unreadable),
         )
 
     @property
@@ -182,7 +193,9 @@ class Snapshot:
         targets = self.targets
         if not targets:
             return "no target worker is known"
-        if any(target.state is WorkerState.UP for target in targets):
+        if up := {target.model for target in targets if target.state is WorkerState.UP}:
+            if up <= self.unreadable:
+                return f"the tokenizer of {', '.join(sorted(up))} cannot be read; this router's log says why"
             awaited = ", ".join(self.awaited)
             return f"no target worker of these models has been up yet: {awaited}" if awaited else None
         if loading := self.loading:

@@ -19,10 +19,15 @@ from cluster.config.config import from_mapping
 from cluster.discovery import StaticDirectory
 from cluster.processes.starting import READY, STOPPING
 from router import service
+from router.dispatch import Dispatcher
 from router.generation import ServedModel
 from router.service import Router, RouterSettings
-from router.text.tokenizer import TokenizerError
-from speculation.events import Role
+from router.sessions.pool import Peer
+from router.text import tokenizer
+from router.text.tokenizer import Tokenizer, TokenizerError
+from speculation.events import PeerId, Role
+from speculation.messages import Welcome
+from tests.fakes import tiny_tokenizer
 from tests.ports import free_port
 from transport import address as addresses
 
@@ -40,6 +45,44 @@ async def test_a_router_without_a_target_serves_and_keeps_trying(caplog: pytest.
     assert asked.headers["retry-after"] == "1"
     assert [known.peer for known in router.dispatcher.pool.peers.values()], "it tries no more"
     await router.stop()
+
+
+async def test_a_router_is_not_ready_while_it_can_read_the_tokenizer_of_no_model_that_is_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(tokenizer, "RETRY_SECONDS", 0.0)
+    kept = {"own": tiny_tokenizer()}
+    monkeypatch.setattr(Tokenizer, "load", lambda source: kept[source])
+    router = Router(RouterSettings(port=0, ready_timeout=0.0, drain_timeout=0.0, tokenizer="own"))
+    await router.start()
+    new = tiny_tokenizer(tags=["<new>"])
+
+    async def answers(client: httpx.AsyncClient, status: int) -> dict[str, str]:
+        async with asyncio.timeout(60):
+            while (ready := await client.get("/ready")).status_code != status:
+                await asyncio.sleep(0.01)
+        return ready.json()
+
+    async with httpx.AsyncClient(base_url=router.address, trust_env=False) as client:
+        up(router.dispatcher, "large", new.digest)
+        reason = (await answers(client, 503))["reason"]
+        assert reason == "the tokenizer of large cannot be read; this router's log says why"
+        why = "cannot read the tokenizer of large: the tokenizer in 'own' is not that of the served model large"
+        assert [each.message for each in caplog.records if each.name == "router.service"][-1:] == [why]
+        up(router.dispatcher, "small", kept["own"].digest)  # one dead model does not end the others
+        await answers(client, 200)
+        del router.dispatcher.pool.peers[PeerId("target@small")]
+        await answers(client, 503)
+        kept["own"] = new
+        await answers(client, 200)
+    await router.stop()
+
+
+def up(dispatcher: Dispatcher, model: str, digest: int) -> None:
+    peer = Peer(PeerId(f"target@{model}"), Role.TARGET, dispatcher.pool)
+    dispatcher.pool.peers[peer.peer] = peer
+    peer.up(Welcome("target", model, 400, 64, digest))
 
 
 async def test_a_router_whose_port_is_taken_while_it_starts_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

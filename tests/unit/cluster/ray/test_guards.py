@@ -14,7 +14,10 @@ from cluster.config.config import Config, from_mapping
 from cluster.config.security import SecurityError
 from cluster.ray import router_replica, worker_replicas
 from router.generation import ServedModel
+from router.sessions.pool import Peer
 from router.text.tokenizer import TokenizerError
+from speculation.events import PeerId, Role
+from speculation.messages import Welcome
 from tests.bundled import MODELS
 from tests.certificates import Authority
 from transport.tls import Identity
@@ -75,6 +78,17 @@ async def test_a_router_asks_clients_for_their_keys(router: Any) -> None:
 async def test_a_router_opens_nothing_on_the_word_of_a_worker(router: Any) -> None:
     with pytest.raises(TokenizerError, match="is not that of the served model m"):
         await (await router)._router.tokenizers.of(ServedModel("m", 400, 64, 0, "/etc"))
+
+
+async def test_a_router_is_not_ready_where_it_cannot_read_the_tokenizer_of_what_is_served(router: Any) -> None:
+    dispatcher = (await router)._router.dispatcher
+    peer = Peer(PeerId("target@m"), Role.TARGET, dispatcher.pool)
+    dispatcher.pool.peers[peer.peer] = peer
+    peer.up(Welcome("target", "m", 400, 64, 7))
+    async with asyncio.timeout(60):
+        while (reason := dispatcher.snapshot().unready) is None:
+            await asyncio.sleep(0.01)
+    assert reason.startswith("the tokenizer of m cannot be read")
 
 
 WORKERS = pytest.mark.parametrize("name", ["target", "draft"])

@@ -228,6 +228,11 @@ def test_what_is_told_of_workers_says_how_dashboard_and_alerts_take_it() -> None
         ),
         (Snapshot(workers=(worker(Role.TARGET),), draining=True), "this router is draining"),
         (Snapshot(workers=(worker(Role.TARGET, WorkerState.DOWN), worker(Role.TARGET))), None),
+        (
+            Snapshot(workers=(worker(Role.TARGET),), unreadable=frozenset({"target model", "gone"})),
+            "the tokenizer of target model cannot be read; this router's log says why",
+        ),
+        (Snapshot(workers=(worker(Role.TARGET),), unreadable=frozenset({"gone"})), None),
     ],
 )
 def test_ready(snapshot: Snapshot, reason: str | None) -> None:
