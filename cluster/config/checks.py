@@ -41,7 +41,7 @@ def check(config: Config) -> None:
     check_ranks(config)
     for pool in config.pools():
         if pool.role is Role.TARGET:
-            check_tokenizer(config.router.tokenizer or pool.settings.model)
+            check_tokenizer(config.router.tokenizer or pool.settings.model, "router.tokenizer")
 
 
 def check_loaded(settings: TargetConfig | DraftConfig, shared: DraftConfig | None, named: Mapping[str, str]) -> None:
@@ -175,9 +175,10 @@ def _check_target_tokenizer(path: str, flag: str) -> None:
         )
 
 
-def check_tokenizer(model: str) -> None:
-    """Whether a model folder has the tokenizer that the router needs."""
-    check_pin(model, "--tokenizer")
+def check_tokenizer(model: str, flag: str = "--tokenizer") -> None:
+    """Whether this is a folder with the tokenizer that the router needs, or may be a hub id."""
     folder = expanded(model)
-    if is_folder(folder) and not (folder / "tokenizer.json").is_file():
+    if not is_folder(folder):
+        check_model(model, flag)
+    elif not (folder / "tokenizer.json").is_file():
         raise CheckError(f"{model}: has no tokenizer.json; give a folder that has with --tokenizer")

@@ -149,6 +149,8 @@ def test_another_vocabulary_cannot_draft_in_the_targets_process(other_vocabulary
         (["up", "--host", "0.0.0.0"], "there is no authentication"),
         (["router", "--target", "127.0.0.1:7001", "--host", "192.0.2.1"], "--allow-remote"),
         (["router", "--target", "somewhere"], "'somewhere' is not HOST:PORT"),
+        (["router", "--target", "127.0.0.1:7001", "--tokenizer", "/nowhere"], "--tokenizer /nowhere: no such folder"),
+        (["up", "--set", "router.tokenizer=/nowhere"], "router.tokenizer /nowhere: no such folder"),
         (["router"], "give --target HOST:PORT, at least once, or --workers FILE"),
         (["up", "--backend", "local", "--router-replicas", "2"], "the local backend runs one router"),
         (["up", "--prot", "1"], "unknown argument '--prot', did you mean --port?"),
