@@ -46,7 +46,7 @@ With your own models, best with the same tokenizer, from Hugging Face folders:
 By hand, one process each, without Ray:
   paceline worker target --model ./llama-8b --listen 127.0.0.1:7001
   paceline worker draft  --model ./llama-1b --listen 127.0.0.1:7002
-  paceline router --target 127.0.0.1:7001 --draft 127.0.0.1:7002 --port 8000
+  paceline router --target 127.0.0.1:7001 --draft 127.0.0.1:7002 --tokenizer ./llama-8b
 
 When something is wrong:
   paceline doctor

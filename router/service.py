@@ -60,7 +60,7 @@ class RouterSettings:
     port: int = 8000
     """0: any free port."""
     tokenizer: str = ""
-    """Folder or hub id to read tokenizers from where it is that of a model; else where its targets read the model."""
+    """Folder or hub id to read tokenizers from where it is that of a model; else they come from ``models``."""
     models: Sequence[str] | None = None
     """Folders and hub ids that may be read besides; None: any that a target names."""
     ready_timeout: float = 30.0
@@ -155,8 +155,9 @@ class Router:
             try:
                 await self.tokenizers.of(model)
             except TokenizerError as error:
-                source = self.settings.tokenizer or model.source
-                raise RouterError(f"cannot read the tokenizer from {source!r}: {error}; see --tokenizer") from error
+                raise RouterError(
+                    f"no tokenizer for {model.source or model.name!r}: {error}; give it by --tokenizer"
+                ) from error
 
     async def start(self) -> None:
         """Serve HTTP, and return once a target is up or has had ``ready_timeout``; raises RouterError, AddressError."""

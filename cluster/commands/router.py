@@ -26,9 +26,10 @@ from transport.address import check_free, join
 ABOUT = "run one router: the HTTP address in front of workers"
 DETAILS = """\
 Serves the OpenAI-compatible API. Workers may come and go; the router keeps trying to reach them, also where none
-is there at first: requests then get status 503.
+is there at first: requests then get status 503. The tokenizer is that of the bundled model, or of target.model in
+--config, unless --tokenizer names another.
 
-  paceline router --target 127.0.0.1:7001 --draft 127.0.0.1:7002 --port 8000
+  paceline router --target 127.0.0.1:7001 --draft 127.0.0.1:7002 --tokenizer ./llama-8b --port 8000
   paceline router --workers workers.txt       lines such as "draft 10.0.0.6:7002"; read again when it changes
 """
 

@@ -61,7 +61,9 @@ class RouterConfig:
     min_replicas: int = setting(1, "never fewer, where their number follows the load", ge=1, le=256)
     max_replicas: int = setting(0, "never more; their number follows the load (0: it stays as it is)", ge=0, le=256)
     model_name: str = setting("", "name of the model in the API (default: what its workers call it)")
-    tokenizer: str = path_setting("folder or hub id of the tokenizer (default: the target's)")
+    tokenizer: str = path_setting(
+        "folder or hub id of the tokenizer (default: that of target.model, as configured here)"
+    )
     max_sessions: int = setting(1024, "generations at once per router; more get status 429", ge=1)
     allow_remote: bool = setting(False, "listen beyond loopback even where there is no authentication")
     drain_timeout: float = seconds(600.0, "seconds that running requests have when a router is told to stop")

@@ -12,7 +12,8 @@ import pytest
 
 from benchmarks.chaos.scenarios import scenarios
 from benchmarks.chaos.settings import ChaosOptions
-from cluster.cli import COMMANDS, _parsers, from_outside
+from cluster.cli import COMMANDS, DESCRIPTION, _parsers, from_outside
+from cluster.commands import router
 from cluster.config.environment import CHECKOUT
 from protos.paceline.v1 import worker_pb2
 from tests.deploy.test_planted_faults import FAULTS
@@ -142,6 +143,15 @@ def flags_named(text: str) -> set[str]:
     """All flags of the commands that a text names, and of those that these consist of."""
     named = [name for name in FLAGS if name and re.search(rf"paceline {name}\b(?! [a-z])", text)]
     return {flag for command, flags in FLAGS.items() for flag in flags if command.startswith(tuple(named))}
+
+
+@pytest.mark.parametrize("text", [DESCRIPTION, router.DETAILS, *(text_of(page) for page in PAGES)])
+def test_a_router_by_hand_is_told_the_tokenizer_of_the_model_that_a_worker_by_hand_is(text):
+    """Or it has that of the bundled one, which fits no other."""
+    for block in re.split(r"\n\n|```", text):
+        if re.search(r"paceline worker target .*--model", block) or text == router.DETAILS:
+            for command in re.findall(r"paceline router --target .*", block):
+                assert "--tokenizer" in command or "--config" in command
 
 
 def test_commands_that_a_text_names_have_their_own_flags():

@@ -54,7 +54,7 @@ async def test_a_router_is_not_ready_while_it_can_read_the_tokenizer_of_no_model
     monkeypatch.setattr(tokenizer, "RETRY_SECONDS", 0.0)
     kept = {"own": tiny_tokenizer()}
     monkeypatch.setattr(Tokenizer, "load", lambda source: kept[source])
-    router = Router(RouterSettings(port=0, ready_timeout=0.0, drain_timeout=0.0, tokenizer="own"))
+    router = Router(RouterSettings(port=0, ready_timeout=0.0, drain_timeout=0.0, tokenizer="own", models=()))
     await router.start()
     new = tiny_tokenizer(tags=["<new>"])
 
@@ -79,10 +79,22 @@ async def test_a_router_is_not_ready_while_it_can_read_the_tokenizer_of_no_model
     await router.stop()
 
 
+async def test_a_router_that_has_another_tokenizer_than_its_target_names_the_model_and_the_flag(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Tokenizer, "load", lambda source: tiny_tokenizer())
+    router = Router(RouterSettings(models=["bundled"]))
+    up(router.dispatcher, "large", 7)
+    why = "the tokenizer in 'bundled' is not that of the served model large"
+    with pytest.raises(service.RouterError, match=f"^no tokenizer for '/models/large': {why}; give it by --tokenizer$"):
+        await router.connect()
+    await router.stop()
+
+
 def up(dispatcher: Dispatcher, model: str, digest: int) -> None:
     peer = Peer(PeerId(f"target@{model}"), Role.TARGET, dispatcher.pool)
     dispatcher.pool.peers[peer.peer] = peer
-    peer.up(Welcome("target", model, 400, 64, digest))
+    peer.up(Welcome("target", model, 400, 64, digest, source=f"/models/{model}"))
 
 
 async def test_a_router_whose_port_is_taken_while_it_starts_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
