@@ -172,12 +172,11 @@ def needs(config: Config, devices: Devices) -> Iterator[DeviceNeed]:
 def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, int] | None:
     """Weights and cache of one rank, in bytes; None if its model cannot be read, or not here."""
     try:
+        if (weights := read_weights(expanded(pool.model))) is None:
+            return None  # and its configuration is asked of no hub
         model_config = read_config(pool.model)
-        weights = read_weights(expanded(pool.model))
     except (ModelError, WeightsError):
         return None  # told by the check of the model's files
-    if weights is None:
-        return None
     # Ranks, too, compute nothing in C++.
     how = Treatment(pool.quantization, by_rows=not pool.plain_cuda and pool.tensor_parallel_size == 1)
     device = torch.device("cuda" if devices.gpus and pool.device != "cpu" else "cpu")

@@ -347,6 +347,12 @@ def test_kernels_need_a_compiler_where_there_are_gpus(tmp_path, monkeypatch):
     assert not list(machine.check_compiler(there, tmp_path))
 
 
+def test_of_a_model_that_is_not_here_no_hub_is_asked_what_it_needs(monkeypatch):
+    monkeypatch.setattr(machine, "read_config", lambda path: pytest.fail(f"asks for {path}"))
+    config = Config(target=TargetConfig(model="Org/A"), draft=DraftConfig(model="Org/B"))
+    assert list(machine.needs(config, machine.Devices(False, None, [], GIB))) == []
+
+
 def test_what_a_model_needs():
     config = Config(target=TargetConfig(dtype="fp32", tensor_parallel_size=2, replicas=3, cache_tokens=1000))
     target, draft = machine.needs(config, machine.Devices(False, None, [], GIB))
