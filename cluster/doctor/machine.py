@@ -197,7 +197,14 @@ def check_devices(config: Config) -> Iterator[Finding]:
     devices = seen()
     yield from check_driver(devices, config)
     yield from check_compiler(devices)
-    yield from check_memory(needs(divided(config, len(devices.gpus)), devices), devices)
+    config = divided(config, len(devices.gpus))
+    counted = list(needs(config, devices))
+    known = {need.pool for need in counted}
+    if missing := [str(pool) for pool in config.nonempty_pools() if str(pool) not in known]:
+        text = f"not counted: {', '.join(missing)}, without a folder here whose weights can be read"
+        yield warning("memory", text, "give folders to know whether they fit")
+    if counted:
+        yield from check_memory(counted, devices)
 
 
 def room_of(folder: Path) -> tuple[int, int]:

@@ -44,7 +44,8 @@ def check_folder(subject: str, pool: TargetConfig | DraftConfig) -> Iterator[Fin
         check_model(pool.model, "model")
         check_tokenizer(pool.model)
     except CheckError as error:
-        yield problem(subject, str(error), f"see `paceline config`; {COPY_AGAIN}")
+        again = f"; {COPY_AGAIN}" if is_folder(expanded(pool.model)) else ""
+        yield problem(subject, str(error), f"see `paceline config`{again}")
         return
     folder = expanded(pool.model)
     if not is_folder(folder):
@@ -70,7 +71,11 @@ def check_folder(subject: str, pool: TargetConfig | DraftConfig) -> Iterator[Fin
 
 
 def check_pair(subject: str, target: str, draft: str) -> Iterator[Finding]:
-    """Whether both number the same tokens the same way."""
+    """Whether both number the same tokens the same way, where that can be seen."""
+    if target != draft and not all((expanded(model) / "tokenizer.json").is_file() for model in (target, draft)):
+        fix = "give folders; of hub ids, say draft.target_tokenizer if it is another than the target's"
+        yield warning(subject, "not compared with the target's: not both are folders here with a tokenizer.json", fix)
+        return
     try:
         found = difference(target, draft)
     except CheckError as error:

@@ -211,6 +211,19 @@ def test_vocabularies_that_differ(model):
     assert only(models.check_pair("vocabulary", TARGET, DRAFT)).startswith("ok ")
 
 
+@pytest.mark.parametrize("draft", ["Org/B", "/nowhere/draft"])
+def test_vocabularies_that_cannot_be_compared_are_not_called_equal(draft):
+    for pair in (("Org/A", draft), (TARGET, draft), (draft, TARGET)):
+        assert only(models.check_pair("vocabulary", *pair)).startswith("warning  vocabulary: not compared")
+    assert only(models.check_pair("vocabulary", draft, draft)).startswith("ok ")
+
+
+def test_a_folder_that_is_not_there_cannot_be_copied_again(model):
+    assert told("/nowhere/draft").endswith("see `paceline config`")
+    (model / "config.json").unlink()
+    assert told(model).endswith(models.COPY_AGAIN)
+
+
 # -- this machine ------------------------------------------------------------------------------------------------------
 
 
@@ -331,6 +344,18 @@ def test_one_gpu_is_shared_as_at_the_start(monkeypatch):
     monkeypatch.setattr(machine, "check_memory", lambda needs, _: judged.extend(needs) or ())
     assert levels(machine.check_devices(Config())) == ["ok"]
     assert [need.share for need in judged] == [0.8, 0.2]
+
+
+def test_memory_is_not_said_to_do_for_a_model_that_is_not_here(monkeypatch):
+    monkeypatch.setattr(machine, "seen", lambda: machine.Devices(False, None, [], 64 * GIB))
+    config = from_mapping({"target": {"model": "Org/A"}, "draft": {"model": "Org/B"}}, "here")
+    assert [str(each) for each in machine.check_devices(config) if each.subject == "memory"] == [
+        "warning  memory: not counted: target, draft, without a folder here whose weights can be read; "
+        "give folders to know whether they fit"
+    ]
+    config = from_mapping({"target": {"model": "Org/A"}}, "here")
+    assert [each.level for each in machine.check_devices(config) if each.subject == "memory"] == ["warning", "ok"]
+    assert [each.level for each in machine.check_devices(Config()) if each.subject == "memory"] == ["ok"]
 
 
 def test_kernels_need_a_compiler_where_there_are_gpus(tmp_path, monkeypatch):
