@@ -87,6 +87,11 @@ def run(args: argparse.Namespace) -> int:
     if args.stretched:
         with stages() as report:
             config = stretched(config, report)
+    named = any(override.key == "ray.address" for override in flags.overrides_in(args))
+    if named and config.backend == "local" and config.ray.address != "local":
+        raise BadInput(
+            f"--address {config.ray.address} is a Ray cluster, which --backend local does without; leave one"
+        )
     if args.detach and config.on_this_machine:
         raise BadInput("--detach leaves the application on a running Ray cluster: name it by --address")
     check(config)

@@ -153,6 +153,7 @@ def test_another_vocabulary_cannot_draft_in_the_targets_process(other_vocabulary
         (["up", "--set", "router.tokenizer=/nowhere"], "router.tokenizer /nowhere: no such folder"),
         (["router"], "give --target HOST:PORT, at least once, or --workers FILE"),
         (["up", "--backend", "local", "--router-replicas", "2"], "the local backend runs one router"),
+        (["up", "--backend", "local", "--address", "auto"], "--address auto is a Ray cluster, which --backend local"),
         (["up", "--prot", "1"], "unknown argument '--prot', did you mean --port?"),
         (["worker", "draft", "--modle", "x"], "did you mean --model?"),
         (["worker", "drft"], "invalid choice: 'drft'"),
