@@ -212,7 +212,9 @@ def _prompts(files: Sequence[Path]) -> list[Prompt]:
 
 def _check_models(options: FitOptions) -> None:
     check_model(options.target, "--target")
-    check_tokenizer(options.target)
+    check_tokenizer(options.target, "--target")
+    if options.eagle_at == AT_DRAFTER and not options.eagle:
+        raise BadInput("--eagle-at drafter: give the folder of the head with --eagle DIR")
     if options.at_target and Source.EAGLE not in options.sources:
         given = f"--source has {', '.join(options.sources)}"
         raise BadInput(f"--eagle {options.eagle}: {given}; add eagle, or leave --eagle out")

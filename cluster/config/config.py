@@ -17,6 +17,8 @@ from typing import Any, Literal
 import yaml
 
 from cluster.config.pools import (
+    AT_DRAFTER,
+    AT_TARGET,
     LOADED,
     MTP,
     OWN,
@@ -344,6 +346,7 @@ def from_mapping(
     sections = {name: kind(**given[name,]) for name, kind in SECTIONS.items()}
     models = {name: _model(where, name, pools, sections, given) for _, name, part, *_ in pools if part == "target"}
     if not models:  # else each pool takes the section as it is given, and what follows from its own target
+        _check_head_of(sections["target"], where, "target")
         sections["draft"] = sections["draft"].beside(sections["target"]).placed(where, "draft")
     if models and (named := sections["router"].model_name):
         raise ConfigError(
@@ -363,6 +366,10 @@ def _model(
     target = replace(sections["target"], **{"name": name} | given[MODELS, name, "target"])
     if target.name != name:
         raise ConfigError(f"{where}: models.{name}.target.name is {target.name!r}; the key {name!r} is the name")
+    if "eagle_at" in given[MODELS, name, "target"]:
+        _check_head_of(target, where, f"models.{name}.target")
+    elif not target.eagle:  # what the section says of heads is nothing of a model without one
+        target = replace(target, eagle_at=AT_TARGET)
     own = [path for path in pools if path[1:-1] == (name, "drafts")]
     drafts = {path[-1]: replace(sections["draft"], **given[path]) for path in own}
     shared = sum(draft.placement == SHARED for draft in drafts.values())
@@ -371,3 +378,11 @@ def _model(
     above = f"models.{name}.drafts"
     placed = {pool: draft.beside(target).placed(where, f"{above}.{pool}") for pool, draft in drafts.items()}
     return ModelConfig(target, placed)
+
+
+def _check_head_of(target: TargetConfig, where: object, path: str) -> None:
+    if target.eagle_at == AT_DRAFTER and not target.eagle:
+        raise ConfigError(
+            f"{where or 'settings'}: {path}.eagle_at is {AT_DRAFTER}, but there is no head; give its folder in "
+            f"{path}.eagle (--draft-eagle), or leave it out"
+        )

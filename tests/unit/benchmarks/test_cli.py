@@ -96,6 +96,7 @@ MISTAKES = [
     ("bench serve --process 0", "--process 0: is of this command's own process group"),
     ("fit --source crystal-ball", "--source 'crystal-ball': must be one of none, lookup, eagle, suffix"),
     ("fit --source eagle", "--source eagle: give the folder of the head with --eagle DIR"),
+    ("fit --eagle-at drafter", "--eagle-at drafter: give the folder of the head with --eagle DIR"),
     ("fit --eagle /nowhere/head", "--eagle /nowhere/head: not a folder of an EAGLE-3 head"),
     (f"fit --eagle {EAGLE} --source lookup", "--source has lookup; add eagle, or leave --eagle out"),
     (f"fit --eagle {EAGLE} --eagle-at drafter --source eagle", "with --eagle DIR and --eagle-at target"),

@@ -266,6 +266,17 @@ def test_a_worker_of_a_pool_that_reads_its_settings_from_a_file_finds_them_there
         assert load(written(tmp_path, alone.to_yaml())) == alone
 
 
+def test_a_place_for_a_head_that_is_not_there_is_refused():
+    away = {"eagle_at": "drafter"}
+    with pytest.raises(ConfigError, match=r"^settings: target.eagle_at is drafter, but there is no head; "):
+        load(None, [Override("target.eagle_at", "drafter", "--eagle-at")])
+    with pytest.raises(ConfigError, match=r"^here: models.a.target.eagle_at is drafter, but there is no head; "):
+        from_mapping({"models": {"a": {"target": away}}}, "here")
+    by_default = {"target": away, "models": {"a": {"target": {"eagle": "/heads/h"}}, "b": {}}}
+    found = {name: model.target.eagle_at for name, model in from_mapping(by_default, "here").models.items()}
+    assert found == {"a": "drafter", "b": "target"}
+
+
 def test_a_draft_model_may_work_in_its_targets_process(tmp_path):
     """Then there are no draft workers, and the target's are told of it."""
     config = load(None, [Override("draft.placement", "shared", "--draft-placement")])
