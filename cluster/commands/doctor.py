@@ -46,7 +46,8 @@ def add(parser: Parser) -> None:
     )
     about = "sent there (default: the variable OPENAI_API_KEY, else the first key of security.api_keys)"
     parser.add_argument("--api-key", metavar="KEY", help=about)
-    add_setting(parser, "--address", "ray.address")
+    about = "local: this machine, without Ray; auto or HOST:PORT: also the running Ray cluster there"
+    add_setting(parser, "--address", "ray.address", about=about)
     distance = parser.add_argument_group("whether drafting pays at the measured distance")
     about = f"{MADE_UP['target_step_ms'][-1]}; without it nothing is said"
     distance.add_argument("--target-step-ms", type=float, metavar="X", help=about)

@@ -18,7 +18,8 @@ is served there, stay.
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Its flags."""
-    add_setting(parser, "--address", "ray.address")
+    about = "the running Ray cluster: auto or HOST:PORT (default: ray.address of --config)"
+    add_setting(parser, "--address", "ray.address", about=about)
     add_file(parser)
 
 

@@ -56,6 +56,15 @@ def test_one_process_has_no_flags_for_how_many_there_are(command, capsys):
     assert "--config" in said and "replicas" not in said
 
 
+@pytest.mark.parametrize("command", ["down", "doctor"])
+def test_no_command_promises_a_ray_that_it_does_not_start(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = capsys.readouterr().out
+    assert "--address" in said and "start Ray" not in said
+    assert ("(default: local)" in " ".join(said.split())) == (command == "doctor")
+
+
 @pytest.mark.parametrize("port", ["\u00b2", "\u0661", "+1", " 1", "65536", "9" * 5000, ""])
 def test_a_port_is_made_of_plain_digits(port):
     with pytest.raises(AddressError, match="is not HOST:PORT"):
