@@ -196,9 +196,9 @@ never cut short.
 `GET /ready` answers 200 while requests can be served, else 503 with the reason, and needs no key. While workers load,
 `starting` says of each what it does: `{"role": "target", "model": "llama", "doing": "loading weights: 120 of 290
 tensors", "fraction": 0.41}`; `fraction` is null where nobody knows. Where several `models` are configured and all start
-anew, it is 503 until each has had a target, or for half an hour. A model whose targets load or are lost is refused with
-503 `unavailable`, while others are served; `/v1/models` lists those that have a target, or had one that is still
-listed, or was within five minutes.
+anew, it is 503 until each has had a target, or for half an hour; where the router can read the tokenizer of no model
+that has a target, until it can. A model whose targets load or are lost is refused with 503 `unavailable`, while others
+are served; `/v1/models` lists those that have a target, or had one that is still listed, or was within five minutes.
 """
 
 

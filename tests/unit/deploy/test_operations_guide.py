@@ -216,7 +216,7 @@ def test_every_alert_has_its_section():
 
 def test_what_is_said_to_be_seen_is_said_by_the_product():
     """Of what the doctor or a log is quoted with, every piece between what is filled in."""
-    sources = [path for room in ("cluster", "router") for path in (CHECKOUT / room).rglob("*.py")]
+    sources = [path for room in ("cluster", "engine", "router") for path in (CHECKOUT / room).rglob("*.py")]
     nodes = [node for path in sources for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     said = "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").split("## It is not faster")[0]
