@@ -244,8 +244,10 @@ def _stop_tokens(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[st
     """The union of what the three configurations call end of sequence."""
     stops: set[Token] = set()
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder / name).get("eos_token_id")
-        stops.update(value if isinstance(value, list) else [] if value is None else [value])
+        said = _read_json(folder / name)
+        for part in (said, said.get("text_config")):  # models of images and text keep their text's in there
+            value = part.get("eos_token_id") if isinstance(part, dict) else None
+            stops.update(value if isinstance(value, list) else [] if value is None else [value])
     if (eos := _special_tokens(config).get("eos_token")) is not None:
         token = backend.token_to_id(eos)
         stops.update([] if token is None else [token])

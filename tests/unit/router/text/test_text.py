@@ -8,7 +8,7 @@ import sys
 from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import tokenizers
@@ -320,6 +320,22 @@ def test_the_files_beside_a_tokenizer_are_read_in_the_forms_that_exist(tmp_path:
     again = Tokenizer.load(str(tmp_path))
     assert again.chat_template is not None
     assert again.chat_template.render([]) == "the file wins"
+
+
+@pytest.mark.parametrize(
+    ("said", "stops"),
+    [
+        ({"text_config": {"eos_token_id": 5}}, {5}),
+        ({"eos_token_id": 2, "text_config": {"eos_token_id": [5, 6]}}, {2, 5, 6}),
+        ({"eos_token_id": 2, "text_config": None}, {2}),
+    ],
+)
+def test_the_configuration_of_the_text_may_be_within_that_of_the_model(
+    tmp_path: Path, said: dict[str, Any], stops: set[int]
+) -> None:
+    shared()._backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    assert Tokenizer.load(str(tmp_path)).stop_tokens == stops
 
 
 def test_chat_templates_have_what_transformers_gives_them() -> None:
