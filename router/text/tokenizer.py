@@ -36,6 +36,7 @@ TEMPLATES = {"default": "chat_template.jinja", TOOL_TEMPLATE: f"additional_chat_
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     *TEMPLATES.values(),
     "generation_config.json",
     "config.json",
@@ -112,10 +113,11 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
             config = _read_json(folder / "tokenizer_config.json")
             templates = _chat_templates(folder, config)
+            names = _special_tokens(folder, config)
             return cls(
                 backend,
-                stop_tokens=_stop_tokens(folder, backend, config),
-                special_tokens=_special_tokens(config),
+                stop_tokens=_stop_tokens(folder, backend, names),
+                special_tokens=names,
                 chat_template=templates.get("default"),
                 tool_template=templates.get(TOOL_TEMPLATE),
             )
@@ -229,26 +231,31 @@ def _read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Role to token; a token is written as a string or as an object with ``content``."""
+def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Role to token; a token is written as a string or as an object with ``content``.
+
+    In older folders, whose configuration does not list added tokens, the file of these names has the last word, as
+    transformers reads them.
+    """
+    named = config if "added_tokens_decoder" in config else {**config, **_read_json(folder / "special_tokens_map.json")}
     found = {}
     for role in SPECIAL_TOKENS:
-        value = config.get(role)
+        value = named.get(role)
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
             found[role] = value
     return found
 
 
-def _stop_tokens(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> frozenset[Token]:
-    """The union of what the three configurations call end of sequence."""
+def _stop_tokens(folder: Path, backend: tokenizers.Tokenizer, names: Mapping[str, str]) -> frozenset[Token]:
+    """The union of what the configurations, and ``names`` of special tokens, call end of sequence."""
     stops: set[Token] = set()
     for name in ("generation_config.json", "config.json"):
         said = _read_json(folder / name)
         for part in (said, said.get("text_config")):  # models of images and text keep their text's in there
             value = part.get("eos_token_id") if isinstance(part, dict) else None
             stops.update(value if isinstance(value, list) else [] if value is None else [value])
-    if (eos := _special_tokens(config).get("eos_token")) is not None:
+    if (eos := names.get("eos_token")) is not None:
         token = backend.token_to_id(eos)
         stops.update([] if token is None else [token])
     return frozenset(stops)

@@ -18,7 +18,7 @@ from tokenizers import decoders, models
 
 from router.text.chat_template import ChatTemplate, TemplateError
 from router.text.text import WINDOW, Delta, Detokenizer, StopMatcher, TextRules, TextStream
-from router.text.tokenizer import Tokenizer, TokenizerError
+from router.text.tokenizer import FILES, Tokenizer, TokenizerError
 from speculation.events import Origin, Own
 from speculation.messages import Source
 from tests.fakes import BOS, EOS, TURN, tiny_tokenizer
@@ -336,6 +336,29 @@ def test_the_configuration_of_the_text_may_be_within_that_of_the_model(
     shared()._backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text(json.dumps(said))
     assert Tokenizer.load(str(tmp_path)).stop_tokens == stops
+
+
+@pytest.mark.parametrize(
+    ("said", "mapped", "text"),
+    [
+        ({}, {"bos_token": "<s>", "eos_token": {"content": "<eos>"}}, "<s><eos>"),
+        ({"eos_token": "<turn>"}, {"eos_token": "<eos>"}, "<eos>"),
+        ({"eos_token": "<eos>", "added_tokens_decoder": {}}, {"bos_token": "<s>", "eos_token": "<turn>"}, "<eos>"),
+    ],
+)
+def test_special_tokens_are_named_in_a_file_of_their_own_in_older_folders(
+    tmp_path: Path, said: dict[str, Any], mapped: dict[str, Any], text: str
+) -> None:
+    """Read where transformers reads it."""
+    shared()._backend.save(str(tmp_path / "tokenizer.json"))
+    config = {**said, "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "{{ bos_token }}{{ eos_token }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(mapped))
+    tokenizer = Tokenizer.load(str(tmp_path))
+    assert tokenizer.stop_tokens == {EOS}
+    assert tokenizer.chat_template is not None
+    assert tokenizer.chat_template.render([]) == text
+    assert "special_tokens_map.json" in FILES
 
 
 def test_chat_templates_have_what_transformers_gives_them() -> None:
