@@ -34,8 +34,9 @@ class CannotSpeculate(ModelError):
 
 
 def first_line(error: BaseException | str) -> str:
-    """What an exception, or a message, says, in one line."""
-    return next((line.strip() for line in str(error).strip().splitlines()), type(error).__name__)
+    """What an exception, or a message, says, in one line; with the next, where a colon at its end leads there."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]) if lines else type(error).__name__
 
 
 def kind_and_line(error: BaseException) -> str:

@@ -291,6 +291,7 @@ def test_not_a_model_folder(tmp_path: Path) -> None:
         ("{}", "cannot read the configuration"),
         ('{"model_type": "no_such_type"}', "cannot read the configuration"),
         ('{"model_type": "t5"}', "'t5' is not a causal language model"),
+        ('{"model_type": "llama", "vocab_size": "many"}', "error for field 'vocab_size': TypeError: .* got str"),
     ],
 )
 def test_bad_configurations(config: str, message: str, tmp_path: Path) -> None:
