@@ -20,15 +20,13 @@ from cluster.local.gpus import divided
 from cluster.local.threads import usable_cores
 from engine.host.memory import GIB, available_bytes
 from engine.loading.cache_size import CPU_SHARE, CUDA_SHARE, bytes_a_token
-from engine.loading.checkpoint import quantisation_of, read_config
+from engine.loading.checkpoint import is_unpacked, read_config
 from engine.loading.loader import Treatment
 from engine.model import ModelError, positions_of
 from engine.parallel.shards import splits_heads
 from transport.address import AddressError, check_free, join
 
 DRIVER, SHARED_MEMORY = Path("/proc/driver/nvidia/version"), Path("/dev/shm")
-UNPACKED_ON_CPU = ("fp8", "mxfp4")
-"""How weights may be stored that transformers makes plain ones of where there is no GPU."""
 SMALLEST_CONTEXT = 4096
 """Tokens of a cache below which a worker is of little use, where the model allows more."""
 DISK_SHARE = 0.95
@@ -186,7 +184,7 @@ def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, in
     context = min(positions_of(text_config) or SMALLEST_CONTEXT, SMALLEST_CONTEXT)
     cache = (pool.cache_tokens or context) * bytes_a_token(text_config, itemsize)
     loaded = weights.numbers * stored + weights.fixed_bytes
-    if device.type == "cpu" and (quantisation_of(model_config) or {}).get("quant_method") in UNPACKED_ON_CPU:
+    if is_unpacked(model_config, device):
         loaded = (weights.numbers + weights.packed) * itemsize
     parts = pool.tensor_parallel_size if splits_heads(text_config.base_model_tp_plan or {}) else 1
     return loaded // pool.tensor_parallel_size, cache // parts

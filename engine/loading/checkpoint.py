@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
+from transformers.utils.import_utils import is_kernels_available
 
 from engine.loading.self_test import STOCK
 from engine.model import ModelError, first_line, folder_of, layers_of, scales_of
@@ -53,6 +54,9 @@ SAMPLES, SAMPLE_BYTES = 64, 4096
 
 ON_ONE_RANK = "a target serves it on one rank, without speculation: use tensor_parallel_size 1"
 """Of a model that cannot speculate."""
+
+UNPACKED = ("fp8", "mxfp4")
+"""How weights may be stored that transformers can make plain ones of."""
 
 NOT_READ = "take the original, or a format that transformers reads"
 
@@ -163,6 +167,15 @@ def quantisation_of(config: Any) -> Any:
     return next((said for part in parts if (said := getattr(part, "quantization_config", None))), None)
 
 
+def is_unpacked(config: Any, device: torch.device) -> bool:
+    """Whether weights that are stored quantised become plain ones as they are read.
+
+    Without the package ``kernels`` transformers has no products of float8, and would find out at the first step.
+    """
+    method = (quantisation_of(config) or {}).get("quant_method")
+    return method in UNPACKED and (device.type == "cpu" or not is_kernels_available())
+
+
 def read_module(
     path: str, dtype: torch.dtype, device: torch.device, group: Group | None, progress: Progress | None = None
 ) -> Any:
@@ -174,6 +187,10 @@ def read_module(
     """
     config = read_config(path)
     quantised = bool(quantisation_of(config))  # which the configuration no longer says of weights dequantised as read
+    if is_unpacked(config, device):
+        quantisation_of(config)["dequantize"] = True
+        if progress is not None:
+            progress(Loading(f"its quantised weights are read as {str(dtype).removeprefix('torch.')}"))
     module: Any
     loaded: dict[str, Any]
     with _reading(path, "cannot load the weights"), _told(progress):

@@ -401,14 +401,20 @@ def test_weights_that_our_own_products_widen_need_what_they_are_stored_in(settin
     assert target.weights == read_weights(MODELS / "target").numbers * size // ranks
 
 
-def test_weights_that_a_cpu_unpacks_need_what_they_are_then(tmp_path):
+@pytest.mark.parametrize(("gpu", "kernels"), [(False, True), (True, False), (True, True)])
+def test_weights_that_are_unpacked_need_what_they_are_then(gpu, kernels, tmp_path, monkeypatch):
+    """On a CPU, and on a GPU that has no products for packed ones."""
+    monkeypatch.setattr("engine.loading.checkpoint.is_kernels_available", lambda: kernels)
     config = AutoConfig.for_model("llama", **TINY)
     config.quantization_config = {"quant_method": "fp8", "weight_block_size": [32, 32]}
     config.save_pretrained(tmp_path)
     stored = {"norm.weight": torch.ones(64), "a.weight": torch.ones(64, 64).to(torch.float8_e4m3fn)}
     save_file(stored | {"b_blocks": torch.ones(8, 16, dtype=torch.uint8)}, tmp_path / "model.safetensors")
     pool = TargetConfig(model=str(tmp_path), dtype="float32", cache_tokens=8)
-    assert machine._memory(pool, machine.Devices(False, None, [], GIB))[0] == (64 + 64 * 64 + 2 * 8 * 16) * 4
+    devices = machine.Devices(gpu, None, [machine.Gpu("H100", GIB)] if gpu else [], GIB)
+    packed = 64 * 4 + 64 * 64 + 8 * 16
+    unpacked = (64 + 64 * 64 + 2 * 8 * 16) * 4
+    assert machine._memory(pool, devices)[0] == (packed if gpu and kernels else unpacked)
 
 
 def test_a_target_needs_what_the_draft_model_in_its_process_does():

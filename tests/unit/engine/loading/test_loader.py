@@ -348,7 +348,7 @@ def test_weights_that_are_no_numbers(value: float, dtype: str, tmp_path: Path) -
 def test_weights_that_are_stored_in_float8(
     stored: torch.dtype, value: float, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As plain parameters beside their scales, which is how transformers reads such checkpoints on a GPU."""
+    """As plain parameters beside their scales, as transformers reads such checkpoints on a GPU with `kernels`."""
     read = loader.read_module
 
     def read_quantised(*arguments: Any) -> Any:

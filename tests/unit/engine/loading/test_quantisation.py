@@ -235,6 +235,31 @@ def test_float8_in_blocks_is_dequantised_on_ranks(tmp_path: Path) -> None:
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
+@needs_no_gpu
+@pytest.mark.parametrize(("device", "kernels"), [(CUDA, False), (CUDA, True), (CPU, True)])
+def test_float8_is_dequantised_beside_a_gpu_that_has_no_products_for_it(
+    device: torch.device, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that multiplies float8 makes transformers keep it, whether or not something is installed that would."""
+    read = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda **how: read(**{**how, "device_map": None}))
+    monkeypatch.setattr(checkpoint, "is_kernels_available", lambda: kernels)
+    folder = Path(save_model("llama", tmp_path / "float8", intermediate_size=128))
+    how = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+    meant = store_in_float8(folder, "_scale_inv", 32, quantization_config=how)
+    told: list[Loading] = []
+    module = checkpoint.read_module(str(folder), torch.bfloat16, device, None, told.append)
+    kept = device == CUDA and kernels
+    said = Loading("its quantised weights are read as bfloat16")
+    assert (said in told, hasattr(module, "hf_quantizer")) == (not kept, kept)
+    weight = module.get_parameter(name := "model.layers.0.mlp.up_proj.weight")
+    assert weight.dtype == (torch.float8_e4m3fn if kept else torch.bfloat16)
+    if not kept:
+        torch.testing.assert_close(weight, meant[name].bfloat16(), atol=1e-5, rtol=1e-2)
+
+
 def test_scales_of_what_is_no_weight_are_left_alone(tmp_path: Path) -> None:
     """A cache is not kept in float8 here."""
     folder = Path(save_model("llama", tmp_path))
