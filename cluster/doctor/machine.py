@@ -8,8 +8,10 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from cluster.config.config import Config, max_replicas_of
 from cluster.config.environment import expanded, variable
@@ -21,14 +23,16 @@ from cluster.local.threads import usable_cores
 from engine.host.memory import GIB, available_bytes
 from engine.loading.cache_size import CPU_SHARE, CUDA_SHARE, bytes_a_token
 from engine.loading.checkpoint import is_unpacked, read_config
-from engine.loading.loader import Treatment
-from engine.model import ModelError, positions_of
+from engine.loading.loader import Treatment, context_of
+from engine.model import ModelError
 from engine.parallel.shards import splits_heads
+from engine.stateful import RIGHT_IN_PARTS
 from transport.address import AddressError, check_free, join
 
 DRIVER, SHARED_MEMORY = Path("/proc/driver/nvidia/version"), Path("/dev/shm")
 SMALLEST_CONTEXT = 4096
 """Tokens of a cache below which a worker is of little use, where the model allows more."""
+SHORTER = "set cache_tokens to serve shorter texts"
 DISK_SHARE = 0.95
 """Ray stops writing to a disk that is fuller than this."""
 TIGHT_DISK = 2 * GIB
@@ -74,6 +78,10 @@ class DeviceNeed:
     """What part of a GPU a rank has."""
     on_cpu: bool = False
     """Whether it computes there, whatever else there is."""
+    longest: int = 0
+    """Of a cache for one whole context, without which a worker ends that nobody tells how large it is to be."""
+    size: int = 1
+    """Ranks of one worker."""
 
 
 def seen() -> Devices:
@@ -123,7 +131,7 @@ def check_memory(needs: Iterable[DeviceNeed], devices: Devices) -> Iterator[Find
 def _check_gpus(needs: Sequence[DeviceNeed], gpus: Sequence[Gpu]) -> Iterator[Finding]:
     asked = sum(need.ranks * need.share for need in needs)
     for need in needs:
-        each = need.weights + need.cache
+        least, each = (need.weights + cache for cache in (need.cache, max(need.cache, need.longest)))
         large = [gpu for gpu in gpus if CUDA_SHARE * need.share * gpu.memory >= each]
         text = f"a rank of {need.pool} needs {each / GIB:.1f} GiB ({need.weights / GIB:.1f} of weights)"
         if not large:
@@ -131,6 +139,8 @@ def _check_gpus(needs: Sequence[DeviceNeed], gpus: Sequence[Gpu]) -> Iterator[Fi
             of = "the largest GPU has" if need.share == 1 else f"its share of the largest GPU ({need.share:.0%}) is"
             larger = "" if need.share == 1 else f"{need.path}.gpus or "
             fix = f"raise {larger}{need.path}.tensor_parallel_size, quantise, or lower {need.path}.cache_tokens"
+            if CUDA_SHARE * max_memory * GIB >= least:
+                fix = SHORTER
             yield problem("memory", f"{text}, {of} {max_memory:.1f}", fix)
         elif len(large) < need.ranks * need.share:
             fix = "lower replicas or tensor_parallel_size, or set gpus below 1 for them to share a GPU"
@@ -146,8 +156,13 @@ def _check_gpus(needs: Sequence[DeviceNeed], gpus: Sequence[Gpu]) -> Iterator[Fi
 def _check_main_memory(needs: Sequence[DeviceNeed], left: int) -> Iterator[Finding]:
     wanted = sum(need.ranks * (need.weights + need.cache) for need in needs)
     text = f"weights and caches take {wanted / GIB:.1f} GiB, {left / GIB:.1f} GiB of main memory are left"
+    allowed = CPU_SHARE * (left - sum(need.ranks * need.weights for need in needs))
     if wanted > left:
         yield problem("memory", text, "lower dtype, replicas or cache_tokens, or use a larger machine")
+    elif refused := [need for need in needs if need.size * need.longest > allowed]:
+        for need in refused:
+            longest = f"{need.size * need.longest / GIB:.1f} GiB, it may have {allowed / GIB:.1f}"
+            yield problem("memory", f"{text}; a cache for one whole context of {need.pool} takes {longest}", SHORTER)
     elif sum(need.ranks * need.cache for need in needs) > CPU_SHARE * left:
         yield warning("memory", text, "lower cache_tokens: the cache gets a quarter of what is left")
     else:
@@ -164,7 +179,20 @@ def needs(config: Config, devices: Devices) -> Iterator[DeviceNeed]:
             weights, cache = own[0] + drafting[0], own[1] + drafting[1]
             ranks = max_replicas_of(pool) * pool.tensor_parallel_size
             share, on_cpu = min(pool.gpus or 1.0, 1.0), pool.device == "cpu"
-            yield DeviceNeed(str(named), named.path, ranks, weights, cache, share, on_cpu)
+            longest = max(_longest(pool, own[1]), 0 if beside is None else _longest(beside, drafting[1]))
+            size = pool.tensor_parallel_size
+            yield DeviceNeed(str(named), named.path, ranks, weights, cache, share, on_cpu, longest, size)
+
+
+def _longest(pool: TargetConfig | DraftConfig, shortest: int) -> int:
+    """Bytes of the cache that a worker insists on, of which the shortest takes ``shortest``; 0 if on none."""
+    model_config = read_config(pool.model)
+    text_config = model_config.get_text_config(decoder=True)
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(model_config)]
+    if pool.cache_tokens or model_class._is_stateful or text_config.model_type in RIGHT_IN_PARTS:
+        return 0  # it is told, or keeps no cache that has to be there at once
+    context = context_of(text_config)
+    return shortest * context // min(context, SMALLEST_CONTEXT)
 
 
 def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, int] | None:
@@ -181,7 +209,7 @@ def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, in
     itemsize = how.number_format(pool.model, pool.dtype, device).itemsize
     stored = 1 if pool.quantization != NO_QUANTIZATION else itemsize
     text_config = model_config.get_text_config(decoder=True)
-    context = min(positions_of(text_config) or SMALLEST_CONTEXT, SMALLEST_CONTEXT)
+    context = min(context_of(text_config), SMALLEST_CONTEXT)
     cache = (pool.cache_tokens or context) * bytes_a_token(text_config, itemsize)
     loaded = weights.numbers * stored + weights.fixed_bytes
     if is_unpacked(model_config, device):

@@ -302,7 +302,7 @@ def _describe(path: str, module: Any, tokens: dict[str, int], dtype: torch.dtype
         module=module,
         config=module.config,
         vocabulary=vocabulary,
-        context=_context(config),
+        context=context_of(config),
         stop_tokens=frozenset(token for token in _ends(module) if 0 <= token < vocabulary),
         tokenizer_digest=digest_of(tokens),
         dtype=dtype,
@@ -322,8 +322,8 @@ def _size(module: Any) -> str:
     return f"{weight_bytes(module) / 1e6:.0f} MB"
 
 
-def _context(config: Any) -> int:
-    """Positions up to which packed sequences compute what they would alone."""
+def context_of(config: Any) -> int:
+    """Positions of a text model's configuration up to which packed sequences compute what they would alone."""
     context = positions_of(config) or 1 << 20
     # Attention in fixed chunks is a mask the attention function is not told about.
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):

@@ -417,6 +417,31 @@ def test_weights_that_are_unpacked_need_what_they_are_then(gpu, kernels, tmp_pat
     assert machine._memory(pool, devices)[0] == (packed if gpu and kernels else unpacked)
 
 
+def test_a_context_that_a_worker_refuses_to_begin_with_is_refused_here(tmp_path):
+    folder = save_model("llama", tmp_path, num_hidden_layers=2, max_position_embeddings=1 << 20)
+    here, there = machine.Devices(False, None, [], 3 * GIB), machine.Devices(True, "13.0", [machine.Gpu("A", GIB)], 0)
+
+    def found(devices, **settings):
+        config = Config(target=TargetConfig(model=folder, dtype="fp32", **settings), draft=DraftConfig(replicas=0))
+        (finding,) = machine.check_memory(machine.needs(config, devices), devices)
+        return finding
+
+    # Two layers of two heads of 16 numbers, of keys and values: half a GiB for a GiB of tokens.
+    for devices in (replace(here, memory=2 * GIB), replace(there, gpus=[machine.Gpu("A", GIB // 2)])):
+        refused = found(devices)
+        assert refused.level is Level.PROBLEM and refused.fix == "set cache_tokens to serve shorter texts"
+        assert found(devices, cache_tokens=4096).level is Level.OK
+    assert "takes 0.5 GiB, it may have 0.4" in str(found(replace(here, memory=2 * GIB - (400 << 20))))
+    assert found(here).level is Level.OK and found(there).level is Level.OK
+
+
+def test_a_model_that_keeps_a_state_may_be_of_any_context(tmp_path):
+    folder = save_model("olmo_hybrid", tmp_path, max_position_embeddings=1 << 20)
+    config = Config(target=TargetConfig(model=folder, dtype="fp32"), draft=DraftConfig(replicas=0))
+    (need,) = machine.needs(config, machine.Devices(False, None, [], GIB))
+    assert need.longest == 0
+
+
 def test_a_target_needs_what_the_draft_model_in_its_process_does():
     seen = machine.Devices(False, None, [], GIB)
     shared = Config(draft=DraftConfig(placement="shared"))
