@@ -6,7 +6,7 @@ import shutil
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from cluster.config.config import Config, max_replicas_of
 from cluster.config.environment import expanded, variable
 from cluster.config.pools import NO_QUANTIZATION, DraftConfig, TargetConfig, chosen_threads
 from cluster.doctor.finding import Finding, ok, problem, warning
-from cluster.doctor.models import WeightsError, read_weights
+from cluster.doctor.models import Weights, WeightsError, read_weights
 from cluster.local.gpus import divided
 from cluster.local.threads import usable_cores
 from engine.host.memory import GIB, available_bytes
@@ -188,11 +188,27 @@ def _longest(pool: TargetConfig | DraftConfig, shortest: int) -> int:
     """Bytes of the cache that a worker insists on, of which the shortest takes ``shortest``; 0 if on none."""
     model_config = read_config(pool.model)
     text_config = model_config.get_text_config(decoder=True)
-    model_class: Any = AutoModelForCausalLM._model_mapping[type(model_config)]
-    if pool.cache_tokens or model_class._is_stateful or text_config.model_type in RIGHT_IN_PARTS:
+    if pool.cache_tokens or _is_stateful(model_config) or text_config.model_type in RIGHT_IN_PARTS:
         return 0  # it is told, or keeps no cache that has to be there at once
     context = context_of(text_config)
     return shortest * context // min(context, SMALLEST_CONTEXT)
+
+
+def _is_stateful(model_config: Any) -> bool:
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(model_config)]
+    return bool(model_class._is_stateful)
+
+
+def _loaded(weights: Weights, model_config: Any, *, on_cpu: bool) -> Weights:
+    """The same, with the output layer as it is once loaded.
+
+    One that is the embedding is packed beside it on a CPU; on a GPU it is none of its own, even if the files hold one.
+    """
+    if not weights.embedding or not getattr(model_config, "tie_word_embeddings", False):
+        return weights
+    packed = on_cpu and not _is_stateful(model_config)
+    head = weights.embedding if packed else 0
+    return replace(weights, numbers=weights.numbers - weights.head + head, head=head)
 
 
 def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, int] | None:
@@ -211,7 +227,9 @@ def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, in
     text_config = model_config.get_text_config(decoder=True)
     context = min(context_of(text_config), SMALLEST_CONTEXT)
     cache = (pool.cache_tokens or context) * bytes_a_token(text_config, itemsize)
-    loaded = weights.numbers * stored + weights.fixed_bytes
+    weights = _loaded(weights, model_config, on_cpu=device.type == "cpu")
+    kept = weights.embedding + weights.head  # what we quantise is between them
+    loaded = (weights.numbers - kept) * stored + kept * itemsize + weights.fixed_bytes
     if is_unpacked(model_config, device):
         loaded = (weights.numbers + weights.packed) * itemsize
     parts = pool.tensor_parallel_size if splits_heads(text_config.base_model_tp_plan or {}) else 1

@@ -101,6 +101,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 """Formats that weights are stored in; all others hold quantised ones."""
 BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 """Of a number in these; of others it is one."""
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 class WeightsError(Exception):
@@ -118,6 +120,9 @@ class Weights:
     """Bytes of what keeps the format it is stored in."""
     packed: int = 0
     """Weights in those that are fp8 or MXFP4."""
+    embedding: int = 0
+    head: int = 0
+    """Of ``numbers``, those of the embedding and of the output layer; 0 where none is stored under a usual name."""
 
 
 def read_weights(folder: Path) -> Weights | None:
@@ -142,7 +147,14 @@ def _counted(tensors: dict[str, tuple[str, int]]) -> Weights:
     fixed = sum(count * BYTES.get(dtype, 1) for dtype, count in tensors.values() if dtype not in FLOATS)
     packed = sum(count for dtype, count in tensors.values() if dtype == "F8_E4M3")
     packed += sum(2 * count for name, (dtype, count) in tensors.items() if dtype == "U8" and name.endswith("_blocks"))
-    return Weights(len(tensors), plain, fixed, packed)
+    ends = (_largest(tensors, EMBEDDINGS), _largest(tensors, HEADS))
+    return Weights(len(tensors), plain, fixed, packed, *ends)
+
+
+def _largest(tensors: dict[str, tuple[str, int]], named: tuple[str, ...]) -> int:
+    """Numbers of the largest tensor whose name ends like that."""
+    found = (count for name, (dtype, count) in tensors.items() if dtype in FLOATS and name.endswith(named))
+    return max(found, default=0)
 
 
 def _expected(index: Path) -> dict[str, set[str]]:

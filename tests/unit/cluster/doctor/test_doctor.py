@@ -16,7 +16,7 @@ import torch
 from packaging.requirements import Requirement
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cluster.cli import main
@@ -383,7 +383,7 @@ def test_what_a_model_needs():
     target, draft = machine.needs(config, machine.Devices(False, None, [], GIB))
     assert (target.pool, target.ranks, draft.ranks) == ("target", 6, 1)
     weights = read_weights(MODELS / "target")
-    assert target.weights == weights.numbers * 4 // 2
+    assert target.weights == (weights.numbers + weights.embedding) * 4 // 2  # its output layer is packed beside that
     assert target.cache == 1000 * 6 * 2 * 4 * 32 * 4 // 2  # layers, keys and values, heads, their size, bytes; halved
 
 
@@ -398,7 +398,8 @@ def test_weights_that_our_own_products_widen_need_what_they_are_stored_in(settin
     config = Config(target=TargetConfig(**settings))
     target, _ = machine.needs(config, machine.Devices(False, None, [], GIB))
     ranks = settings.get("tensor_parallel_size", 1)
-    assert target.weights == read_weights(MODELS / "target").numbers * size // ranks
+    weights = read_weights(MODELS / "target")
+    assert target.weights == (weights.numbers + weights.embedding) * size // ranks
 
 
 @pytest.mark.parametrize(("gpu", "kernels"), [(False, True), (True, False), (True, True)])
@@ -440,6 +441,31 @@ def test_a_model_that_keeps_a_state_may_be_of_any_context(tmp_path):
     config = Config(target=TargetConfig(model=folder, dtype="fp32"), draft=DraftConfig(replicas=0))
     (need,) = machine.needs(config, machine.Devices(False, None, [], GIB))
     assert need.longest == 0
+
+
+@pytest.mark.parametrize("stored", [1, 2])
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("gpt2", True), ("llama", False)])
+def test_an_output_layer_that_is_the_embedding_takes_as_much_again_on_a_cpu_alone(family, tied, stored, tmp_path):
+    folder = save_model(family, tmp_path, tie_word_embeddings=tied)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors.get("model.embed_tokens.weight", tensors.get("transformer.wte.weight"))
+    if stored == 2:
+        save_file(tensors | {"lm_head.weight": embedding.clone()}, file)
+    held = sum(tensor.numel() for name, tensor in tensors.items() if name != "lm_head.weight") * 2
+    pool = TargetConfig(model=folder, dtype="bf16", cache_tokens=8)
+    on_cpu, _ = machine._memory(pool, machine.Devices(False, None, [], GIB))
+    on_gpu, _ = machine._memory(pool, machine.Devices(True, "13.0", [LARGE], GIB))
+    assert on_cpu == held + embedding.nbytes // 2
+    assert on_gpu == held + (0 if tied else embedding.nbytes // 2)
+
+
+def test_what_is_quantised_lies_between_the_embedding_and_the_output_layer(tmp_path):
+    folder = save_model("llama", tmp_path, tie_word_embeddings=False)
+    weights = read_weights(tmp_path)
+    pool = TargetConfig(model=folder, dtype="bf16", quantization="int8", cache_tokens=8)
+    found, _ = machine._memory(pool, machine.Devices(True, "13.0", [LARGE], GIB))
+    assert found == weights.numbers + weights.embedding + weights.head
 
 
 def test_a_target_needs_what_the_draft_model_in_its_process_does():
