@@ -28,6 +28,9 @@ CONTEXTS = 4 * GIB
 RELEASE_SECONDS, POLL_SECONDS = 30.0, 0.5
 """How long the memory of a process that has just died is waited for."""
 
+WITHOUT_KEYS = ("linear_attention", "conv", "mlp", "moe")
+"""What transformers calls layers whose state does not grow with the text, or that have none."""
+
 MAX_CONTEXTS = 64
 """More of the longest sequences than that are never needed at once: a worker computes so many sessions in a step."""
 
@@ -90,7 +93,10 @@ def token_bytes(model: Model) -> int:
 
 def bytes_a_token(config: Any, itemsize: int) -> int:
     """The same of a text model's configuration, with ``itemsize`` bytes a number; 0 if it has no attention."""
-    return itemsize * sum(map(_numbers_a_token, layers_of(config)))
+    layers = layers_of(config)
+    kinds = getattr(config, "layer_types", None) or [""] * len(layers)
+    kept = (layer for layer, kind in zip(layers, kinds, strict=False) if kind not in WITHOUT_KEYS)
+    return itemsize * sum(map(_numbers_a_token, kept))
 
 
 def _numbers_a_token(layer: Any) -> int:

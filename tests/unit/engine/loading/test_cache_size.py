@@ -45,6 +45,23 @@ def test_what_a_token_takes_is_what_the_store_holds(family: str, tmp_path: Path,
     assert token_bytes(model) == sum(held) // cache.capacity
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "kinds"),
+    [
+        ("qwen3_5_text", {"num_hidden_layers": 8}, 2),
+        ("nemotron_h", {"layers_block_type": ["mamba", "moe", "mlp", "attention", "mamba"]}, 1),
+        ("granitemoehybrid", {"layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3}, 1),
+        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}, 1),
+        ("zamba2", {"layers_block_type": ["mamba", "hybrid", "mamba"], "num_hidden_layers": 3}, 1),
+        ("gemma3_text", {"num_hidden_layers": 6}, 6),
+    ],
+)
+def test_layers_that_keep_no_keys_take_no_room(family: str, changes: dict[str, Any], kinds: int) -> None:
+    config = AutoConfig.for_model(family, num_attention_heads=4, num_key_value_heads=4, hidden_size=64, **changes)
+    config.head_dim = 16
+    assert bytes_a_token(config, 2) == kinds * 2 * 4 * 16 * 2
+
+
 def test_heads_that_differ_from_layer_to_layer_are_served_in_what_is_free(tmp_path: Path) -> None:
     engine = build(EngineSettings(save_model("gemma4_text", tmp_path), dtype="fp32"))
     assert engine.cache.capacity >= engine.model.context
