@@ -483,7 +483,7 @@ def test_context_ends_where_packing_would_change_the_result(fields: dict[str, An
 
     config = Config()
     vars(config).update(fields)
-    assert loader._context(config) == context
+    assert loader.context_of(config) == context
 
 
 def test_a_gpu_does_without_attention_by_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
