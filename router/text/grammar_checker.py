@@ -78,6 +78,8 @@ class GrammarChecker:
         return answer
 
     def _ask(self, question: str) -> tuple[str, str]:
+        if self._process is not None and self._process.poll() is not None:
+            self._end()  # it died while nobody asked, which says nothing of this grammar
         if self._process is None:
             atexit.register(self.close)
             self._process = subprocess.Popen(

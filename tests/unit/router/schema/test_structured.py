@@ -277,6 +277,15 @@ def test_after_an_error_another_process_is_asked(checker, monkeypatch):
     assert checker._process is not broken
 
 
+def test_a_process_that_died_while_nobody_asked_says_nothing_of_the_next_grammar(checker):
+    checker.grammar("regex", "[ab]+")
+    dead = checker._process
+    dead.kill()
+    dead.wait()
+    assert checker.grammar("regex", "[cd]+")
+    assert checker._process is not dead
+
+
 def test_garbage_is_refused_or_taken():
     """Any JSON in any field."""
     rng = Random(10)
