@@ -58,7 +58,9 @@ _ROWS = (
     ),
     _server("timeout", "The time that the request had is over.", status=504, retryable=False),
     _server("unavailable", "No target worker is connected, or none of this model.", status=503),
-    _server("resource_exhausted", "The router has no file descriptor or memory left for a request.", status=503),
+    _server(
+        "resource_exhausted", "The router has no file descriptor, memory or process left for a request.", status=503
+    ),
     _server("draining", "The router is stopping, or a worker is and no other took the session.", status=503),
     _server("unknown_session", "The worker lost the session and no other took it.", status=503),
     _server("faulty", "The generation failed on every worker that tried it.", retryable=False),

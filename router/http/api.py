@@ -125,7 +125,7 @@ def build_app(
         ],
         middleware=middleware,
         exception_handlers={
-            **dict.fromkeys((ApiError, OSError, HTTPException, ClientDisconnect), api.on_error),
+            **dict.fromkeys((ApiError, OSError, RuntimeError, HTTPException, ClientDisconnect), api.on_error),
             Exception: api.on_crash,
         },
     )
@@ -270,7 +270,7 @@ class _Api:
                 return self._refusal(ApiError(code.name, f"{asked}: {code.meaning}"), error.headers)
             case ClientDisconnect():
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
-            case OSError() if is_exhausted(error):
+            case _ if is_exhausted(error):
                 self._exhaustion.add(f"cannot answer {asked}", error)
                 message = "this server has no room for a request now; try again soon"
                 return self._refusal(ApiError("resource_exhausted", message))

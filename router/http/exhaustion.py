@@ -1,4 +1,4 @@
-"""What happens when this machine has no file descriptor or memory left for a connection, a file or a process.
+"""What happens when this machine has no descriptor, memory or process left for a connection, a file or a child.
 
 Decides what counts as that, and that it is logged once in a while instead of at every attempt: a listener alone tries
 2,048 times a second (asyncio's loop over its backlog). What is under way goes on; what begins is refused.
@@ -17,7 +17,10 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN})
+"""The last is what starting a process says beyond a limit on them."""
+NO_THREAD = "can't start new thread"
+"""All that Python says where the system gives it none."""
 QUIET_SECONDS = 30.0
 MAX_DESCRIPTORS = 65536
 """As in our systemd units. Every stream takes one, and many systems give a process 1,024 at first."""
@@ -34,6 +37,8 @@ def raise_limit() -> None:
 
 def is_exhausted(error: object) -> bool:
     """Whether an error says that this machine has no more of what it gives to processes."""
+    if isinstance(error, RuntimeError):
+        return str(error) == NO_THREAD
     return isinstance(error, OSError) and error.errno in EXHAUSTED
 
 
@@ -52,7 +57,7 @@ class ExhaustionLog:
             self._unlogged += 1
             return
         since = f", and {self._unlogged} times since the last such line" if self._unlogged else ""
-        log.error("%s: %s%s; see the limit on open files (ulimit -n)", what, error, since)
+        log.error("%s: %s%s; see the limits on open files and processes (ulimit -n, -u)", what, error, since)
         self._logged, self._unlogged = now, 0
 
     def handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

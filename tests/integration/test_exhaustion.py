@@ -10,6 +10,7 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
 from urllib.parse import urlsplit
 
 import pytest
@@ -17,9 +18,11 @@ import pytest
 from cluster.cli import main
 from cluster.config.environment import CHECKOUT
 from cluster.config.flags import BAD_INPUT
-from router.http import exhaustion
+from router.http import exhaustion, request_reader
 from router.http.exhaustion import MAX_DESCRIPTORS, QUIET_SECONDS, ExhaustionLog, raise_limit
+from router.schema import structured
 from router.service import Router, RouterSettings
+from router.text.grammar_checker import GrammarChecker
 from tests.fakes import FakeGenerator
 from tests.integration.test_http_api import in_memory, model
 
@@ -37,8 +40,34 @@ async def test_a_request_that_finds_no_file_is_refused_for_the_time_being_and_lo
         assert answer.headers["x-should-retry"] == "true"
         assert answer.json()["error"]["code"] == "resource_exhausted"
     assert [record.message for record in caplog.records] == [
-        "cannot answer POST /v1/completions: [Errno 24] Too many open files; see the limit on open files (ulimit -n)"
+        "cannot answer POST /v1/completions: [Errno 24] Too many open files; see the limits on open files "
+        "and processes (ulimit -n, -u)"
     ]
+
+
+async def test_a_grammar_that_finds_no_process_is_refused_for_the_time_being(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(structured, "_checker", GrammarChecker())
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    async with in_memory(FakeGenerator(lambda _: (), model=model())) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "hi", "guided_regex": "[ab]"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "resource_exhausted")
+
+
+async def test_a_body_that_finds_no_thread_is_refused_for_the_time_being(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"prompt": "x" * request_reader.PARSED_INLINE_BYTES, "max_tokens": 9}
+    async with in_memory(FakeGenerator(lambda _: (), model=model())) as client:
+        with monkeypatch.context() as full:
+            full.setattr(threading, "_start_new_thread", no_thread)
+            answer = await client.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "resource_exhausted")
+
+
+def no_thread(*_: object) -> None:
+    """As CPython where the system gives none."""
+    raise RuntimeError("can't start new thread")
 
 
 async def test_another_fault_of_the_system_is_a_fault_of_ours() -> None:
