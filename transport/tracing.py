@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from speculation.messages import Open, SessionId, Verification
+from transport.address import is_loopback
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -25,14 +27,15 @@ FLUSH_SECONDS = 5.0
 """How long spans that were not sent yet may hold up the end of a process."""
 EXPORT_SECONDS = 2.0
 """How long a collector has to take a batch."""
+NO_PROXY = ("grpc.enable_http_proxy", 0)
 
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
     """Where spans go."""
 
-    endpoint: str = ""
-    """Of an OTLP receiver for gRPC, such as ``http://localhost:4317``; empty: what OTEL_EXPORTER_OTLP_ENDPOINT says."""
+    endpoint: str = "http://localhost:4317"
+    """Of an OTLP receiver for gRPC."""
     sample: float = 1.0
     """Share of requests traced, of those that come without a ``traceparent``; that decides for the others."""
 
@@ -98,7 +101,8 @@ class Tracing:
 
         resource = Resource.create({SERVICE_NAME: f"paceline-{role}"})
         provider = TracerProvider(ParentBased(TraceIdRatioBased(settings.sample)), resource, shutdown_on_exit=False)
-        exporter = OTLPSpanExporter(settings.endpoint or None, timeout=EXPORT_SECONDS)
+        options = channel_options(settings.endpoint)
+        exporter = OTLPSpanExporter(settings.endpoint, timeout=EXPORT_SECONDS, channel_options=options)
         provider.add_span_processor(BatchSpanProcessor(exporter))
         return cls(provider)
 
@@ -143,6 +147,12 @@ class Tracing:
                 part = self.tracer.start_span(f"{role} {name}", within, start_time=since_epoch(begins))
                 part.end(since_epoch(ends))
         span.end(since_epoch(now))
+
+
+def channel_options(endpoint: str) -> Any:
+    """What gRPC is told of a receiver: to go round a proxy of the environment, which cannot get to this machine."""
+    address = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
+    return (NO_PROXY,) if is_loopback(address.hostname or "") else ()
 
 
 def traceparent_of(span: Span) -> str:

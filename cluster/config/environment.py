@@ -1,7 +1,7 @@
 """What Paceline reads of the environment it is started in; nothing else of it does. Its own settings are in files.
 
 Variables, folders, and whether there are GPUs. All of the variables are said by others: systemd, CUDA, the XDG base
-directories, OpenAI's clients, and Ray, which hands a replica its settings that way.
+directories, OpenAI's clients, OpenTelemetry, and Ray, which hands a replica its settings that way.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ def variable(name: str) -> str:
 def api_key() -> str:
     """The key that clients of OpenAI's send; empty for none."""
     return variable("OPENAI_API_KEY")
+
+
+def otlp_endpoint() -> str:
+    """Where OpenTelemetry's variables say that spans go; empty where they say nothing."""
+    return variable("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or variable("OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
 def cache_folder() -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.config.config import Config
-from cluster.config.environment import expanded
+from cluster.config.environment import expanded, otlp_endpoint
 from cluster.config.pools import AT_DRAFTER, SHARED, DraftConfig, Pool, TargetConfig, chosen_max_threads, chosen_threads
 from cluster.config.security import api_keys, identity
 from cluster.config.settings import AUTO, CheckError
@@ -166,7 +166,10 @@ def trace_settings(config: Config) -> TraceSettings | None:
 
     chosen = config.tracing
     on = chosen.enabled or chosen.otlp_endpoint
-    return TraceSettings(chosen.otlp_endpoint, chosen.sample) if on else None
+    if not on:
+        return None
+    endpoint = chosen.otlp_endpoint or otlp_endpoint()
+    return TraceSettings(endpoint, sample=chosen.sample) if endpoint else TraceSettings(sample=chosen.sample)
 
 
 def _admission(config: Config) -> AdmissionSettings:

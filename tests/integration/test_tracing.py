@@ -28,7 +28,7 @@ from target_service.service import TargetSettings, start_target
 from tests.cluster.processes import CHECKOUT
 from tests.stack import MODELS, settings
 from transport import client as connections
-from transport.tracing import SequenceTimings, TraceSettings, Tracing
+from transport.tracing import NO_PROXY, SequenceTimings, TraceSettings, Tracing, channel_options
 from transport.worker import Door, Worker
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -294,6 +294,31 @@ async def test_spans_of_all_three_reach_a_collector_as_one_trace() -> None:
     assert all(
         ids[s.parent_span_id] == "session" for _, s in found.spans if s.name in ("target session", "draft session")
     )
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_no_proxy_of_the_environment_stands_before_a_collector_on_this_machine(host, monkeypatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with collector() as (found, endpoint):
+        tracing = Tracing.to(TraceSettings(endpoint.replace("127.0.0.1", host)), "router")
+        tracing.tracer.start_span("one").end()
+        tracing.close()
+    assert [service for service, _ in found.spans] == ["paceline-router"]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "local"),
+    [
+        ("http://localhost:4317", True),
+        ("https://[::1]:4317", True),
+        ("localhost:4317", True),
+        ("http://collector:4317", False),
+        ("collector:4317", False),
+        ("http://10.0.0.1:4317", False),
+    ],
+)
+def test_a_collector_elsewhere_may_be_behind_a_proxy(endpoint, local) -> None:
+    assert (NO_PROXY in channel_options(endpoint)) == local
 
 
 async def test_a_collector_that_is_not_there_costs_nothing_but_spans(caplog: pytest.LogCaptureFixture) -> None:

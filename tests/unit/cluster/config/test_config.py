@@ -351,6 +351,15 @@ def test_tracing_is_off_unless_asked_for():
         load(None, [Override("tracing.otlp_endpoint", "localhost:4317", "--otlp-endpoint")])
 
 
+def test_spans_go_where_opentelemetry_is_told_unless_we_are(monkeypatch):
+    enabled = Override("tracing.enabled", "true", "--tracing")
+    for variable in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
+        monkeypatch.setenv(variable, f"http://{variable}:4317")
+        assert trace_settings(load(None, [enabled])) == TraceSettings(f"http://{variable}:4317")
+    there = Override("tracing.otlp_endpoint", "http://collector:4317", "--otlp-endpoint")
+    assert trace_settings(load(None, [enabled, there])) == TraceSettings("http://collector:4317")
+
+
 def test_a_router_may_read_the_tokenizers_of_its_targets_and_no_others():
     assert router_settings(Config()).models == [Config().target.model]
     pools = {
