@@ -18,7 +18,7 @@ from cluster.commands import align, certs, complete, config, doctor, down, route
 from cluster.config.environment import CHECKOUT
 from cluster.config.flags import Parser
 from cluster.config.settings import nearest
-from cluster.console import BAD_INPUT, CommandError, complain, let_go
+from cluster.console import BAD_INPUT, CommandError, complain, let_go, spell_out
 from cluster.processes.starting import begin_again
 from transport.address import AddressError
 
@@ -55,6 +55,7 @@ When something is wrong:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    spell_out()
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Those from outside are looked for only where they may be meant.
     known = COMMANDS if arguments and arguments[0] in COMMANDS else COMMANDS | from_outside()

@@ -9,6 +9,7 @@ A terminal gets a spinner. Anything else (a log, a pipe) gets a plain line for a
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
@@ -70,6 +71,13 @@ _STANDARD_ERROR = _StandardError()
 def stderr_console() -> Console:
     """A console on stderr that leaves text as it is, and never fails."""
     return Console(file=cast(IO[str], _STANDARD_ERROR), highlight=False, soft_wrap=True)
+
+
+def spell_out() -> None:
+    """Have stdout write the number of a character that its encoding lacks, where it would refuse the text."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        with suppress(OSError, ValueError):  # as what is written later: closed, or full
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def write(text: str) -> None:

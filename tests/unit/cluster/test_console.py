@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from cluster import console
 from cluster.commands import worker
 from cluster.config.config import Config
+from cluster.config.environment import CHECKOUT
 from cluster.local.backend import LocalProcesses
 from cluster.processes.child import Child, ours
 
@@ -110,3 +112,30 @@ def test_a_result_that_cannot_be_written_fails_in_one_line() -> None:
             ours("cluster.cli", "config"), stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
     assert (done.returncode, done.stderr) == (1, "paceline: cannot write the result: No space left on device\n")
+
+
+COMPLETE = """
+import sys
+from cluster import cli, completion
+from cluster.commands import complete
+completion.stream = lambda *_: iter([("1 \u2192 ", False), ("2", True)])
+sys.exit(cli.main(["complete", "x", "--no-compare"]))
+"""
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_text_that_the_encoding_of_the_output_lacks_is_spelled_out(terminal: bool) -> None:
+    ends = pty.openpty() if terminal else os.pipe()
+    variables = os.environ | {"PYTHONIOENCODING": "latin-1", "NO_COLOR": "1", "TERM": "dumb"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPLETE],
+        stdout=ends[1],
+        stderr=subprocess.PIPE,
+        env=variables,
+        cwd=CHECKOUT,
+        check=False,
+    )
+    os.close(ends[1])
+    assert done.returncode == 0, done.stderr
+    assert os.read(ends[0], 4096).decode("latin-1").removeprefix("x").strip() == "1 \\u2192 2"
+    os.close(ends[0])
