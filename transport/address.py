@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from contextlib import suppress
 
 
 class AddressError(Exception):
@@ -41,7 +42,7 @@ def bound(host: str, port: int) -> socket.socket:
     With 0, the default, events of a kept connection wait for the client's delayed acknowledgement: 40 ms more to the
     first token.
     """
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    made = socket.socket(family_of(host), socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((host, port))
@@ -51,6 +52,17 @@ def bound(host: str, port: int) -> socket.socket:
         why = error.strerror or error if isinstance(error, OSError) else f"{host!r} cannot be a host's name"
         raise AddressError(f"cannot listen on {join(host, port)}: {why}") from error
     return made
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Of IP; version 4 for a name with addresses of both, and for one with none, of which binding says why."""
+    if ":" in host:
+        return socket.AF_INET6
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with suppress(OSError, UnicodeError):
+            socket.getaddrinfo(host, None, family)
+            return family
+    return socket.AF_INET
 
 
 def check_free(address: str) -> None:

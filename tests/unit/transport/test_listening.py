@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 
 from router.http.asgi import BoundedHttp
 from router.service import server_config
-from transport.address import AddressError, bound
+from transport.address import AddressError, bound, family_of
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -31,6 +31,19 @@ async def test_no_event_waits_for_an_acknowledgement_of_the_one_before(host) -> 
         assert await asyncio.wait_for(accepted, 60)
         writer.close()
         await writer.wait_closed()
+
+
+@pytest.mark.parametrize(("families", "chosen"), [("6", socket.AF_INET6), ("46", socket.AF_INET), ("", socket.AF_INET)])
+def test_a_name_is_listened_on_at_an_address_that_it_has(families, chosen, monkeypatch) -> None:
+    known = {"4": socket.AF_INET, "6": socket.AF_INET6}
+
+    def look_up(_: str, __: object, family: int) -> None:
+        if family not in [known[name] for name in families]:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert family_of("worker.example") == chosen
+    assert family_of("::1") == socket.AF_INET6
 
 
 def test_a_connection_is_kept_longer_than_load_balancers_keep_theirs() -> None:
