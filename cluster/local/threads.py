@@ -20,7 +20,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,11 +94,31 @@ def _division(config: Config, cores: int, measured: Measured | None) -> CoreDivi
     return best if best.draft or may_draft_in_turn(config) else divide(cores, measured)
 
 
-def usable_cores() -> int:
-    """The cores that this process may use, and so may what it starts."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def usable_cores(root: Path = Path("/")) -> int:
+    """The cores that this process, on the machine whose files are at ``root``, may keep busy, and so what it starts.
+
+    Threads beyond a quota of processor time (a container's, systemd's) would only stand still together.
+    """
+    if sys.platform != "linux":
+        return os.cpu_count() or 1
+    return max(1, min([len(os.sched_getaffinity(0)), *_quotas(root)]))
+
+
+def _quotas(root: Path) -> Iterator[int]:
+    """Whole cores that each control group which this process is in, of either version, may keep busy."""
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            folder = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+            files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+            for name in ("", *Path(path.lstrip("/")).parts):
+                folder /= name
+                with contextlib.suppress(OSError, ValueError):  # ValueError: "max", which is no limit
+                    quota, period = map(int, " ".join((folder / file).read_text() for file in files).split())
+                    if quota > 0:
+                        yield quota // period
 
 
 def divisible(config: Config, cores: int) -> bool:

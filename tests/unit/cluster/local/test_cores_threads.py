@@ -129,7 +129,28 @@ def test_cores_are_those_of_the_affinity_mask():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"
-    assert usable_cores() == len(os.sched_getaffinity(0))
+    assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        ("0::/\n", {}, 64),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, 64),
+        ("0::/../not/here\n", {"cpu.max": "450000 100000\n"}, 4),
+        ("0::/a/b\n", {"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "800000 100000\n"}, 2),
+        ("0::/a\n", {"a/cpu.max": "50000 100000\n"}, 1),
+        ("0::/a\n", {"a/cpu.max": "9900000 100000\n"}, 64),
+        ("4:cpu,cpuacct:/j\n0::/\n", {"cpu/j/cpu.cfs_quota_us": "300000\n", "cpu/j/cpu.cfs_period_us": "100000\n"}, 3),
+        ("4:cpu:/j\n", {"cpu/j/cpu.cfs_quota_us": "-1\n", "cpu/j/cpu.cfs_period_us": "100000\n"}, 64),
+    ],
+)
+def test_a_quota_of_a_control_group_counts_as_its_whole_cores(groups, files, cores, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    for path, text in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{path}": files[path] for path in files}}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert usable_cores(tmp_path) == cores
 
 
 # -- how it ends -------------------------------------------------------------------------------------------------------
