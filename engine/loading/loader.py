@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from engine.attention.attention import NAME
-from engine.attention.row_attention import RowAttention
+from engine.attention.row_attention import RowAttention, UnsupportedAttention
 from engine.attention.triton_rows import find_attention
 from engine.cpu.rows import CpuRows, on_cpu
 from engine.cpu.stack import fuse_on_cpu, unfuse_on_cpu, widens
@@ -155,7 +155,10 @@ def from_module(
     try:
         return _for_speculation(model, test, report, how)
     except CannotSpeculate as reason:
-        if how.group is not None and how.quantization == NONE:
+        own = isinstance(
+            reason.__cause__, UnsupportedAttention
+        )  # its attention, and not the want of memory or of a rank
+        if own and how.group is not None and how.quantization == NONE:
             raise ModelError(f"{reason}; {ON_ONE_RANK}") from reason
         if not how.without_speculation or how.quantization != NONE:
             raise
@@ -192,7 +195,7 @@ def _for_speculation(model: Model, test: SelfTest | None, report: Report, how: T
     attention = _attention(model, group, by_rows=how.by_rows)
     if attention.replayed:
         report(_fuse(module) or "decoder layers are computed fused")
-    agreed = bool if group is None else group.all_agree
+    agreed = bool if group is None else partial(group.all_agree, patience=group.patience)
     return _tested(replace(model, attention=attention), test, report, agreed)
 
 
@@ -247,8 +250,11 @@ def _tested(model: Model, test: SelfTest | None, report: Report, agreed: Callabl
         _pass(test.check, model, report)
     except CannotSpeculate as error:
         failure = error
-    if agreed(failure is None):
-        return model
+    try:
+        if agreed(failure is None):
+            return model
+    except RuntimeError as error:  # a rank hangs, or is lost
+        raise failure or CannotSpeculate(model, "another rank does not answer") from error
     reason = failure or CannotSpeculate(model, "another rank computes it wrong")
     if type(model.attention) is RowAttention:
         raise reason

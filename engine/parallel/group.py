@@ -119,9 +119,9 @@ class Group:
         dist.all_gather_single(parts.view(-1), part.flatten(), group=self._computing)
         return [one.view(part.shape) for one in parts]
 
-    def all_agree(self, so: bool) -> bool:
-        """Whether all ranks say so."""
-        return bool(self.minimum(int(so)))
+    def all_agree(self, so: bool, patience: timedelta | None = None) -> bool:
+        """Whether all ranks say so. Raises RuntimeError as :meth:`minimum` does."""
+        return bool(self.minimum(int(so), patience))
 
     def minimum(self, value: int, patience: timedelta | None = None) -> int:
         """The smallest of all ranks' values. Raises RuntimeError if one does not come while they load, or so long."""

@@ -12,7 +12,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -25,14 +28,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from cluster.config.checks import CheckError, check_model
 from draft_service.translation import read_vocabularies
 from engine.attention import attention, row_attention
-from engine.attention.row_attention import RowAttention
+from engine.attention.row_attention import RowAttention, UnsupportedAttention
 from engine.cache.kv_store import KVStore
 from engine.cpu.rows import CpuRows
 from engine.cpu.thread_choice import COUNTS
 from engine.layers.linear import PackedLinear, can_pack
 from engine.loading import checkpoint, loader
 from engine.loading.loader import ModelError, describe, load
-from engine.model import CannotSpeculate
+from engine.model import CannotSpeculate, Model
+from engine.parallel.group import Group
 from router.text.tokenizer import Tokenizer as RoutersTokenizer
 from speculation.messages import Loading
 from tests.by_rows import PlainRows
@@ -541,3 +545,37 @@ def test_a_rank_falls_back_with_another_that_computes_wrong(tmp_path: Path) -> N
     assert said == [True, True] and len(told) == 2
     with pytest.raises(CannotSpeculate, match="another rank computes it wrong"):
         loader._tested(fallen, test, told.append, lambda so: False)
+
+
+def test_a_rank_that_does_not_answer_is_waited_for_as_in_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not as long as all may load. The leader knows by the cause that it is late."""
+    model, patience = load_tiny("llama", tmp_path), timedelta(seconds=1)
+    silent = Mock(side_effect=[1, RuntimeError("timed out")])
+    group: Any = SimpleNamespace(patience=patience, meet=Mock(), minimum=silent)
+    group.all_agree = partial(Group.all_agree, group)
+    monkeypatch.setattr(loader, "use_slices", Mock())
+    test: Any = Mock(check=lambda model: 0.0)
+    with pytest.raises(CannotSpeculate, match="another rank does not answer") as caught:
+        loader._for_speculation(model, test, Mock(), loader.Treatment(group=group))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    silent.assert_called_with(1, patience)
+
+
+@pytest.mark.parametrize(
+    ("cause", "told"), [(UnsupportedAttention("sparse"), True), (torch.OutOfMemoryError("out of memory"), False)]
+)
+def test_one_rank_is_advised_only_where_it_would_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: Exception, told: bool
+) -> None:
+    llama = load_tiny("llama", tmp_path)
+
+    def refused(*_: object) -> Model:
+        raise CannotSpeculate(llama, str(cause)) from cause
+
+    monkeypatch.setattr(loader, "_for_speculation", refused)
+    how = loader.Treatment(group=Mock(), self_test=False)
+    with pytest.raises(ModelError, match=str(cause)) as caught:
+        loader.from_module(llama.name, llama.module, {}, llama.dtype, llama.device, how)
+    assert ("tensor_parallel_size 1" in str(caught.value)) == told
