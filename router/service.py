@@ -43,7 +43,7 @@ KEPT_MEMORY = {M_MMAP_THRESHOLD: 4 << 20, M_TRIM_THRESHOLD: 8 << 20}
 LAST_SECONDS = 5
 """In which clients must have read the ends of their answers once the router stops."""
 LOOK_SECONDS = 1.0
-"""Between two looks whether there is a model whose tokenizer is still to be read, and that each may take."""
+"""Between two looks whether there is a model whose tokenizer is still to be read."""
 
 
 class RouterError(Exception):
@@ -180,21 +180,20 @@ class Router:
         self._reading = asyncio.create_task(self._read_tokenizers())
 
     async def _read_tokenizers(self) -> None:
-        while True:
-            models = self.dispatcher.models
-            for name in self.dispatcher.unreadable.keys() - models.keys():
-                del self.dispatcher.unreadable[name]
-            for model in models.values():
-                await self._read_tokenizer(model)
-            await asyncio.sleep(LOOK_SECONDS)
+        looks: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                models = self.dispatcher.models
+                for name in self.dispatcher.unreadable.keys() - models.keys():
+                    del self.dispatcher.unreadable[name]
+                for name, model in models.items():
+                    if name not in looks or looks[name].done():
+                        looks[name] = group.create_task(self._read_tokenizer(model))
+                await asyncio.sleep(LOOK_SECONDS)
 
     async def _read_tokenizer(self, model: ServedModel) -> None:
-        """Where that takes longer, what was known of it stays."""
         try:
-            async with asyncio.timeout(LOOK_SECONDS):
-                await self.tokenizers.of(model)
-        except TimeoutError:
-            return
+            await self.tokenizers.of(model)
         except Exception as error:  # whatever it is, requests would meet it as well
             why = f"cannot read the tokenizer of {model.name}: {error}"
             if self.dispatcher.unreadable.get(model.name) != why:

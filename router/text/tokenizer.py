@@ -273,8 +273,9 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return {"default": value} if isinstance(value, str) else {}
 
 
-RETRY_SECONDS = 10.0
-"""Pause after a tokenizer could not be read, or was read again: every request of a model that it is not would try."""
+RETRY_SECONDS, LONGEST_RETRY_SECONDS = 10.0, 60.0
+"""Pause after a tokenizer could not be read, or was read again: every request of a model that it is not would try. Each
+time it is twice as long: reading a large one holds up all streams for a moment."""
 READ_SECONDS, SILENT_SECONDS = 120.0, 300.0
 """That reading one may take, and pause after it took longer: a hub that takes a connection may never answer."""
 
@@ -290,6 +291,8 @@ class Tokenizers:
         self._preferred, self._configured = preferred, configured
         self._read: dict[str, tuple[Tokenizer | TokenizerError, float]] = {}
         """By source: what came of reading it, and when it may be read once more."""
+        self._pauses: dict[str, float] = {}
+        """By source, the last one."""
         self._reading: dict[str, asyncio.Task[Tokenizer | TokenizerError]] = {}
         self._found: dict[tuple[str, int], Tokenizer] = {}
         """By the source and the digest that a model names."""
@@ -331,7 +334,7 @@ class Tokenizers:
 
     async def _load(self, source: str) -> Tokenizer | TokenizerError:
         read: Tokenizer | TokenizerError
-        pause = RETRY_SECONDS
+        pause = self._pauses[source] = min(2 * self._pauses.get(source, RETRY_SECONDS / 2), LONGEST_RETRY_SECONDS)
         try:
             async with asyncio.timeout(READ_SECONDS):
                 read = await _loaded(source)

@@ -112,6 +112,20 @@ async def test_a_tokenizer_that_cannot_be_read_is_the_trouble_of_its_own_model(d
     assert disk.reads == {"a": 1, "gone": 1}
 
 
+async def test_one_that_cannot_be_read_is_tried_ever_more_rarely(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, passed = asyncio.get_running_loop(), 0.0
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + passed)
+    tokenizers, tried = Tokenizers(), []
+    for _ in range(20):
+        before = disk.reads["gone"]
+        with pytest.raises(TokenizerError, match="neither a folder nor"):
+            await tokenizers.of(disk.model("gone"))
+        tried.append(disk.reads["gone"] > before)
+        passed += 15.0
+    assert [15.0 * turn for turn, read in enumerate(tried) if read] == [0, 15, 45, 90, 150, 210, 270]
+
+
 async def test_nothing_is_opened_on_the_word_of_a_worker_that_nobody_configured(disk: Disk) -> None:
     disk.kept["/etc"] = tiny_tokenizer(tags=["<secret>"])
     tokenizers = Tokenizers("", ["a", "b"])
