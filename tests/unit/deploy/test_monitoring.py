@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -219,21 +221,42 @@ DECIDED = 'paceline_autoscaling_replicas{pool="DraftWorker-m.draft",state="decid
     ],
 )
 def test_an_alert_comes_when_it_should_and_alone(tmp_path, alert: str | None, changed: dict[str, str]) -> None:
-    rules_beside(tmp_path)
-    series = HEALTHY | changed
     firing = [{"labels": f'{{alertname="{alert}"}}', "value": 1}] if alert else []
     query = 'count by (alertname) (ALERTS{alertstate="firing"})'
+    evaluate(tmp_path, changed, {"promql_expr_test": [{"expr": query, "eval_time": "150m", "exp_samples": firing}]})
+
+
+@needs_prometheus
+@pytest.mark.parametrize("label", ["namespace", "exported_namespace"])
+def test_certificates_of_one_name_are_told_by_their_cell(tmp_path, label: str) -> None:
+    others = {"namespace": "cert-manager"} if label == "exported_namespace" else {}
+    cells = [others | {label: name, "name": "paceline-redis"} for name in ("c", "d")]
+    named = [",".join(f'{key}="{value}"' for key, value in one.items()) for one in cells]
+    ending = {f"certmanager_certificate_expiration_timestamp_seconds{{{labels}}}": "500000x200" for labels in named}
+    (rule,) = [rule for rule in alerts() if rule["alert"] == "PacelineCertificateExpires"]
+    fixed = {key: rule["annotations"][key] for key in ("description", "runbook_url")}
+    fixed["description"] = fixed["description"].replace("{{ $value | humanizeDuration }}", "5d 16h 23m 20s")
+    firing = [
+        {
+            "exp_labels": one | rule["labels"],
+            "exp_annotations": fixed
+            | {"summary": f"The certificate paceline-redis  in {one[label]} ends within a week"},
+        }
+        for one in cells
+    ]
+    expected = {"eval_time": "150m", "alertname": rule["alert"], "exp_alerts": firing}
+    evaluate(tmp_path, ending, {"alert_rule_test": [expected]})
+
+
+def evaluate(folder: Path, changed: dict[str, str], expected: dict[str, Any]) -> None:
+    """Whether the healthy cell, with other series changed or beside it, comes to what is expected."""
+    rules_beside(folder)
+    series = [{"series": name, "values": values} for name, values in (HEALTHY | changed).items()]
     test = {
         "rule_files": [ALERTS.name],
         "evaluation_interval": "1m",
-        "tests": [
-            {
-                "interval": "1m",
-                "input_series": [{"series": name, "values": values} for name, values in series.items()],
-                "promql_expr_test": [{"expr": query, "eval_time": "150m", "exp_samples": firing}],
-            }
-        ],
+        "tests": [{"interval": "1m", "input_series": series} | expected],
     }
-    (tmp_path / "test.yaml").write_text(yaml.safe_dump(test))
-    done = subprocess.run(["promtool", "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True)
+    (folder / "test.yaml").write_text(yaml.safe_dump(test))
+    done = subprocess.run(["promtool", "test", "rules", "test.yaml"], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
