@@ -131,6 +131,7 @@ DECIDED = 'paceline_autoscaling_replicas{pool="DraftWorker-m.draft",state="decid
         # One cell of two is not well, or away with all its pods.
         ("PacelineNoTarget", cell("paceline_router_ready", "1x60 0x140")),
         ("PacelineNoTarget", cell("paceline_router_ready", "1x120 stale")),
+        (None, cell("paceline_router_ready", "1x60 stale")),  # for longer than an hour
         (
             "PacelineNoTargetOfModel",
             cell("paceline_router_ready", "1x200")
