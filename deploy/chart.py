@@ -201,12 +201,19 @@ def _condition(line: Line) -> str:
     always = [overlay for overlay in OVERLAYS if (overlay, ()) in line.variants]
     having = [components for components in CHOICES if (WITH_COMPONENTS[0], components) in line.variants]
     if not always:
-        fewest = [some for some in having if not any({*fewer} < {*some} for fewer in having)]
-        any_of = " ".join(map(_chosen, fewest))
-        return f"and (has .Values.overlay (list {_list(WITH_COMPONENTS)})) (or {any_of})"
+        return _brought(line, having)
     if len(having) != (len(CHOICES) if WITH_COMPONENTS[0] in always else 0):
         raise ChartError(f"a component takes out or changes what others leave as it is: {line.text.strip()!r}")
     return f"has .Values.overlay (list {_list(always)})" if len(always) < len(OVERLAYS) else ""
+
+
+def _brought(line: Line, having: list[tuple[str, ...]]) -> str:
+    """Of a release, for it to have a line that only components bring."""
+    if any({*some} < {*more} for some in having for more in CHOICES if more not in having):
+        raise ChartError(f"a component takes out or changes what another brings: {line.text.strip()!r}")
+    fewest = [some for some in having if not any({*fewer} < {*some} for fewer in having)]
+    any_of = " ".join(map(_chosen, fewest))
+    return f"and (has .Values.overlay (list {_list(WITH_COMPONENTS)})) (or {any_of})"
 
 
 def _chosen(components: Iterable[str]) -> str:

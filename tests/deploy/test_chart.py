@@ -9,7 +9,7 @@ import helm_python
 import pytest
 import yaml
 
-from deploy.chart import CHART, CHOICES, COMPONENTS, ChartError, files, overlay_values, template
+from deploy.chart import CHART, CHOICES, COMPONENTS, PAIRS, ChartError, files, overlay_values, template
 from deploy.manifests import Manifests, Object, render
 from deploy.validate import findings
 from tests.deploy.overlays import KUBERNETES, OVERLAYS, needs_kubectl, rendered
@@ -117,3 +117,8 @@ def test_line_that_a_component_changes_cannot_be_said() -> None:
     assert template(bases | same) == "a: 1\n"
     with pytest.raises(ChartError, match="'a: 1'"):
         template(bases | same | {("gpu", ("ingress",)): ["a: 2"]})
+    first, pair = PAIRS[0][:1], PAIRS[0]
+    added = bases | same | {("gpu", first): ["a: 1", "b: 1"]}
+    assert template(added | {("gpu", pair): ["a: 1", "b: 1", "c: 1"]})
+    with pytest.raises(ChartError, match="'b: 1'"):
+        template(added | {("gpu", pair): ["a: 1", "b: 2"]})
