@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import chain, takewhile
 from typing import Any
@@ -22,7 +22,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.text.tool_calls import ToolForm, form_shown, parser_of
+from router.text.tool_calls import ToolForm, form_shown, overlap, parser_of
 
 Message = Mapping[str, Any]
 """A chat message: ``role``, ``content`` and perhaps ``name``, ``tool_calls`` or ``tool_call_id``."""
@@ -66,8 +66,8 @@ class TemplateError(ValueError):
 class ChatTemplate:
     """A compiled chat template with the model's special tokens (``bos_token`` and so on) as its variables."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises :class:`TemplateError` when ``source`` does not compile."""
+    def __init__(self, source: str, special_tokens: Mapping[str, str], hidden: Collection[str] = ()) -> None:
+        """``hidden``: tokens that show in no answer. Raises :class:`TemplateError` when ``source`` does not compile."""
         self._variables = dict(special_tokens)
         try:
             environment = _environment()
@@ -87,7 +87,7 @@ class ChatTemplate:
         if self.knows_tools and not self._writes(*_GIVEN):
             self._singly = self._writes(_GIVEN[0])
         form = form_shown(source) if self.knows_tools else None
-        self.tool_form = None if form is None or self._differs(form) else form
+        self.tool_form = None if form is None or self._differs(form, hidden) else form
         """How it writes calls; None: in no form known here."""
 
     def render(
@@ -121,10 +121,13 @@ class ChatTemplate:
             wanted["content"] = [{"type": "text", "text": content}]
         return wanted
 
-    def _differs(self, form: ToolForm) -> bool:
+    def _differs(self, form: ToolForm, hidden: Collection[str]) -> bool:
         """Whether calls are seen to be written in another form. Where none is written nothing is seen."""
         plain, called = self._tried(_ANSWERED, _TOOLS), self._tried([*_ASKED, _calling(*_GIVEN[:1])], _TOOLS)
-        said = called[sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(plain, called, strict=False))) :]
+        for mark in sorted({*hidden}.difference(form.marks), key=len, reverse=True):  # one may stand within another
+            plain, called = plain.replace(mark, ""), called.replace(mark, "")
+        same = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(plain, called, strict=False)))
+        said = called[same - overlap(called[:same], form.marks[0]) :]  # a plain answer may begin with the same letters
         if not plain or _FUNCTION not in said:
             return False
         if form is ToolForm.LLAMA:  # which has no end, and here the turn's end behind it

@@ -81,9 +81,6 @@ class Tokenizer:
         self.stop_tokens = stop_tokens
         """Tokens that end a text, as the model's configuration gives them."""
         names = special_tokens or {}
-        self.chat_template = ChatTemplate(chat_template, names) if chat_template is not None else None
-        self.tool_template = ChatTemplate(tool_template, names) if tool_template is not None else None
-        """Of its own for chats with tools; None: there is none."""
         added = backend.get_added_tokens_decoder()
         self._added = frozenset(added)
         self._decoders = frozenset(_types(json.loads(backend.decoder.__getstate__()) if backend.decoder else {}))
@@ -93,6 +90,10 @@ class Tokenizer:
         """Whether a text is the bytes of its tokens, one after the other."""
         self.hidden = frozenset(hidden)
         """Special tokens, which do not show in a text unless they are asked for."""
+        marks = [mark for mark in map(backend.id_to_token, hidden) if mark is not None]
+        self.chat_template = ChatTemplate(chat_template, names, marks) if chat_template is not None else None
+        self.tool_template = ChatTemplate(tool_template, names, marks) if tool_template is not None else None
+        """Of its own for chats with tools; None: there is none."""
         self.tags = {content.content: token for token, content in added.items() if _TAG.fullmatch(content.content)}
         """Added tokens that are written ``<...>``. Grammars match them by their names, not by their letters."""
         self._whole: dict[Token, str] = {}

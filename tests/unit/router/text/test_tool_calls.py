@@ -10,6 +10,7 @@ import pytest
 
 from router.text.chat_template import ChatTemplate
 from router.text.tool_calls import Found, HermesParser, LlamaParser, ToolForm, parser_of
+from tests.fakes import tiny_tokenizer
 
 PIECES = 2000
 HERMES_CALL = '{"name": "f", "arguments": {"x": "'
@@ -134,6 +135,31 @@ def test_the_form_of_calls_is_the_one_that_the_template_writes(
 ) -> None:
     template = ASKED + CHAT.replace("CALL", written).replace("THINK", thinks)
     assert ChatTemplate(template, {}).tool_form is form
+
+
+def test_marks_that_no_reader_of_an_answer_sees_are_of_no_call() -> None:
+    framed = CHAT.replace("{{ m.content }}", "{% if m.tool_calls %}<|py|>{% endif %}{{ m.content }}")
+    template = ASKED + framed.replace("CALL", f"<|/py|>{LLAMA}").replace("THINK", "")  # as Llama 4 does
+    assert ChatTemplate(template, {}).tool_form is None
+    assert ChatTemplate(template, {}, ["<|py|>", "<|/py|>", "<|python_tag|>"]).tool_form is ToolForm.LLAMA
+    tokenizer = tiny_tokenizer(template.replace("<|py|>", "<turn>").replace("<|/py|>", "<bos>"))
+    assert tokenizer.chat_template is not None
+    assert tokenizer.chat_template.tool_form is ToolForm.LLAMA
+
+
+@pytest.mark.parametrize(
+    ("plain", "written", "form"),
+    [
+        ("<think>\n\n</think>\n\n", TAGGED, ToolForm.HERMES),
+        ("<|plain|>", f"<|python_tag|>{LLAMA}", ToolForm.LLAMA),
+    ],
+)
+def test_what_only_a_plain_answer_begins_with_may_begin_as_a_call(plain: str, written: str, form: ToolForm) -> None:
+    chat = CHAT.replace("{{ m.content }}", f"{{% if not m.tool_calls %}}{plain}{{% endif %}}{{{{ m.content }}}}")
+    template = ASKED + chat.replace("CALL", written).replace("THINK", "")
+    assert ChatTemplate(template, {}).tool_form is form
+    hidden = ["<|start|>", "<|end|>", "<|eot|>", "<tool_call>", "</tool_call>", "<|python_tag|>"]
+    assert ChatTemplate(template, {}, hidden).tool_form is form
 
 
 def test_a_template_that_cannot_be_tried_is_taken_by_what_its_source_shows() -> None:
