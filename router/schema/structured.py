@@ -259,7 +259,7 @@ def _calls(tools: Tools, tokenizer: Tokenizer) -> Iterator[str]:
 
 def _beside_hermes(tools: Tools, tokenizer: Tokenizer) -> Iterator[str]:
     """Any text, but what opens a call is one. An opening mark counts in letters too: that is how it is read."""
-    yield "start: opened* text" if tools.several else "start: opened | text"
+    yield "start: opened* text"  # whatever the number of calls: one within reasoning is none
     yield f"opened: text {_either('spelt', OPEN, tokenizer.tags)} called"
     yield f"spelt[lazy]: /{_ANY}*{re.escape(OPEN)}/"
     yield f"text: ({' | '.join(('TEXT', *_others(tools, tokenizer)))})*"
