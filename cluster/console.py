@@ -75,7 +75,7 @@ def stderr_console() -> Console:
 
 def spell_out() -> None:
     """Have stdout write the number of a character that its encoding lacks, where it would refuse the text."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         with suppress(OSError, ValueError):  # as what is written later: closed, or full
             sys.stdout.reconfigure(errors="backslashreplace")
 

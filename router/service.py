@@ -186,8 +186,9 @@ class Router:
                 models = self.dispatcher.models
                 for name in self.dispatcher.unreadable.keys() - models.keys():
                     del self.dispatcher.unreadable[name]
+                looks = {name: look for name, look in looks.items() if not look.done()}
                 for name, model in models.items():
-                    if name not in looks or looks[name].done():
+                    if name not in looks:
                         looks[name] = group.create_task(self._read_tokenizer(model))
                 await asyncio.sleep(LOOK_SECONDS)
 

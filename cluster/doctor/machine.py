@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from cluster.config.config import Config, max_replicas_of
 from cluster.config.environment import expanded, variable
@@ -22,7 +21,7 @@ from cluster.local.gpus import divided
 from cluster.local.threads import usable_cores
 from engine.host.memory import GIB, available_bytes
 from engine.loading.cache_size import CPU_SHARE, CUDA_SHARE, bytes_a_token
-from engine.loading.checkpoint import is_unpacked, read_config
+from engine.loading.checkpoint import is_stateful, is_unpacked, read_config
 from engine.loading.loader import Treatment, context_of
 from engine.model import ModelError
 from engine.parallel.shards import splits_heads
@@ -32,7 +31,7 @@ from transport.address import AddressError, check_free, join
 DRIVER, SHARED_MEMORY = Path("/proc/driver/nvidia/version"), Path("/dev/shm")
 SMALLEST_CONTEXT = 4096
 """Tokens of a cache below which a worker is of little use, where the model allows more."""
-SHORTER = "set cache_tokens to serve shorter texts"
+SHORTER = "set cache_tokens to serve shorter texts, of a draft model in the same process as well"
 DISK_SHARE = 0.95
 """Ray stops writing to a disk that is fuller than this."""
 TIGHT_DISK = 2 * GIB
@@ -179,7 +178,9 @@ def needs(config: Config, devices: Devices) -> Iterator[DeviceNeed]:
             weights, cache = own[0] + drafting[0], own[1] + drafting[1]
             ranks = max_replicas_of(pool) * pool.tensor_parallel_size
             share, on_cpu = min(pool.gpus or 1.0, 1.0), pool.device == "cpu"
-            longest = max(_longest(pool, own[1]), 0 if beside is None else _longest(beside, drafting[1]))
+            wanted = _longest(pool, own[1]), 0 if beside is None else _longest(beside, drafting[1])
+            # The draft model is loaded first: what its cache takes, that of the target has not.
+            longest = max(wanted[0], own[1]) + max(wanted[1], drafting[1]) if any(wanted) else 0
             size = pool.tensor_parallel_size
             yield DeviceNeed(str(named), named.path, ranks, weights, cache, share, on_cpu, longest, size)
 
@@ -188,15 +189,11 @@ def _longest(pool: TargetConfig | DraftConfig, shortest: int) -> int:
     """Bytes of the cache that a worker insists on, of which the shortest takes ``shortest``; 0 if on none."""
     model_config = read_config(pool.model)
     text_config = model_config.get_text_config(decoder=True)
-    if pool.cache_tokens or _is_stateful(model_config) or text_config.model_type in RIGHT_IN_PARTS:
+    of_head = isinstance(pool, DraftConfig) and bool(pool.eagle)
+    if pool.cache_tokens or of_head or is_stateful(model_config) or text_config.model_type in RIGHT_IN_PARTS:
         return 0  # it is told, or keeps no cache that has to be there at once
     context = context_of(text_config)
     return shortest * context // min(context, SMALLEST_CONTEXT)
-
-
-def _is_stateful(model_config: Any) -> bool:
-    model_class: Any = AutoModelForCausalLM._model_mapping[type(model_config)]
-    return bool(model_class._is_stateful)
 
 
 def _loaded(weights: Weights, model_config: Any, *, on_cpu: bool) -> Weights:
@@ -206,7 +203,7 @@ def _loaded(weights: Weights, model_config: Any, *, on_cpu: bool) -> Weights:
     """
     if not weights.embedding or not getattr(model_config, "tie_word_embeddings", False):
         return weights
-    packed = on_cpu and not _is_stateful(model_config)
+    packed = on_cpu and not is_stateful(model_config)
     head = weights.embedding if packed else 0
     return replace(weights, numbers=weights.numbers - weights.head + head, head=head)
 

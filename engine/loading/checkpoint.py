@@ -176,6 +176,12 @@ def is_unpacked(config: Any, device: torch.device) -> bool:
     return method in UNPACKED and (device.type == "cpu" or not is_kernels_available())
 
 
+def is_stateful(config: Any) -> bool:
+    """Whether the model of a configuration keeps a recurrent state."""
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    return bool(model_class._is_stateful)
+
+
 def read_module(
     path: str, dtype: torch.dtype, device: torch.device, group: Group | None, progress: Progress | None = None
 ) -> Any:
@@ -236,8 +242,7 @@ def check_split(path: str, ranks: int) -> None:
             f"{path}: model type {config.model_type!r} cannot be split over ranks, transformers has no plan for it; "
             "use tensor_parallel_size 1"
         )
-    model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    if model_class._is_stateful:
+    if is_stateful(config):
         raise ModelError(f"{path}: model type {config.model_type!r} keeps a recurrent state; {ON_ONE_RANK}")
     told = [(name, getattr(layer, name, None)) for name in SPLIT_BY for layer in layers_of(text)]
     sizes = [(name, size) for name, size in told if isinstance(size, int)]

@@ -155,9 +155,7 @@ def from_module(
     try:
         return _for_speculation(model, test, report, how)
     except CannotSpeculate as reason:
-        own = isinstance(
-            reason.__cause__, UnsupportedAttention
-        )  # its attention, and not the want of memory or of a rank
+        own = isinstance(reason.__cause__, UnsupportedAttention)  # and not the want of memory, or of a rank
         if own and how.group is not None and how.quantization == NONE:
             raise ModelError(f"{reason}; {ON_ONE_RANK}") from reason
         if not how.without_speculation or how.quantization != NONE:
@@ -254,7 +252,7 @@ def _tested(model: Model, test: SelfTest | None, report: Report, agreed: Callabl
         if agreed(failure is None):
             return model
     except RuntimeError as error:  # a rank hangs, or is lost
-        raise failure or CannotSpeculate(model, "another rank does not answer") from error
+        raise failure or ModelError(f"{model.name}: a rank does not answer in its self-test") from error
     reason = failure or CannotSpeculate(model, "another rank computes it wrong")
     if type(model.attention) is RowAttention:
         raise reason

@@ -1,7 +1,8 @@
 """What happens when this machine has no descriptor, memory or process left for a connection, a file or a child.
 
 Decides what counts as that, and that it is logged once in a while instead of at every attempt: a listener alone tries
-2,048 times a second (asyncio's loop over its backlog). What is under way goes on; what begins is refused.
+2,048 times a second (asyncio's loop over its backlog). What is under way goes on; what begins is refused. Where
+no thread is left, what was to run there stays in its queue and runs, for nobody, once there is one.
 """
 
 from __future__ import annotations

@@ -346,6 +346,8 @@ class Tokenizers:
             read = error
         finally:
             del self._reading[source]
+        if isinstance(read, Tokenizer) and isinstance(self._read.get(source, (None,))[0], TokenizerError):
+            del self._pauses[source]  # it is well again
         first = source not in self._read and isinstance(read, Tokenizer)  # whose files may have been replaced since
         self._read[source] = read, 0.0 if first else asyncio.get_running_loop().time() + pause
         return read

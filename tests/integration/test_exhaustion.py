@@ -60,7 +60,7 @@ async def test_a_body_that_finds_no_thread_is_refused_for_the_time_being(monkeyp
     body = {"prompt": "x" * request_reader.PARSED_INLINE_BYTES, "max_tokens": 9}
     async with in_memory(FakeGenerator(lambda _: (), model=model())) as client:
         with monkeypatch.context() as full:
-            full.setattr(threading, "_start_new_thread", no_thread)
+            full.setattr(threading.Thread, "start", no_thread)
             answer = await client.post("/v1/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "resource_exhausted")
 

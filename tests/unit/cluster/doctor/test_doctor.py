@@ -430,10 +430,26 @@ def test_a_context_that_a_worker_refuses_to_begin_with_is_refused_here(tmp_path)
     # Two layers of two heads of 16 numbers, of keys and values: half a GiB for a GiB of tokens.
     for devices in (replace(here, memory=2 * GIB), replace(there, gpus=[machine.Gpu("A", GIB // 2)])):
         refused = found(devices)
-        assert refused.level is Level.PROBLEM and refused.fix == "set cache_tokens to serve shorter texts"
+        assert refused.level is Level.PROBLEM and refused.fix == machine.SHORTER
         assert found(devices, cache_tokens=4096).level is Level.OK
     assert "takes 0.5 GiB, it may have 0.4" in str(found(replace(here, memory=2 * GIB - (400 << 20))))
     assert found(here).level is Level.OK and found(there).level is Level.OK
+
+
+def test_caches_in_one_process_are_each_of_a_whole_context_and_a_head_needs_none(tmp_path):
+    folder = save_model("llama", tmp_path, num_hidden_layers=2, max_position_embeddings=1 << 20)
+    whole, told = 512 << 20, 512 * 4096
+    target, draft = TargetConfig(model=folder, dtype="fp32"), DraftConfig(model=folder, dtype="fp32")
+
+    def longest(**settings):
+        return [need.longest for need in machine.needs(Config(**settings), machine.Devices(False, None, [], GIB))]
+
+    shared = replace(draft, placement="shared")
+    assert longest(target=target, draft=shared) == [2 * whole]
+    assert longest(target=replace(target, cache_tokens=4096), draft=shared) == [told + whole]
+    assert longest(target=target, draft=replace(shared, cache_tokens=4096)) == [whole + told]
+    assert longest(target=replace(target, cache_tokens=4096), draft=replace(shared, cache_tokens=4096)) == [0]
+    assert longest(target=target, draft=replace(draft, eagle="/models/head")) == [whole, 0]
 
 
 def test_a_model_that_keeps_a_state_may_be_of_any_context(tmp_path):

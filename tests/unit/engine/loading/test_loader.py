@@ -550,14 +550,14 @@ def test_a_rank_falls_back_with_another_that_computes_wrong(tmp_path: Path) -> N
 def test_a_rank_that_does_not_answer_is_waited_for_as_in_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not as long as all may load. The leader knows by the cause that it is late."""
+    """And not as long as all may load. Past that the leader knows by the cause that it is late."""
     model, patience = load_tiny("llama", tmp_path), timedelta(seconds=1)
     silent = Mock(side_effect=[1, RuntimeError("timed out")])
     group: Any = SimpleNamespace(patience=patience, meet=Mock(), minimum=silent)
     group.all_agree = partial(Group.all_agree, group)
     monkeypatch.setattr(loader, "use_slices", Mock())
     test: Any = Mock(check=lambda model: 0.0)
-    with pytest.raises(CannotSpeculate, match="another rank does not answer") as caught:
+    with pytest.raises(ModelError, match="a rank does not answer in its self-test") as caught:
         loader._for_speculation(model, test, Mock(), loader.Treatment(group=group))
     assert isinstance(caught.value.__cause__, RuntimeError)
     silent.assert_called_with(1, patience)

@@ -124,6 +124,15 @@ async def test_one_that_cannot_be_read_is_tried_ever_more_rarely(disk: Disk, mon
         tried.append(disk.reads["gone"] > before)
         passed += 15.0
     assert [15.0 * turn for turn, read in enumerate(tried) if read] == [0, 15, 45, 90, 150, 210, 270]
+    passed += 60.0
+    disk.kept["gone"] = tiny_tokenizer()
+    assert await tokenizers.of(disk.model("gone")) is disk.kept["gone"]
+    wrong, before = ServedModel("wrong", 400, 64, 7, "gone"), disk.reads["gone"]
+    for late in (60.0, 15.0):  # as at first
+        passed += late
+        with pytest.raises(TokenizerError, match="is not that of"):
+            await tokenizers.of(wrong)
+    assert disk.reads["gone"] == before + 2
 
 
 async def test_nothing_is_opened_on_the_word_of_a_worker_that_nobody_configured(disk: Disk) -> None:
