@@ -34,6 +34,7 @@ from cluster.console import complain, stages, tell
 from cluster.local.cores import CoreDivision, Measured, decoded, divide, encoded, fastest, in_turn, thread_counts
 from cluster.processes.child import ours, spawn
 from cluster.processes.starting import openmp_environment
+from engine.host.memory import control_groups
 
 MEASURE_SECONDS = 10.0
 """How long measuring may take, loading included: it delays the first start, and gains little where cores are busy."""
@@ -106,19 +107,12 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 def _quotas(root: Path) -> Iterator[int]:
     """Whole cores that each control group which this process is in, of either version, may keep busy."""
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            folder = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-            files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-            for name in ("", *Path(path.lstrip("/")).parts):
-                folder /= name
-                with contextlib.suppress(OSError, ValueError):  # ValueError: "max", which is no limit
-                    quota, period = map(int, " ".join((folder / file).read_text() for file in files).split())
-                    if quota > 0:
-                        yield quota // period
+    for folder, version in control_groups("cpu", root):
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if version == 1 else ("cpu.max",)
+        with contextlib.suppress(OSError, ValueError):  # ValueError: "max", which is no limit
+            quota, period = map(int, " ".join((folder / file).read_text() for file in files).split())
+            if quota > 0:
+                yield quota // period
 
 
 def divisible(config: Config, cores: int) -> bool:

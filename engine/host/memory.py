@@ -17,8 +17,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # who asks for the limits of a process alone need not wait for it
+    import torch
 
 GIB = 1 << 30
 
@@ -29,8 +31,10 @@ MADV_COLLAPSE = 25
 """As in Linux's ``mman-common.h``; Python's mmap module does not know it."""
 
 
-V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-V2 = ("memory.max", "memory.current", "inactive_file")
+FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 """By version of control groups: the files of the limit and of what is used, and the entry of ``memory.stat`` for file
 contents that are dropped when memory is short, which count as used."""
 
@@ -47,6 +51,8 @@ class GpuMemory:
 
 def gpu_memory(device: torch.device) -> GpuMemory:
     """How the memory of a GPU is used now."""
+    import torch
+
     # Torch keeps what it no longer uses, such as the memory of weights that quantised ones have replaced.
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -55,7 +61,7 @@ def gpu_memory(device: torch.device) -> GpuMemory:
 
 def available_bytes(root: Path = Path("/")) -> int:
     """Memory left to this process on the machine whose file system is at ``root``, in bytes."""
-    left = [_left_in_group(folder, files) for folder, files in _groups(root)]
+    left = [_left_in_group(folder, FILES[version]) for folder, version in control_groups("memory", root)]
     return max(0, min([_left_on_machine(root), *(bytes_ for bytes_ in left if bytes_ is not None)]))
 
 
@@ -67,22 +73,23 @@ def _left_on_machine(root: Path) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The folders of all groups that this process is in, as far as they can be seen from here."""
+def control_groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
+    """The folder of each group that this process is in by ``controller``, outermost first, and its version: 1 or 2.
+
+    As far as they can be seen from here, on the machine whose file system is at ``root``; a folder need not be there.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        base, files = (root / "sys/fs/cgroup/memory", V1) if controllers else (root / "sys/fs/cgroup", V2)
-        yield base, files
-        folder = base
-        for name in Path(path.lstrip("/")).parts:
+        folder, version = root / "sys/fs/cgroup" / (controller if controllers else ""), 1 if controllers else 2
+        for name in ("", *Path(path.lstrip("/")).parts):
             folder /= name
-            yield folder, files
+            yield folder, version
 
 
 def _left_in_group(folder: Path, files: tuple[str, str, str]) -> int | None:
