@@ -34,7 +34,7 @@ from router.schema.prompts import (
 )
 from router.schema.request_objects import StreamOptions
 from router.schema.request_schema import BODIES, Body, ChatBody, CompletionBody, Kind
-from router.schema.sampling import sampling_of, stop_tokens_of, with_own_seed
+from router.schema.sampling import sampling_of, stop_strings_of, stop_tokens_of, with_own_seed
 from router.schema.structured import Tools, grammar_of, text_grammar, tools_of
 from router.text.tokenizer import Tokenizer
 from speculation import digest as digests
@@ -243,7 +243,7 @@ def request_of(body: Body, model_entry: ModelEntry, request_id: str) -> ApiReque
         generations=tuple(
             replace(each[number // n], sampling=with_own_seed(sampling, number)) for number in range(n * len(each))
         ),
-        stop=tuple(dict.fromkeys([body.stop] if isinstance(body.stop, str) else body.stop)),
+        stop=stop_strings_of(body),
         prompts=prompts,
         prompt_tokens=prompt_tokens,
         n=n,

@@ -13,6 +13,11 @@ from router.text.tokenizer import Tokenizer
 from speculation.messages import Sampling, Token
 
 
+def stop_strings_of(body: Body) -> tuple[str, ...]:
+    """Those of ``stop``, each once."""
+    return tuple(dict.fromkeys([body.stop] if isinstance(body.stop, str) else body.stop))
+
+
 def stop_tokens_of(body: Body, vocabulary: int, tokenizer: Tokenizer) -> frozenset[Token]:
     """The caller's and, unless ``ignore_eos``, the model's own. Raises :class:`ApiError`.
 
@@ -20,7 +25,7 @@ def stop_tokens_of(body: Body, vocabulary: int, tokenizer: Tokenizer) -> frozens
     """
     own = () if body.ignore_eos else tokenizer.stop_tokens
     given = _known_tokens("stop_token_ids", body.stop_token_ids, vocabulary)
-    stops = () if not body.skip_special_tokens else [body.stop] if isinstance(body.stop, str) else body.stop
+    stops = stop_strings_of(body) if body.skip_special_tokens else ()
     named = [token for stop in stops if (token := tokenizer.hidden_token(stop)) is not None]
     return frozenset((*given, *(token for token in (*own, *named) if token < vocabulary)))
 
