@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -173,27 +173,33 @@ def needs(config: Config, devices: Devices) -> Iterator[DeviceNeed]:
     for named in config.nonempty_pools():
         pool, beside = named.settings, config.shared_draft(named)
         own = _memory(pool, devices)
-        drafting = (0, 0) if beside is None else _memory(beside, devices)
+        drafting = _ModelMemory(0, 0, 0) if beside is None else _memory(beside, devices)
         if own is not None and drafting is not None:
-            weights, cache = own[0] + drafting[0], own[1] + drafting[1]
+            weights, cache = own.weights + drafting.weights, own.cache + drafting.cache
             ranks = max_replicas_of(pool) * pool.tensor_parallel_size
             share, on_cpu = min(pool.gpus or 1.0, 1.0), pool.device == "cpu"
-            wanted = _longest(pool, own[1]), 0 if beside is None else _longest(beside, drafting[1])
             # The draft model is loaded first: what its cache takes, that of the target has not.
-            longest = max(wanted[0], own[1]) + max(wanted[1], drafting[1]) if any(wanted) else 0
+            each = [max(one.longest, one.cache) for one in (own, drafting)]
+            longest = sum(each) if own.longest or drafting.longest else 0
             size = pool.tensor_parallel_size
             yield DeviceNeed(str(named), named.path, ranks, weights, cache, share, on_cpu, longest, size)
 
 
-def _longest(pool: TargetConfig | DraftConfig, shortest: int) -> int:
-    """Bytes of the cache that a worker insists on, of which the shortest takes ``shortest``; 0 if on none."""
-    model_config = read_config(pool.model)
-    text_config = model_config.get_text_config(decoder=True)
+class _ModelMemory(NamedTuple):
+    """Of one model on one rank, in bytes, as in :class:`DeviceNeed`."""
+
+    weights: int
+    cache: int
+    longest: int
+
+
+def _needs_whole_context(pool: TargetConfig | DraftConfig, model_config: Any) -> bool:
+    """Whether a worker insists on it: it is not told otherwise, and keeps a cache that has to be there at once."""
     of_head = isinstance(pool, DraftConfig) and bool(pool.eagle)
-    if pool.cache_tokens or of_head or is_stateful(model_config) or text_config.model_type in RIGHT_IN_PARTS:
-        return 0  # it is told, or keeps no cache that has to be there at once
-    context = context_of(text_config)
-    return shortest * context // min(context, SMALLEST_CONTEXT)
+    kept = not (of_head or is_stateful(model_config))
+    return (
+        kept and not pool.cache_tokens and model_config.get_text_config(decoder=True).model_type not in RIGHT_IN_PARTS
+    )
 
 
 def _loaded(weights: Weights, model_config: Any, *, on_cpu: bool) -> Weights:
@@ -208,8 +214,8 @@ def _loaded(weights: Weights, model_config: Any, *, on_cpu: bool) -> Weights:
     return replace(weights, numbers=weights.numbers - weights.head + head, head=head)
 
 
-def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, int] | None:
-    """Weights and cache of one rank, in bytes; None if its model cannot be read, or not here."""
+def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> _ModelMemory | None:
+    """What the model of a pool takes; None if it cannot be read, or not here."""
     try:
         if (weights := read_weights(expanded(pool.model))) is None:
             return None  # and its configuration is asked of no hub
@@ -222,15 +228,17 @@ def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, in
     itemsize = how.number_format(pool.model, pool.dtype, device).itemsize
     stored = 1 if pool.quantization != NO_QUANTIZATION else itemsize
     text_config = model_config.get_text_config(decoder=True)
-    context = min(context_of(text_config), SMALLEST_CONTEXT)
-    cache = (pool.cache_tokens or context) * bytes_a_token(text_config, itemsize)
+    context = context_of(text_config)
+    told = pool.cache_tokens or min(context, SMALLEST_CONTEXT)
+    wanted = context if _needs_whole_context(pool, model_config) else 0
+    a_token = bytes_a_token(text_config, itemsize)
     weights = _loaded(weights, model_config, on_cpu=device.type == "cpu")
     kept = weights.embedding + weights.head  # what we quantise is between them
     loaded = (weights.numbers - kept) * stored + kept * itemsize + weights.fixed_bytes
     if is_unpacked(model_config, device):
         loaded = (weights.numbers + weights.packed) * itemsize
     parts = pool.tensor_parallel_size if splits_heads(text_config.base_model_tp_plan or {}) else 1
-    return loaded // pool.tensor_parallel_size, cache // parts
+    return _ModelMemory(loaded // pool.tensor_parallel_size, told * a_token // parts, wanted * a_token // parts)
 
 
 def check_devices(config: Config) -> Iterator[Finding]:

@@ -264,7 +264,7 @@ def test_heads_that_differ_from_layer_to_layer_are_divided_as_all_of_them_can_be
     said = told(folder, tensor_parallel_size=2)
     assert "tensor_parallel_size 2 does not divide its 1 key/value heads; possible: 1" in said
     here = machine.Devices(False, None, [], GIB)
-    _, cache = machine._memory(TargetConfig(model=folder, dtype="float32", cache_tokens=100), here)
+    _, cache, _ = machine._memory(TargetConfig(model=folder, dtype="float32", cache_tokens=100), here)
     # Two layers of two heads of 16 numbers, one of one head of 32, all of them of keys and values.
     assert cache == 100 * (2 * 2 * 16 + 32) * 2 * 4
 
@@ -470,8 +470,8 @@ def test_an_output_layer_that_is_the_embedding_takes_as_much_again_on_a_cpu_alon
         save_file(tensors | {"lm_head.weight": embedding.clone()}, file)
     held = sum(tensor.numel() for name, tensor in tensors.items() if name != "lm_head.weight") * 2
     pool = TargetConfig(model=folder, dtype="bf16", cache_tokens=8)
-    on_cpu, _ = machine._memory(pool, machine.Devices(False, None, [], GIB))
-    on_gpu, _ = machine._memory(pool, machine.Devices(True, "13.0", [LARGE], GIB))
+    on_cpu, *_ = machine._memory(pool, machine.Devices(False, None, [], GIB))
+    on_gpu, *_ = machine._memory(pool, machine.Devices(True, "13.0", [LARGE], GIB))
     assert on_cpu == held + embedding.nbytes // 2
     assert on_gpu == held + (0 if tied else embedding.nbytes // 2)
 
@@ -480,7 +480,7 @@ def test_what_is_quantised_lies_between_the_embedding_and_the_output_layer(tmp_p
     folder = save_model("llama", tmp_path, tie_word_embeddings=False)
     weights = read_weights(tmp_path)
     pool = TargetConfig(model=folder, dtype="bf16", quantization="int8", cache_tokens=8)
-    found, _ = machine._memory(pool, machine.Devices(True, "13.0", [LARGE], GIB))
+    found, *_ = machine._memory(pool, machine.Devices(True, "13.0", [LARGE], GIB))
     assert found == weights.numbers + weights.embedding + weights.head
 
 
