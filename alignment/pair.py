@@ -8,9 +8,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from alignment.options import SettingsError
-from engine.loading.checkpoint import revision_of
+from engine.loading.checkpoint import STOCK, revision_of
 from engine.loading.loader import load
-from engine.loading.self_test import STOCK
 from engine.model import Model
 
 

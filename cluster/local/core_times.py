@@ -12,25 +12,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cluster.config.flags import add_parent
 from cluster.console import FAILED, complain, say
 from cluster.local.cores import DRAFTS, StepTimes, encoded
-from cluster.processes.imports import uncollected
+from cluster.processes.imports import do_without, list_models_once, stores_plain_weights, uncollected
 from cluster.processes.starting import exit_with
 
-with uncollected():  # most of the time that this process has
-    from engine.cache.kv_cache import KVCache
-    from engine.cpu.thread_choice import leave_cores_to_steps, set_threads
+if TYPE_CHECKING:
     from engine.interface import Chunk
-    from engine.loading.loader import load
-    from engine.model import ModelError
     from engine.step import Engine
 
 PREFIX = 16
@@ -56,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.exit_with is not None:
         exit_with(args.exit_with)
+    weights = ((args.target, args.target_quantization), (args.draft, args.draft_quantization))
+    import_engine(plain=all(how == "none" and stores_plain_weights(model) for model, how in weights))
+    from engine.model import ModelError
+
     began, waited = time.perf_counter(), _waited()
     try:
         target = step_times(
@@ -70,6 +72,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def import_engine(*, plain: bool) -> None:
+    """What models are computed with, most of the time that this process has; ``plain``: without what others need."""
+    with uncollected():
+        if plain:
+            do_without()
+        list_models_once()
+        importlib.import_module("engine.step")
+        importlib.import_module("engine.loading.loader")
+
+
 def step_times(
     model: str, dtype: str, quantization: str, drafts: Sequence[int], threads: Sequence[int], *, invariant: bool
 ) -> dict[int, dict[int, float]]:
@@ -77,6 +89,12 @@ def step_times(
 
     ``invariant``: as the worker computes, see :class:`engine.step.Engine`. Raises :class:`engine.model.ModelError`.
     """
+    from engine.cache.kv_cache import KVCache
+    from engine.cpu.thread_choice import leave_cores_to_steps, set_threads
+    from engine.interface import Chunk
+    from engine.loading.loader import load
+    from engine.step import Engine
+
     # Whether it computes correctly is for the worker to test.
     loaded = load(model, dtype=dtype, device="cpu", quantization=quantization, threads=max(threads), self_test=False)
     cache = KVCache(loaded.layers, PREFIX + 1 + max(drafts), dtype=loaded.dtype, device=loaded.device)

@@ -98,10 +98,11 @@ def reads_plain_weights(config: Config, role: Role) -> bool:
         models.append(config.draft.assistant)
     whole = all(worker.tensor_parallel_size == 1 and worker.quantization == "none" for worker in workers)
     whole = whole and all(on_cpu(worker.device) for worker in workers)  # elsewhere it was never tried
-    return whole and all(_stores_plain_weights(model) for model in models)
+    return whole and all(stores_plain_weights(model) for model in models)
 
 
-def _stores_plain_weights(model: str) -> bool:
+def stores_plain_weights(model: str) -> bool:
+    """Whether a model is a folder whose weights are read as they are."""
     try:
         described = (expanded(model) / "config.json").read_bytes()
     except OSError:

@@ -25,11 +25,13 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_kernels_available
 
-from engine.loading.self_test import STOCK
 from engine.model import ModelError, first_line, folder_of, layers_of, scales_of
 from engine.parallel.group import Group
 from engine.settings import misplaced
 from speculation.messages import Loading, Progress
+
+STOCK = "eager"
+"""The attention that transformers has of every model."""
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -110,13 +112,13 @@ def choose_dtype(dtype: str, device: torch.device, *, widened: bool = False) -> 
     may overflow there.
     """
     if dtype == "auto":
-        return torch.bfloat16 if widened or _computes_bfloat16(device) else torch.float32
+        return torch.bfloat16 if widened or computes_bfloat16(device) else torch.float32
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is unknown; choose auto or one of {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
 
-def _computes_bfloat16(device: torch.device) -> bool:
+def computes_bfloat16(device: torch.device) -> bool:
     """Whether the hardware does, instead of emulating it; taken for granted of a GPU that torch does not see here."""
     if device.type == "cuda":
         if not torch.cuda.is_available():

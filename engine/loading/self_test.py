@@ -10,20 +10,20 @@ Tensor legend: T tokens of a sequence, R rows compared, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from engine.attention.row_attention import UnsupportedAttention
 from engine.forward import Chunk
+from engine.loading.checkpoint import STOCK, computes_bfloat16
 from engine.model import CannotSpeculate, Model, ModelError
 from engine.stateful import StatefulCache, StatefulEngine
 from engine.step import Engine
-
-STOCK = "eager"
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.12}
 """Largest accepted distance between two rows of logits, relative to the spread of the reference row.
@@ -39,6 +39,9 @@ LARGEST_DRIFT = 0.5
 
 WINDOW = 11
 """Sliding window during the test, so that the short test sequences reach beyond it."""
+
+WIDENED = 2**24
+"""Weights that are widened to float32 at a time, where they are: 64 MiB."""
 
 TRUNK, OTHER = 29, 17
 TREE_PARENTS = (-1, -1, 0, 0, 1, 4, 2)
@@ -69,13 +72,12 @@ class SelfTest:
         """Record what the stock forward says, row by row in the order :meth:`check` computes them."""
         module: Any = self.model.module
         module.set_attn_implementation(STOCK)
-        trunk, other, tree, second = self.trunk, self.other, self.tree, self.second
-        rows = [self._stock(trunk), self._stock(other)]
-        rows += [self._stock(trunk + path)[-1:] for path in _paths(tree, TREE_PARENTS)]
-        committed = [*trunk, tree[1], tree[4]]
+        tree, committed = self.tree, [*self.trunk, self.tree[1], self.tree[4]]
         parents = (-1, *(parent + 1 for parent in SECOND_PARENTS))
-        rows += [self._stock(committed + path)[-1:] for path in _paths([tree[5], *second], parents)[1:]]
-        self._expected_RV = torch.cat(rows)
+        texts = [text[:end] for text in (self.trunk, self.other) for end in range(1, len(text) + 1)]
+        texts += [self.trunk + path for path in _paths(tree, TREE_PARENTS)]
+        texts += [committed + path for path in _paths([tree[5], *self.second], parents)[1:]]
+        self._expected_RV = self._stock(texts)
         if self._expected_RV.isnan().any():
             raise ModelError(f"{self.model.name}: its logits are not numbers in {self.model.dtype}; check the weights")
 
@@ -144,11 +146,17 @@ class SelfTest:
         return float(error_R.mean() if half else error_R.max())
 
     @torch.inference_mode()
-    def _stock(self, tokens: Sequence[int]) -> Tensor:
-        with _small_window(self.model):
-            output = self.model.module(input_ids=torch.tensor([tokens], device=self.model.device), use_cache=False)
-        logits_TV: Tensor = output.logits[0, :, : self.model.vocabulary]
-        return logits_TV.to(torch.promote_types(self.model.dtype, torch.float32))
+    def _stock(self, texts: Sequence[list[int]]) -> Tensor:
+        """The logits after each text, in one forward: what begins another is a row of it; no row sees padding."""
+        whole = [text for text in texts if not any(len(text) < len(other) and _begins(text, other) for other in texts)]
+        longest = max(map(len, whole))
+        padded = [text + text[-1:] * (longest - len(text)) for text in whole]
+        rows = [next(i for i, other in enumerate(whole) if _begins(text, other)) for text in texts]
+        emulated = self.model.dtype == torch.bfloat16 and not computes_bfloat16(self.model.device)
+        with _small_window(self.model), _Widened() if emulated else nullcontext():
+            output = self.model.module(input_ids=torch.tensor(padded, device=self.model.device), use_cache=False)
+        logits_RV: Tensor = output.logits[rows, [len(text) - 1 for text in texts], : self.model.vocabulary]
+        return logits_RV.to(torch.promote_types(self.model.dtype, torch.float32))
 
     def _paged(self) -> Tensor:
         model = self.model
@@ -217,6 +225,24 @@ def _paths(tokens: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
     for token, parent in zip(tokens, parents, strict=True):
         paths.append([*(paths[parent] if parent >= 0 else ()), token])
     return paths
+
+
+def _begins(text: list[int], other: list[int]) -> bool:
+    return other[: len(text)] == text
+
+
+class _Widened(TorchFunctionMode):
+    """Has bfloat16 weights multiplied in float32: a CPU that emulates bfloat16 takes five times as long for it."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not nn.functional.linear or kwargs or type(args[1].data) is not Tensor:  # quantised weights know how
+            return func(*args, **(kwargs or {}))
+        x, weight_OI, *bias = args
+        parts = weight_OI.split(max(1, WIDENED // weight_OI.shape[1]))
+        y = torch.cat([nn.functional.linear(x.float(), part.float()) for part in parts], -1)
+        return (y if bias in ([], [None]) else y + bias[0].float()).to(x.dtype)
 
 
 @contextmanager

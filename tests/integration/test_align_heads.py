@@ -30,8 +30,8 @@ from cluster.cli import main
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import EagleHead
 from engine.eagle.loading import load_beside, read, save
+from engine.loading.checkpoint import STOCK
 from engine.loading.loader import Model, load
-from engine.loading.self_test import STOCK
 from engine.model import ModelError
 from tests.bundled import MODELS
 from tests.unit.engine.engine_models import random_tokens, save_model

@@ -393,7 +393,7 @@ def test_what_a_model_needs():
 )
 def test_weights_that_our_own_products_widen_need_what_they_are_stored_in(settings, widened, size, monkeypatch):
     """On a processor without bfloat16."""
-    monkeypatch.setattr("engine.loading.checkpoint._computes_bfloat16", lambda _: False)
+    monkeypatch.setattr("engine.loading.checkpoint.computes_bfloat16", lambda _: False)
     monkeypatch.setattr("engine.loading.loader.widens", lambda _: widened)
     config = Config(target=TargetConfig(**settings))
     target, _ = machine.needs(config, machine.Devices(False, None, [], GIB))

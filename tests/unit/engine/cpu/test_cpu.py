@@ -416,7 +416,7 @@ def test_by_default_weights_stay_as_they_are_stored_where_they_are_widened_here(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """On a processor without bfloat16; whatever is computed in another way is float32 there."""
-    monkeypatch.setattr("engine.loading.checkpoint._computes_bfloat16", lambda _: False)
+    monkeypatch.setattr("engine.loading.checkpoint.computes_bfloat16", lambda _: False)
     half, single, odd = (tmp_path / name for name in ("half", "single", "odd"))
     for folder, sizes in ((half, SIZES), (single, SIZES), (odd, {**SIZES, "head_dim": 12})):
         save_model("llama", folder, **sizes)

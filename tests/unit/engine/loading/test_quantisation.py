@@ -209,7 +209,7 @@ def test_float8_in_blocks_is_dequantised_on_a_cpu(
     dtype: str, has_bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of it to the chosen format, as a model that was stored dequantised is read."""
-    monkeypatch.setattr(checkpoint, "_computes_bfloat16", lambda _: has_bfloat16)
+    monkeypatch.setattr(checkpoint, "computes_bfloat16", lambda _: has_bfloat16)
     folder = Path(save_model("llama", tmp_path / "float8", intermediate_size=128))
     how = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
     meant = store_in_float8(folder, "_scale_inv", 32, quantization_config=how)
