@@ -16,7 +16,6 @@ import functools
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import signal
 import stat
@@ -45,14 +44,14 @@ COMPILERS = ("g++", "clang++", "c++")
 
 COMPILE_SECONDS = 300.0
 
-V4 = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
+V4 = frozenset({"avx2", "fma3", "avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl"})
 
 LEVELS = {
     "x86-64-v4+avx512bf16": V4 | {"avx512_bf16"},
     "x86-64-v4": V4,
-    "x86-64-v3": frozenset({"avx2", "fma", "bmi2", "f16c"}),
+    "x86-64-v3": frozenset({"avx2", "fma3", "bmi2", "f16c"}),
 }
-"""What a processor of each level has, as Linux calls it; the best one first. Named as compilers call it, and what they
+"""What a processor of each level has, as torch calls it; the best one first. Named as compilers call it, and what they
 are to use besides."""
 
 DTYPES = frozenset({torch.float32, torch.bfloat16})
@@ -345,15 +344,8 @@ def _compile(compiler: str, level: str, path: Path) -> None:
 
 
 def cpu_features() -> frozenset[str]:
-    """What this processor can do, as Linux calls it; empty where that is not told."""
-    if platform.machine() != "x86_64":
-        return frozenset()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    return frozenset(flags.partition(":")[2].split())
+    """What this processor can do, as torch calls it."""
+    return frozenset(name for name, there in torch.cpu.get_capabilities().items() if there is True)
 
 
 if __name__ == "__main__":

@@ -320,7 +320,7 @@ def test_without_a_compiler(
 
 def test_the_processor_decides_what_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     features = built.cpu_features()
-    monkeypatch.setattr(built, "cpu_features", lambda: features - {"avx512vl"})
+    monkeypatch.setattr(built, "cpu_features", lambda: features - {"avx512_vl"})
     assert built.level_here() == "x86-64-v3"
     for level, needed in built.LEVELS.items():
         monkeypatch.setattr(built, "cpu_features", lambda needed=needed: needed)
