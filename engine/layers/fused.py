@@ -25,19 +25,11 @@ from engine.attention.attention import current_step
 from engine.layers.layer_ops import Activation, LayerOps, Norm
 from engine.parallel.shards import SummedLinear, plain_linear
 
-FAMILIES = {
-    "cwm": "Cwm",
-    "gemma": "Gemma",
-    "llama": "Llama",
-    "ministral": "Ministral",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-}
-"""Model types whose layers are recognised, and how the names of their classes begin."""
+FAMILIES = frozenset({"cwm", "gemma", "llama", "ministral", "mistral", "qwen2", "qwen3"})
+"""Model types whose layers are recognised. Names of their classes begin with that, capitalised."""
 
 PARTS = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
-"""How they end."""
+"""How these names end."""
 
 ACTIVATIONS: dict[type[nn.Module], Activation] = {SiLUActivation: "silu", nn.SiLU: "silu", GELUTanh: "gelu_tanh"}
 
@@ -181,7 +173,7 @@ def _obstacle(module: Any, known_dtypes: Collection[torch.dtype]) -> str:
     code = sys.modules[type(base).__module__]
     if code.__name__ != f"transformers.models.{family}.modeling_{family}":
         return f"its {type(base).__name__} is not transformers' own"
-    stock = {part: getattr(code, FAMILIES[family] + part) for part in PARTS}
+    stock = {part: getattr(code, family.capitalize() + part) for part in PARTS}
     known = {*stock.values(), *ACTIVATIONS, nn.Linear, nn.ModuleList, SummedLinear}
     if (type(base), type(base.rotary_emb)) != (stock["Model"], stock["RotaryEmbedding"]):
         return f"it is a {type(base).__name__} that rotates by a {type(base.rotary_emb).__name__}"

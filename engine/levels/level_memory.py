@@ -119,27 +119,10 @@ def session_fields(width: int, leaves: int) -> dict[str, int]:
 
     Of a session that is there to pad they are all 0. A temperature of 0 stands for greedy.
     """
-    places = leaves + width
-    return {
-        "factor": RANKS,
-        "temperature": 1,
-        "min_weight": 1,
-        "weight": width,
-        "leaf_weight": leaves,
-        "seed": 1,
-        "width": 1,
-        "children": 1,
-        "position": 1,
-        "max_end": 1,
-        "before": 1,
-        "table": 1,
-        "stop": MAX_STOPS,
-        "leaf_token": leaves,
-        "slot": (MAX_LEVELS - 1) * width,
-        "end": places,
-        "home": places,
-        "branch": places,
-    }
+    reals = {"factor": RANKS, "temperature": 1, "min_weight": 1, "weight": width, "leaf_weight": leaves}
+    single = dict.fromkeys(("seed", "width", "children", "position", "max_end", "before", "table"), 1)
+    several = {"stop": MAX_STOPS, "leaf_token": leaves, "slot": (MAX_LEVELS - 1) * width}
+    return reals | single | several | dict.fromkeys(("end", "home", "branch"), leaves + width)
 
 
 class LevelMemory:

@@ -33,16 +33,8 @@ from speculation.messages import Loading, Progress
 STOCK = "eager"
 """The attention that transformers has of every model."""
 
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "float64": torch.float64,
-    "fp64": torch.float64,
-}
+SHORT_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of) for of in SHORT_NAMES for name in (of, SHORT_NAMES[of])}
 
 TELLINGS = 20
 """How often to say how far weights are loaded."""
