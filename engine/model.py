@@ -129,11 +129,6 @@ class Model:
         """Slots that its cache has for padding."""
         return 0 if self.attention is None else self.attention.spare
 
-    @property
-    def kernels(self) -> bool:
-        """Whether kernels of our own compute its steps on CUDA."""
-        return self.attention is not None and self.attention.replayed
-
     def new_cache(self, capacity: int) -> KVCache:
         """A cache for so many of its tokens, as its attention wants it."""
         return KVCache(
@@ -141,7 +136,7 @@ class Model:
             capacity,
             block=self.block,
             spare=self.spare,
-            kernels=self.kernels,
+            kernels=self.attention is not None and self.attention.replayed,
             dtype=self.dtype,
             device=self.device,
         )

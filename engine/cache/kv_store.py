@@ -135,9 +135,16 @@ class KVStore:
         self._mover(moves)
 
     def _allocate(self, heads: int, size: int) -> Tensor:
-        # Zeros, not empty: a masked slot still takes part in the matmul, and 0 * NaN would be NaN. For the same reason
-        # what a broken step wrote is cleared.
-        return _zeros((self.slots + self.spare, heads, size), self.dtype, self.device)
+        """Zeros that, on a CPU, take up no memory before something is written: the operating system's empty pages.
+
+        Not left as they are: a masked slot still takes part in the matmul, and 0 * NaN would be NaN. For the same
+        reason what a broken step wrote is cleared.
+        """
+        shape = self.slots + self.spare, heads, size
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        pages = mmap.mmap(-1, math.prod(shape) * self.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=self.dtype).view(shape)
 
 
 def _move_one_by_one(everything: Sequence[Tensor], moves: Sequence[Move]) -> None:
@@ -153,11 +160,3 @@ def _move_one_by_one(everything: Sequence[Tensor], moves: Sequence[Move]) -> Non
         stored.index_copy_(0, destinations_M, moved_MHD)
         if len(cleared_C):
             stored.index_fill_(0, cleared_C, 0)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that, on a CPU, take up no memory before something is written: the operating system's empty pages."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -86,15 +86,8 @@ class SequenceState:
 
     def state(self) -> SequenceState:
         """A copy that stays as it is now, and can be pickled."""
-        return SequenceState(
-            self.block,
-            self.blocks[:],
-            self.length,
-            list(self.parents),
-            list(self.depths),
-            list(self.pending_slots),
-            self.first,
-        )
+        tree = self.parents[:], self.depths[:], self.pending_slots[:]
+        return SequenceState(self.block, self.blocks[:], self.length, *tree, self.first)
 
     def __getstate__(self) -> dict[str, Any]:
         """With the block table as bytes, which need nothing but this class to be read again."""

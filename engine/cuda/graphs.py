@@ -229,14 +229,8 @@ class RowSteps:
         slots = list(range(first, first + count))
         blocks = list(range(first // page, -(-(first + count) // page)))
         state = SequenceState(page, blocks, 0, list(range(-1, count - 1)), list(range(count)), slots)
-        (piece,) = packed(
-            [i % VARIED for i in range(count)],
-            [count - 1],
-            [(state, count)],
-            group=self.attention.group,
-            max_rows=rows,
-            pages=self.pages,
-        )
+        tokens, chunks, group = [i % VARIED for i in range(count)], [(state, count)], self.attention.group
+        (piece,) = packed(tokens, [count - 1], chunks, group=group, max_rows=rows, pages=self.pages)
         return piece
 
     def _reserved(self) -> int:
