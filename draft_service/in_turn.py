@@ -134,7 +134,7 @@ class InTurn(Lookahead):
             return False
         began, turn = time.perf_counter(), replace(plain, row_seconds=plain.row_seconds + self._growth_seconds)
         ends = [(chance, chance, 1) for chance in sorted(wanted.values(), reverse=True)[: self._limits.batch]]
-        if self._worth(ends, len(ends), self._deepest(len(ends)), turn)[0]:
+        if turn.extend(ends, self._deepest(len(ends)), self._cost, self._levels.time_of(len(ends)).further)[0]:
             return False
         self._had_turn(began, idle=True)
         return True
@@ -194,7 +194,7 @@ class InTurn(Lookahead):
         if probe or self.counters.steps < FIRST_LEVELS:
             return places, deepest
         gains = [(place.gain, place.chance, place.tokens) for place in places]
-        count, levels = self._worth(gains, sessions, deepest, turn)
+        count, levels = turn.extend(gains, deepest, self._cost, self._levels.time_of(sessions).further)
         return places[:count], levels
 
     def _deepest(self, sessions: int) -> int:
@@ -217,9 +217,3 @@ class InTurn(Lookahead):
         if sequence is None or self._is_behind(sequence):
             return []
         return [_Place(sequence, node, chance) for node in sequence.frontier(self._engine.model.context)]
-
-    def _worth(
-        self, gains: Sequence[tuple[float, float, int]], sessions: int, deepest: int, turn: DraftTurn
-    ) -> tuple[int, int]:
-        """How many of these places and levels ``turn`` is extended by; ``sessions``: of the places."""
-        return turn.extend(gains, deepest, self._cost, self._levels.time_of(sessions).further)

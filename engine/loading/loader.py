@@ -343,15 +343,10 @@ def context_of(config: Any) -> int:
 
 
 def _ends(module: Any) -> set[int]:
-    """Tokens that end texts, by both of a model's configurations."""
-    config = module.config.get_text_config(decoder=True)
-    return _token_ids(config.eos_token_id) | _token_ids(getattr(module.generation_config, "eos_token_id", None))
-
-
-def _token_ids(value: int | list[int] | None) -> set[int]:
-    if value is None:
-        return set()
-    return set(value) if isinstance(value, list) else {value}
+    """Tokens that end texts, by both of a model's configurations, each of which has one, a list or none."""
+    configs = module.config.get_text_config(decoder=True), module.generation_config
+    named = [getattr(each, "eos_token_id", None) for each in configs]
+    return {token for said in named for token in (said if isinstance(said, list) else [said]) if token is not None}
 
 
 def _quantised(model: Model, quantization: str) -> Model:
