@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.row_attention import RowAttention, RowPlan
+from engine.attention.row_attention import RowAttention, RowPlan, Scoring
 from engine.attention.rows import SLICE, Rows
 from engine.cache.kv_cache import CachedSequence, KVCache
 from engine.cache.kv_store import PAGE
@@ -29,11 +29,14 @@ class PlainRows(RowAttention):
         self.calls = 0
         self.max_rows = 0
 
-    def __call__(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, plan: RowPlan, **how: Any) -> Tensor:
+    def __call__(
+        self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, plan: RowPlan, how: Scoring = Scoring()
+    ) -> Tensor:
         self.calls += 1
         self.max_rows = max(self.max_rows, len(query_TQD))
         check_groups(plan.rows)
-        return plain_attention(query_TQD, keys_SHD, values_SHE, plan.rows, page=self.page, **how).to(query_TQD.dtype)
+        found_TQE = plain_attention(query_TQD, keys_SHD, values_SHE, plan.rows, page=self.page, **how._asdict())
+        return found_TQE.to(query_TQD.dtype)
 
 
 def check_groups(rows: Rows) -> None:

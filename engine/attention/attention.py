@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from engine.attention.row_attention import RowAttention, RowPlan, UnsupportedAttention
+from engine.attention.row_attention import RowAttention, RowPlan, Scoring, UnsupportedAttention
 from engine.attention.rows import Packed, Rows, packed
 from engine.cache.kv_store import KVStore
 from engine.cache.sequence_state import SequenceState
@@ -79,31 +79,12 @@ class Step:
         if self.tap is not None:
             self.tap.keep(layer, states_TD)
 
-    def attend(
-        self,
-        layer: int,
-        query_TQD: Tensor,
-        keys_SHD: Tensor,
-        values_SHE: Tensor,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None = None,
-        sinks_Q: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, how: Scoring) -> Tensor:
         """Attention of all rows, whose own keys and values are stored already, ``[T, Q, E]``, contiguous."""
         self.calls[layer] += 1
         if self._plan is None:
             self._plan = self.attention.plan(self.rows)
-        return self.attention(
-            query_TQD,
-            keys_SHD,
-            values_SHE,
-            self._plan,
-            scaling=scaling,
-            window=sliding_window,
-            cap=softcap or None,
-            sinks_Q=sinks_Q,
-        )
+        return self.attention(query_TQD, keys_SHD, values_SHE, self._plan, how)
 
 
 Compute = Callable[[Step, Tensor, Tensor, Tensor], Tensor]
@@ -180,7 +161,8 @@ def paged_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     keys_SHD, values_SHE = step.store.write(layer, step.slots_T, key_1HTD, value_1HTE)
     query_TQD = query_1QTD[0].transpose(0, 1)
-    return step.attend(layer, query_TQD, keys_SHD, values_SHE, scaling, sliding_window, softcap, s_aux)[None], None
+    how = Scoring(scaling, sliding_window, softcap or None, s_aux)
+    return step.attend(layer, query_TQD, keys_SHD, values_SHE, how)[None], None
 
 
 AttentionInterface.register(NAME, paged_attention)

@@ -52,12 +52,20 @@ class UnsupportedAttention(Exception):
 
 
 class Scoring(NamedTuple):
-    """How a layer makes weights of products; see :meth:`RowAttention.__call__`."""
+    """How a layer makes weights of products."""
 
-    scale: float
-    window: int | None
-    cap: float | None
-    sinks_Q: Tensor | None
+    scaling: float | None = None
+    """See :meth:`scale`."""
+    window: int | None = None
+    """How many tokens a row sees at most, itself included."""
+    cap: float | None = None
+    """Scores s become ``cap * tanh(s / cap)``."""
+    sinks_Q: Tensor | None = None
+    """A score per head that takes part in the softmax and has no value."""
+
+    def scale(self, size: int) -> float:
+        """What products of heads of this size are multiplied by; unless told, one over the root of it."""
+        return size**-0.5 if self.scaling is None else self.scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,27 +118,13 @@ class RowAttention:
         return RowPlan(rows)
 
     def __call__(
-        self,
-        query_TQD: Tensor,
-        keys_SHD: Tensor,
-        values_SHE: Tensor,
-        plan: RowPlan,
-        *,
-        scaling: float | None = None,
-        window: int | None = None,
-        cap: float | None = None,
-        sinks_Q: Tensor | None = None,
+        self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, plan: RowPlan, how: Scoring = Scoring()
     ) -> Tensor:
-        """``[T, Q, E]``. Every row sees itself and what is before it on its branch, ``window`` tokens in all.
+        """``[T, Q, E]``. Every row sees itself and what is before it on its branch.
 
-        ``cap``: scores s become ``cap * tanh(s / cap)``. ``sinks_Q``: a score per head that takes part in the softmax
-        and has no value. What rows get that see nothing, which are padding, says nothing. Raises
-        :class:`UnsupportedAttention` for dtypes and sizes that are not computed.
+        What rows get that see nothing, which are padding, says nothing. Raises :class:`UnsupportedAttention` for dtypes
+        and sizes that are not computed.
         """
-        scale = query_TQD.shape[-1] ** -0.5 if scaling is None else scaling
-        return self._attend(query_TQD, keys_SHD, values_SHE, plan, Scoring(scale, window, cap, sinks_Q))
-
-    def _attend(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, plan: RowPlan, how: Scoring) -> Tensor:
         (tokens, query_heads, size), (_, heads, value_size) = query_TQD.shape, values_SHE.shape
         window = how.window
         batches = plan.batches.get((window, heads))
@@ -144,16 +138,16 @@ class RowAttention:
             query_BLD = query_NMHGD.permute(0, 2, 3, 1, 4).reshape(views * heads, -1, size)
             products_BLK = _product(query_BLD, batch.gathered(keys_SHD).transpose(1, 2))
             products_NQMK = products_BLK.view(views, query_heads, members, keys)
-            weights_NQMK = _softmax(products_NQMK, how, batch.mask_N1MK).to(query_TQD.dtype)
+            weights_NQMK = _softmax(products_NQMK, how.scale(size), how, batch.mask_N1MK).to(query_TQD.dtype)
             found_BLE = _weighted_sum(weights_NQMK.view_as(products_BLK), batch.gathered(values_SHE))
             found_NMQE = found_BLE.view(views, query_heads, members, -1).transpose(1, 2)
             out_TQE[batch.rows] = found_NMQE.reshape(-1, query_heads, value_size)
         return out_TQE
 
 
-def _softmax(products_NQMK: Tensor, how: Scoring, mask_N1MK: Tensor) -> Tensor:
+def _softmax(products_NQMK: Tensor, scale: float, how: Scoring, mask_N1MK: Tensor) -> Tensor:
     """Of the scores, in float32 at least; a sink takes its part as one more column."""
-    scale, _, cap, sinks_Q = how
+    cap, sinks_Q = how.cap, how.sinks_Q
     if cap is not None:
         products_NQMK, scale = torch.tanh(products_NQMK.to(mask_N1MK.dtype) * (scale / cap)), cap
     scores_NQMK = torch.add(mask_N1MK, products_NQMK, alpha=scale)

@@ -112,7 +112,9 @@ class TritonRows(RowAttention):
             works.append((counted, work))
         return TritonPlan(rows, works=works)
 
-    def _attend(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, plan: RowPlan, how: Scoring) -> Tensor:
+    def __call__(
+        self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, plan: RowPlan, how: Scoring = Scoring()
+    ) -> Tensor:
         """Rows that see nothing get zeros."""
         assert isinstance(plan, TritonPlan)
         dtypes = {query_TQD.dtype, keys_SHD.dtype, values_SHE.dtype}
@@ -135,7 +137,7 @@ class TritonRows(RowAttention):
             rows = plan.rows.cut(start, stop)
             attend_splits[max(16, PROGRAMS // key_heads), key_heads](
                 query_TQD[start:stop], keys_SHD, values_SHE, sums, maxima, totals, rows.keys_T, rows.numbers_F, *work,
-                how.scale, how.cap or 1.0, self.splits,
+                how.scale(size), how.cap or 1.0, self.splits,
                 QUERY_HEADS=query_heads, KEY_HEADS=key_heads,
                 SIZE=size, SIZE_PADDED=size_padded, VALUE_SIZE=value_size, VALUE_PADDED=value_padded,
                 PAGE=self.page, BLOCK=BLOCK if query_TQD.itemsize == 2 else BLOCK // 2, STAGES=STAGES,
@@ -203,9 +205,9 @@ def trial_error(attention: TritonRows, heads_per_key: int, dtype: torch.dtype, d
     query_TQD = 4 * random(TRIAL_ROWS, heads * heads_per_key, size)
     precise = query_TQD.float(), keys_SHD.float(), values_SHE.float()
     plan, plain_plan, worst = attention.plan(rows), plain.plan(Rows.within(numbers, TRIAL_ROWS)), 0.0
-    for how in ({}, {"window": 70}, {"cap": 20.0}, {"sinks_Q": random(heads * heads_per_key)}):
-        found_TQE = attention(query_TQD, keys_SHD, values_SHE, plan, **how)
-        expected_TQE = plain(*precise, plain_plan, **how)
+    for how in (Scoring(), Scoring(window=70), Scoring(cap=20.0), Scoring(sinks_Q=random(heads * heads_per_key))):
+        found_TQE = attention(query_TQD, keys_SHD, values_SHE, plan, how)
+        expected_TQE = plain(*precise, plain_plan, how)
         error = (found_TQE.float() - expected_TQE).abs().max()
         worst = float(torch.maximum(error, error.new_tensor(worst)))  # NaN stays NaN
     return worst

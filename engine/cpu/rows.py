@@ -60,12 +60,15 @@ class CpuRows(RowAttention):
         """See :meth:`.RowAttention.plan`."""
         return CpuPlan(rows, described=described(rows, self.page), keys=int(rows.keys_T.sum()))
 
-    def _attend(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, plan: RowPlan, how: Scoring) -> Tensor:
+    def __call__(
+        self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, plan: RowPlan, how: Scoring = Scoring()
+    ) -> Tensor:
+        """See :class:`.RowAttention`."""
         assert isinstance(plan, CpuPlan) and plan.described is not None
         (_, query_heads, size), (_, key_heads, value_size) = query_TQD.shape, values_SHE.shape
         library, dtype = self._library, query_TQD.dtype
         if dtype not in DTYPES or size % (2 * library.width) or value_size % library.width:
-            return super()._attend(query_TQD, keys_SHD, values_SHE, plan, how)
+            return super().__call__(query_TQD, keys_SHD, values_SHE, plan, how)
         stack = CStack(
             query_heads=query_heads,
             key_heads=key_heads,
@@ -78,7 +81,7 @@ class CpuRows(RowAttention):
             keys=keys_SHD.data_ptr(),
             values=values_SHE.data_ptr(),
             sinks=None if sinks_Q is None else sinks_Q.data_ptr(),
-            scaling=how.scale,
+            scaling=how.scale(size),
             window=how.window or 0,
             cap=how.cap or 0.0,
         )

@@ -22,6 +22,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 from transformers.distributed.utils import is_dtensor
 
 from engine.attention.attention import current_step
+from engine.attention.row_attention import Scoring
 from engine.layers.layer_ops import Activation, LayerOps, Norm
 from engine.parallel.shards import SummedLinear, plain_linear
 
@@ -107,7 +108,7 @@ class RowOpsStack(FusedStack):
             cached = step.store.layer(index, layer.key_heads, layer.head_size, layer.head_size)
             norms = (layer.query_norm, layer.key_norm)
             query_TQE = ops.rotate_and_store(layer.qkv(normed_TD), angles, step.slots_T, cached, norms)
-            found_TQE = step.attend(index, query_TQE, *cached, layer.scaling, layer.sliding_window)
+            found_TQE = step.attend(index, query_TQE, *cached, Scoring(layer.scaling, layer.sliding_window))
             delta_TD = layer.output(found_TQE.flatten(1))
             residual_TD, normed_TD = ops.add_norm(residual_TD, delta_TD, layer.mlp_norm)
             delta_TD = layer.down(ops.gate(layer.gate_up(normed_TD), layer.activation))

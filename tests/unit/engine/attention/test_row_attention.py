@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.attention import row_attention
 from engine.attention import triton_rows as module
-from engine.attention.row_attention import RowAttention
+from engine.attention.row_attention import RowAttention, Scoring
 from engine.attention.rows import Rows, empty_buffer, packed
 from engine.attention.triton_rows import TritonRows, find_attention, split_starts, trial_error
 from engine.cache.kv_cache import KVCache
@@ -109,7 +109,7 @@ def test_each_computes_what_is_plain(
     query = query[: len(rows)]
     if how.pop("sinks", False):
         how["sinks_Q"] = torch.randn(heads[0])
-    found = attention(query, keys, values, attention.plan(rows), **how)
+    found = attention(query, keys, values, attention.plan(rows), Scoring(**how))
     expected = plain_attention(query, keys, values, rows, page=PAGE, **how)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
     assert not found[rows.keys_T == 0].any(), "rows that see nothing"

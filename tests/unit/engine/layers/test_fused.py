@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.attention.attention import NAME, forward_context
+from engine.attention.row_attention import Scoring
 from engine.cache.kv_store import KVStore
 from engine.layers.fused import FAMILIES, FusedStack, RowOpsStack, unfuse
 from engine.layers.fused import fuse as fuse_with
@@ -72,23 +73,15 @@ class OneSequence:
     def keep(self, layer: int, states_TD: Tensor) -> None:
         """Nothing asks for states between layers."""
 
-    def attend(
-        self,
-        layer: int,
-        query_TQE: Tensor,
-        keys_SHE: Tensor,
-        values_SHE: Tensor,
-        scaling: float,
-        sliding_window: int | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query_TQE: Tensor, keys_SHE: Tensor, values_SHE: Tensor, how: Scoring) -> Tensor:
         self.calls.append(layer)
         group = query_TQE.shape[1] // keys_SHE.shape[1]
         keys_KQE = keys_SHE[self.slots_T].repeat_interleave(group, 1)
         values_KQE = values_SHE[self.slots_T].repeat_interleave(group, 1)
         positions_T = torch.arange(TOKENS, device=query_TQE.device)
         behind_TK = positions_T[:, None] - positions_T
-        hidden_TK = (behind_TK < 0) | (behind_TK >= (sliding_window or TOKENS))
-        scores_QTK = torch.einsum("tqe,kqe->qtk", query_TQE, keys_KQE) * scaling
+        hidden_TK = (behind_TK < 0) | (behind_TK >= (how.window or TOKENS))
+        scores_QTK = torch.einsum("tqe,kqe->qtk", query_TQE, keys_KQE) * how.scale(query_TQE.shape[-1])
         weights_QTK = scores_QTK.float().masked_fill(hidden_TK, -torch.inf).softmax(-1).to(query_TQE.dtype)
         return torch.einsum("qtk,kqe->tqe", weights_QTK, values_KQE).contiguous()
 
