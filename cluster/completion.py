@@ -76,10 +76,7 @@ def bearer(api_key: str) -> dict[str, str]:
 
 
 def is_local(url: str) -> bool:
-    """Whether a server is on this machine's loopback, which a proxy from the environment cannot reach.
-
-    Raises :class:`cluster.console.CommandError` for what names no server.
-    """
+    """Whether a server is on loopback, which no proxy can reach. Raises :class:`BadInput` for what names no server."""
     try:
         urlsplit(url)  # refuses a bracket that nothing closes, which httpx takes for a name
         return is_loopback(httpx.URL(url).host)
@@ -90,10 +87,7 @@ def is_local(url: str) -> bool:
 def stream(
     url: str, request: CompletionRequest, tally: CompletionTally, *, speculate: bool = True
 ) -> Iterator[tuple[str, bool]]:
-    """Text as it arrives, and whether it was drafted and accepted or is the target's own; counted in ``tally``.
-
-    Raises :class:`cluster.console.CommandError`.
-    """
+    """Text as it arrives, and whether it was drafted and accepted; counted in ``tally``. Raises CommandError."""
     path = "/v1/chat/completions" if request.chat else "/v1/completions"
     body = request.body(speculate=speculate)
     timeout = httpx.Timeout(SILENCE_SECONDS, connect=5.0)

@@ -64,7 +64,6 @@ class ServeDirectory:
     """
 
     def __init__(self, handles: Handles, subscribe: Callable[[Handles, Hear], LongPollClient]) -> None:
-        """Nothing is asked yet."""
         self._handles, self._subscribe = handles, subscribe
         self._known: list[list[str]] = [[] for _ in handles]
         self._announced: dict[tuple[Role, str], float] = {}
@@ -147,8 +146,7 @@ class ServeDirectory:
 def long_poll(loop: asyncio.AbstractEventLoop, handles: Handles, hear: Hear) -> LongPollClient:
     """A subscription to the Serve controller, which pushes every change of a deployment's replicas until it is lost.
 
-    Made from any thread; ``hear`` is called in the loop. Ray's own LLM router does the same, but the interface is
-    private.
+    Made from any thread; ``hear`` is called in the loop. Ray's own LLM router uses this private interface too.
     """
     import ray
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE

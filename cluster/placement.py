@@ -119,10 +119,7 @@ def need(pool: Pool, config: Config) -> Need:
 
 
 def with_routers(config: Config, nodes: Iterable[ClusterNode]) -> Config:
-    """The same with as many routers as ``auto`` stands for: two where two of the nodes may each hold one, else one.
-
-    One alone holds all connections and is all that answers.
-    """
+    """The same with the routers that ``auto`` stands for: two where two of the nodes may each hold one, else one."""
     if config.router.replicas != AUTO or config.router.max_replicas:
         return config
     fitting = sum(node.may_hold(router_need(config)) for node in nodes)

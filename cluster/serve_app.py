@@ -28,10 +28,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 def application(args: dict[str, Any]) -> serve.Application:
-    """The application that a configuration describes, given as a mapping: ``args`` where Serve deploys from a file.
-
-    Raises :class:`cluster.config.settings.ConfigError`.
-    """
+    """What a configuration describes, given as the ``args`` of a file that Serve deploys. Raises ConfigError."""
     nodes = ray.nodes() if ray.is_initialized() else []  # type: ignore[no-untyped-call]
     return build(with_routers(from_mapping(args, "args"), living(nodes)))
 

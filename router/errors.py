@@ -19,7 +19,6 @@ class ErrorCode:
     name: str
     status: int
     type: str
-    """OpenAI's class of error."""
     retryable: bool
     """Whether the very same request can succeed later."""
     meaning: str
@@ -80,10 +79,7 @@ class ApiError(Exception):
     """A request that is refused, or that fails. ``param`` is the path of the field at fault."""
 
     def __init__(self, name: str, message: str, param: str | None = None, retry_after: float | None = None) -> None:
-        """``name``: of a row of the table; any other is ``internal``. ``message`` is for the client.
-
-        ``retry_after``: seconds until the same can succeed, if that is known.
-        """
+        """``name``: a row of the table, else ``internal``; ``retry_after``: seconds until the same may succeed."""
         super().__init__(message)
         self.code = CODES.get(name, CODES["internal"])
         self.message = message

@@ -58,7 +58,6 @@ class RouterSettings:
     drafts: Sequence[str] = ()
     host: str = "127.0.0.1"
     port: int = 8000
-    """0: any free port."""
     tokenizer: str = ""
     """Folder or hub id to read tokenizers from where it is that of a model; else they come from ``models``."""
     models: Sequence[str] | None = None

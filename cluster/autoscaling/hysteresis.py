@@ -74,10 +74,7 @@ class State:
 def steer(
     now: float, pool: ScaledPool, wanted: DesiredReplicas, state: State, settings: AutoscalingConfig
 ) -> tuple[int, HoldReason, State]:
-    """How many replicas the pool shall have, what keeps it from what is wanted, and what to remember.
-
-    ``now`` never goes back.
-    """
+    """Replicas it shall have, what keeps it from those wanted, and what to remember. ``now`` never goes back."""
     bounded = min(max(pool.replicas, pool.min_replicas), pool.max_replicas)
     if bounded != pool.replicas:
         return bounded, HoldReason.BOUNDS, State()

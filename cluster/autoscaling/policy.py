@@ -37,9 +37,7 @@ class Why(StrEnum):
     QUEUE = "queue"
     """Prompt tokens that wait."""
     SESSIONS = "sessions"
-    """Sessions that run or wait."""
     CACHE = "cache"
-    """Tokens held in the cache."""
     LEAD = "lead"
     """Lead asked for and delivered."""
     DEMAND = "demand"
@@ -47,11 +45,8 @@ class Why(StrEnum):
     RESTING = "resting"
     """Targets have told the drafters of all sessions to rest."""
     STREAMS = "streams"
-    """Open streams of routers."""
     IDLE = "idle"
-    """There is no work."""
     UNKNOWN = "unknown"
-    """Nothing was reported yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,6 @@ class Alignment:
     about: str
     details: str
     out: str
-    """What ``--out`` is."""
     options: type[Any]
     """What it may be asked for; its numbers are flags."""
     add: Callable[[Parser], object]

@@ -88,7 +88,6 @@ RUN = {
 """The same of what every run of a sweep has in common."""
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 PIPE_WIDTH = 200
-"""Columns of a table that goes to a file."""
 
 
 def add(parser: Parser) -> None:

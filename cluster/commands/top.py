@@ -166,10 +166,7 @@ COLUMNS: tuple[tuple[str, int, bool, Callable[[Json, float], str]], ...] = (
 
 
 def screen(view: Json, width: int, height: int | None = None, trouble: str = "") -> RenderableType:
-    """Everything, in ``width`` columns and ``height`` lines (None: as many as it takes).
-
-    ``trouble``: why the view is an old one.
-    """
+    """Everything, in so many columns and lines (None: as many as it takes). ``trouble``: why the view is an old one."""
     workers, events = _fit(len(view["workers"]), len(view["events"]), height)
     shown: list[RenderableType] = [_head(view), _line(view), Text(), _workers(view, width, workers)]
     if left := len(view["workers"]) - workers:

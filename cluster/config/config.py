@@ -230,10 +230,7 @@ class Config:
         return sum(max_replicas_of(pool.settings) for pool in self.pools() if pool.role is Role.DRAFT)
 
     def pools(self) -> list[Pool]:
-        """All pools of workers: each model's target pool, then its draft pools, if drafts are wanted at all.
-
-        Also those with no replicas.
-        """
+        """Each model's target pool, then its draft pools if drafts are wanted at all; also those with no replicas."""
         found = []
         for model, pools in self._models().items():
             found.append(Pool(Role.TARGET, model, TARGET_POOL, pools.target))
@@ -338,10 +335,7 @@ def load(path: Path | None = None, overrides: Iterable[Override] = ()) -> Config
 def from_mapping(
     document: Mapping[Any, object], where: object, base: Path = Path(), overrides: Iterable[Override] = ()
 ) -> Config:
-    """The configuration from what a file holds; ``where`` is for messages, folders are meant relative to ``base``.
-
-    Raises :class:`ConfigError`.
-    """
+    """What a file's mapping amounts to. ``where`` is for messages, ``base`` for relative paths. Raises ConfigError."""
     given, pools = _READER.read(where, document, base, overrides)
     sections = {name: kind(**given[name,]) for name, kind in SECTIONS.items()}
     models = {name: _model(where, name, pools, sections, given) for _, name, part, *_ in pools if part == "target"}

@@ -12,9 +12,7 @@ import tempfile
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-"""Where this checkout lies."""
 BUNDLED = CHECKOUT / "models"
-"""Where the bundled model pair lies."""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 """One of these is there where torch may find a GPU. Asking torch itself would cost every start two seconds."""

@@ -25,7 +25,6 @@ MTP = "mtp"
 LOADED = ("model", "eagle", "assistant", "target_tokenizer")
 """Settings of a worker that name what it loads."""
 TARGET_POOL = "target"
-"""Name of a model's target pool."""
 _ENTRY = r"\w[\w.]*(:\w+)?"
 """Of a draft source."""
 KINDS = {Role.TARGET: "TargetWorker", Role.DRAFT: "DraftWorker"}

@@ -27,10 +27,7 @@ class SecurityError(BadInput):
 
 
 def check_security(config: Config, roles: Iterable[str] = ()) -> None:
-    """Whether the API keys, and the certificates of these roles, can be used. Raises :class:`SecurityError`.
-
-    Says on stderr when a certificate ends soon.
-    """
+    """Check the API keys and these roles' certificates; says which ends soon. Raises :class:`SecurityError`."""
     api_keys(config)
     _has_tls(config)  # or a part of it
     for role in roles:

@@ -65,10 +65,7 @@ def _listed(text: str) -> tuple[str, ...]:
 
 
 def shared_drafter(config: Config) -> MakeInTurn | None:
-    """What loads the draft model that a target's process is to have; None: it has none.
-
-    ``config``: what the target is started with, see :meth:`cluster.config.config.Config.of_worker`.
-    """
+    """What loads the draft model in a target's process, if it has one. ``config``: what the target is started with."""
     if config.draft.placement != SHARED or not config.drafts_with_models:
         return None
     from draft_service.service import build_in_turn
@@ -232,10 +229,7 @@ def _gpu_share(worker: TargetConfig | DraftConfig) -> float:
 
 
 def worker_config(config: Config, pool: Pool) -> Config:
-    """What a worker of the pool is started with; a draft worker that has to translate is told into which tokens.
-
-    Raises :class:`cluster.config.checks.CheckError`.
-    """
+    """What a worker of the pool is started with; one that translates is told into which tokens. Raises CheckError."""
     chosen = config.of_worker(pool)
     if not isinstance(pool.settings, DraftConfig) or chosen.draft.target_tokenizer:
         return chosen
@@ -263,8 +257,7 @@ def may_draft_in_turn(config: Config) -> bool:
 def difference(target: str, draft: str) -> str:
     """In words, how the vocabularies of two model folders differ; empty if they do not, or one is no folder here.
 
-    They must number the same tokens the same way. Padding of the embeddings does not matter. Raises
-    :class:`cluster.config.checks.CheckError`.
+    They must number the same tokens the same way; padding of the embeddings does not matter. Raises CheckError.
     """
     if target == draft:
         return ""

@@ -215,10 +215,7 @@ class ConfigReader:
     def read(
         self, where: object, document: Mapping[Any, object], base: Path, overrides: Iterable[Override]
     ) -> tuple[Sections, PoolSections]:
-        """Every setting that is given, flags winning; of sections that say nothing, nothing. And which pools there are.
-
-        Raises :class:`cluster.config.settings.ConfigError`.
-        """
+        """Every setting that is given, by section, flags winning; and which pools there are. Raises ConfigError."""
         pools = _pools(where, document.get(MODELS))
         values: dict[SettingPath, tuple[Path, SettingSpec, object]] = {}
         for path, value in self._entries(where, document, pools):

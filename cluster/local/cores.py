@@ -81,10 +81,7 @@ def thread_counts(cores: int) -> tuple[int, ...]:
 
 
 def divide(cores: int, measured: Measured) -> CoreDivision:
-    """The better of the two ways that have a worker for each model, for at least two cores.
-
-    ``measured`` holds the :func:`thread_counts`.
-    """
+    """The better of the two ways with a worker for each model. ``measured`` holds the :func:`thread_counts`."""
     assert cores >= 2, f"{cores} cores cannot be divided"
     apart, alone = measured[cores - 1].target, measured[1].draft
     split = max(tokens(k) / max(apart[k], k * alone) for k in DRAFTS)

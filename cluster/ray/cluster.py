@@ -305,10 +305,7 @@ def _await_gone(seconds: float = GONE_SECONDS) -> bool:
 
 
 def remove(config: Config, report: Stages) -> None:
-    """Remove the application from a running cluster, and Serve with it when nothing else is served there.
-
-    Waits until its streams have ended. Raises :class:`cluster.console.CommandError`.
-    """
+    """Remove the application once its streams have ended, and Serve if nothing else is served. Raises CommandError."""
     join(config)
     import ray
     from ray import serve

@@ -134,10 +134,7 @@ def _declared(config: Config, pool: Pool | None) -> dict[str, Any]:
 
 
 def options(config: Config, pool: Pool | None, *, settings: bool = False) -> dict[str, Any]:
-    """How Serve is to start and end the replicas of a pool, or the routers (None).
-
-    ``settings``: with their settings in their environment.
-    """
+    """How Serve starts and ends a pool's replicas, or routers (None). ``settings``: with theirs as environment."""
     local = config.ray.address == "local"
     threads = chosen_threads(pool.settings) if pool else 1
     environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **NICENESS, **importable(config)}

@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 
 
 class _RankActor:
-    """A rank in a process of its own."""
-
     def pid(self) -> int:
         """Answers as soon as the process runs."""
         return os.getpid()

@@ -56,10 +56,7 @@ def shown_token(
 
 
 def of_completion(shown: Sequence[ShownToken], top: int) -> dict[str, Any]:
-    """The ``logprobs`` of a completion, with up to ``top`` of the likeliest tokens.
-
-    The token that was drawn is always among them, as OpenAI does it.
-    """
+    """The ``logprobs`` of a completion: the ``top`` likeliest tokens and, as OpenAI does it, the one that was drawn."""
     return {
         "tokens": [token.named.name for token in shown],
         "token_logprobs": [token.named.logprob for token in shown],
@@ -77,10 +74,7 @@ def of_chat(shown: Iterable[ShownToken]) -> dict[str, Any]:
 
 
 def of_prompt(shown: Iterable[ShownToken], top_logprobs: int) -> list[dict[str, Any] | None]:
-    """The ``prompt_logprobs`` of vLLM, with up to ``top_logprobs`` of the likeliest tokens.
-
-    Nothing for the first token. The rank of a token beyond the likeliest is not known.
-    """
+    """The ``prompt_logprobs`` of vLLM, none for the first token. Beyond the likeliest a token's rank is not known."""
     return [None if token.top is None else _prompt_entry(token.named, token.top[:top_logprobs]) for token in shown]
 
 

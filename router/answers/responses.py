@@ -278,7 +278,6 @@ class Envelope:
 
 
 MAX_HELD_BYTES = 1 << 16
-"""Of events that are written together."""
 
 
 async def events(

@@ -51,10 +51,7 @@ class Admit:
     def __init__(
         self, app: ASGIApp, allowance: Allowance, accounts: dict[str, Account], refused: Callable[[ErrorCode], None]
     ) -> None:
-        """``accounts``: by the name of the API key, as many as were ever used; the name is empty where there are none.
-
-        ``refused`` hears of every answer given here.
-        """
+        """``accounts``: by name of the API key, empty where there are none; ``refused`` hears of every refusal here."""
         self._app, self._allowance, self._accounts, self._refused = app, allowance, accounts, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,10 +76,7 @@ class Admit:
 
 
 def seconds_allowed(field: float | None, headers: Headers, settings: AdmissionSettings) -> float | None:
-    """Seconds that its field ``timeout`` and its header ask for, within what is allowed; None: as many as it takes.
-
-    Raises :class:`ApiError`.
-    """
+    """Seconds that field and header ask for, within what is allowed; None: as many as it takes. Raises ApiError."""
     asked = [seconds for seconds in (field, _of_header(headers)) if seconds is not None]
     if settings.max_timeout and field is not None and field > settings.max_timeout:
         message = f"timeout must be at most {settings.max_timeout:g} seconds here, got {field:g}"

@@ -370,8 +370,7 @@ class BodyBudget:
 async def read_body(request: Request, max_bytes: int, take: Callable[[int], None]) -> bytes:
     """The body, if it has at most ``max_bytes`` bytes and comes in time; a longer one is not read to its end.
 
-    ``take``: see :class:`BodyBudget`. Raises :class:`ApiError`, or ``ClientDisconnect`` when the client leaves
-    meanwhile.
+    ``take``: see :class:`BodyBudget`. Raises :class:`ApiError`, or ``ClientDisconnect`` when the client leaves.
     """
     too_large = ApiError("body_too_large", f"the body is larger than {max_bytes} bytes")
     declared = request.headers.get("content-length", "")

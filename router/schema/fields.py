@@ -124,7 +124,6 @@ class Fields(pydantic.BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Once the fields are known."""
         cls.names = frozenset(field.alias or name for name, field in cls.__pydantic_fields__.items())
 
     @classmethod

@@ -132,10 +132,7 @@ def check_characters(characters: int, most: int, name: str, where: str = "") -> 
 
 
 def check_sizes(body: Body, most: int) -> None:
-    """Raise :class:`ApiError` if the prompt, or all messages together, have more characters than may fit.
-
-    Of what is no text nothing is said here.
-    """
+    """Raise :class:`ApiError` if the prompt, or all messages together, have more characters than may fit."""
     if isinstance(body, ChatBody) and len(body.messages) > MAX_MESSAGES:
         message = f"messages has {len(body.messages)} entries, more than {MAX_MESSAGES}"
         raise ApiError("invalid_value", message, "messages")
@@ -152,10 +149,7 @@ def check_sizes(body: Body, most: int) -> None:
 
 
 def check_prompt_logprobs(asked: Mapping[str, int], tokens: int) -> None:
-    """Whether as many as each field asks for can be told at each of all ``tokens`` that choices have as prompts.
-
-    Raises :class:`ApiError`.
-    """
+    """Whether as many as each field asks for can be told at each token of all prompts. Raises :class:`ApiError`."""
     for name, told in asked.items():
         if tokens * (1 + told) > MAX_PROMPT_LOGPROBS:
             most = f"the {MAX_PROMPT_LOGPROBS} log-probabilities told of the prompts of a request"

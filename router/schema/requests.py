@@ -330,10 +330,7 @@ def _logprobs(body: Body) -> int | None:
 
 
 def speculation_of(body: Body, default: Speculation, registered: Sequence[SourceName] = ()) -> Speculation:
-    """The field ``speculation`` over what the server does by default. Raises :class:`ApiError`.
-
-    ``registered``: draft sources there are besides the built-in ones.
-    """
+    """The field over the server's default; ``registered``: draft sources besides the built-in ones. Raises ApiError."""
     if body.speculation is None:
         return default
     given = body.speculation.model_dump(exclude_none=True, exclude={"details"})

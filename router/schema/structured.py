@@ -56,10 +56,7 @@ def demands_structure(body: Body) -> bool:
 
 
 def text_grammar(body: Body) -> str:
-    """The grammar that the text of a request has to follow; empty: any text will do. Raises :class:`ApiError`.
-
-    May take seconds: to be called in a thread if :func:`demands_structure`.
-    """
+    """The grammar to be followed; empty: none. May take seconds, see :func:`demands_structure`. Raises ApiError."""
     given = {name: value for name in FORMAT_FIELDS if (value := getattr(body, name)) is not None}
     asked = {name: grammar for name, value in given.items() if (grammar := _field_grammar(name, value))}
     if len(asked) > 1:

@@ -106,10 +106,7 @@ class Buckets:
         self.total += value * times
 
     def quantile(self, share: float) -> float | None:
-        """The value that this share of all (0 to 1) stays below, as if spread evenly within each bucket.
-
-        None before the first value; at most the last bound.
-        """
+        """What this share of all (0 to 1) stays below, as if even within each bucket; None without values."""
         wanted = share * sum(self.counts)
         below, seen = 0.0, 0
         for bound, count in zip(self.bounds, self.counts, strict=False):

@@ -37,7 +37,6 @@ class GrammarChecker:
     """One process, asked by any thread, one question at a time."""
 
     def __init__(self) -> None:
-        """Starts nothing yet."""
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._answers: OrderedDict[str, tuple[str, str]] = OrderedDict()
