@@ -149,10 +149,10 @@ class Envelope:
     """What stands before and behind the text in the plain events of each choice."""
 
     def __post_init__(self) -> None:
-        request, form = self.request, self.request.form
-        self.chat = request.kind == "chat"
+        form, options = self.request.form, self.request.stream_options
+        self.chat = self.request.kind == "chat"
         beside = form.token_ids or form.logprobs is not None or form.prompt_logprobs is not None
-        self.plain = not (beside or request.include_speculation or request.continuous_usage)
+        self.plain = not (beside or options.include_speculation or options.continuous_usage_stats)
 
     def plain_event(self, index: int, text: str) -> bytes:
         """The event of :meth:`text` for a chunk of text alone, where all are plain."""
@@ -204,7 +204,7 @@ class Envelope:
             delta["tool_calls"] = [{"index": first + number, **call} for number, call in enumerate(calls)]
         content = {"delta": delta} if self.chat else {"text": prompt.text + chunk.text}
         body = self._chunk([self._choice(chunk.index, content) | self._beside(prompt, chunk.shown, chunk.ids)])
-        if self.request.include_speculation and chunk.prompt is None:
+        if self.request.stream_options.include_speculation and chunk.prompt is None:
             body["speculation"] = commit_body(chunk, self.tokenizer)
         return body
 
@@ -265,7 +265,7 @@ class Envelope:
 
     def _chunk(self, choices: list[Json]) -> Json:
         name = "chat.completion.chunk" if self.chat else "text_completion"
-        return self._outer(name, choices) | ({"usage": None} if self.request.include_usage else {})
+        return self._outer(name, choices) | ({"usage": None} if self.request.stream_options.include_usage else {})
 
     def _outer(self, name: str, choices: list[Json]) -> Json:
         return {
@@ -311,14 +311,14 @@ async def events(
             failed(told.code, error)
             yield held + event(error_body(told))
             return
-    yield held + (event(envelope.usage(usage)) if envelope.request.include_usage else b"") + DONE
+    yield held + (event(envelope.usage(usage)) if envelope.request.stream_options.include_usage else b"") + DONE
 
 
 def _chunk_events(chunk: TextChunk, envelope: Envelope, usage: Usage, opened: set[int]) -> bytes:
     usage.add(chunk)
     if envelope.plain and chunk.plain and chunk.index in opened:
         return envelope.plain_event(chunk.index, chunk.text)
-    more = {"usage": usage.body()} if envelope.request.continuous_usage else {}
+    more = {"usage": usage.body()} if envelope.request.stream_options.continuous_usage_stats else {}
     return b"".join(event(body | more) for body in _chunk_bodies(chunk, envelope, usage, opened))
 
 
@@ -327,7 +327,8 @@ def _chunk_bodies(chunk: TextChunk, envelope: Envelope, usage: Usage, opened: se
         yield envelope.opening(chunk.index, chunk.prompt)
     opened.add(chunk.index)
     of_prompt = chunk.prompt is not None and not envelope.chat
-    of_commit = chunk.tokens > 0 and (envelope.request.include_speculation or envelope.request.form.token_ids)
+    beside = envelope.request.stream_options.include_speculation or envelope.request.form.token_ids
+    of_commit = chunk.tokens > 0 and beside
     if chunk.text or chunk.shown or chunk.calls or of_prompt or of_commit:
         yield envelope.text(chunk)
     if chunk.finish is not None:

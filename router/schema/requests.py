@@ -105,10 +105,7 @@ class ApiRequest:
     n: int = 1
     """Choices of each prompt."""
     stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    """In every chunk."""
-    include_speculation: bool = False
+    stream_options: StreamOptions = _PLAIN_STREAM
     details: bool = False
     """Whether the answer tells how it was speculated, to the end."""
     form: AnswerForm = AnswerForm()
@@ -248,9 +245,7 @@ def request_of(body: Body, model_entry: ModelEntry, request_id: str) -> ApiReque
         prompt_tokens=prompt_tokens,
         n=n,
         stream=body.stream,
-        include_usage=options.include_usage,
-        continuous_usage=options.continuous_usage_stats,
-        include_speculation=options.include_speculation,
+        stream_options=options,
         details=details,
         form=form,
         tools=tools,

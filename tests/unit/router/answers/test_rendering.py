@@ -15,6 +15,7 @@ from router.answers.choice_reader import PromptShown, TextChunk, Usage
 from router.answers.logprobs import NamedToken, ShownToken
 from router.answers.responses import MAX_HELD_BYTES, Envelope, events
 from router.generation import Committed, GenerationError
+from router.schema.request_objects import StreamOptions
 from router.schema.request_schema import Kind
 from router.schema.requests import AnswerForm, ApiRequest
 from router.text.text import Piece
@@ -24,7 +25,7 @@ from tests.fakes import tiny_tokenizer
 
 
 def envelope(kind: Kind = "completion", model: str = "m", *, include_usage: bool = False) -> Envelope:
-    request = ApiRequest(kind, model, (), (), (), 1, include_usage=include_usage)
+    request = ApiRequest(kind, model, (), (), (), 1, stream_options=StreamOptions(include_usage=include_usage))
     return Envelope(request, "cmpl-1", 2, tiny_tokenizer())
 
 

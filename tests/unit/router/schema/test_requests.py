@@ -91,7 +91,8 @@ def test_every_field_arrives() -> None:
     assert generation.priority == -3
     assert generation.speculation == Speculation(enabled=False, max_depth=3)
     assert request.stop == ("a", "b")
-    assert (request.stream, request.include_usage, request.include_speculation) == (True, True, True)
+    shown = request.stream_options
+    assert (request.stream, shown.include_usage, shown.include_speculation) == (True, True, True)
 
 
 def test_null_stands_for_every_absent_field() -> None:
