@@ -108,30 +108,25 @@ class Peer(Listener):
 
     def received(self, message: messages.SessionMessage | messages.Load) -> None:
         """The worker sent a message. With its load it says how busy it is, and what it has counted."""
-        match message:
-            case messages.Load():
-                leaving, self.load = self.leaving, message
-                now, totals = self.pool.clock(), tuple(message.counters.get(name, 0) for name in WORK[self.role])
-                if self.work is None:
-                    self.work = Recent(now, *totals)
-                else:
-                    self.work.set(now, *totals)
-                if self.leaving and not leaving:
-                    log.info("worker %s drains", self.peer)
-                    self.note(EventKind.WORKER_DRAINING, "drains")
-                    self.pool.events.changed(Draining(self.peer))
-            case messages.Refused():
-                opened = self.opened.get(message.session)
-                if opened is not None and opened.epoch == message.epoch:  # and not an older one
-                    self.pool.closed(self.peer, message.session)
-                self.pool.events.received(self.peer, message)
-            case _:
-                opened = self.opened.get(message.session)
-                if opened is not None:
-                    opened.unanswered = 0
-                    if isinstance(message, messages.Verification) and message.prompt_logprobs:
-                        opened.asked = replace(opened.asked, prompt=None)
-                self.pool.events.received(self.peer, message)
+        if isinstance(message, messages.Load):
+            leaving, self.load = self.leaving, message
+            now, totals = self.pool.clock(), [message.counters.get(name, 0) for name in WORK[self.role]]
+            self.work = self.work or Recent(now, *totals)
+            self.work.set(now, *totals)
+            if self.leaving and not leaving:
+                log.info("worker %s drains", self.peer)
+                self.note(EventKind.WORKER_DRAINING, "drains")
+                self.pool.events.changed(Draining(self.peer))
+            return
+        opened = self.opened.get(message.session)
+        if isinstance(message, messages.Refused):
+            if opened is not None and opened.epoch == message.epoch:  # and not an older one
+                self.pool.closed(self.peer, message.session)
+        elif opened is not None:
+            opened.unanswered = 0
+            if isinstance(message, messages.Verification) and message.prompt_logprobs:
+                opened.asked = replace(opened.asked, prompt=None)
+        self.pool.events.received(self.peer, message)
 
     def asked(self, session: messages.SessionId, epoch: int) -> AskedLogprobs | None:
         """What it may tell of a session's tokens; None: it is not open there under this epoch."""
