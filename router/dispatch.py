@@ -72,6 +72,7 @@ class Dispatcher:
         self._turns = RetryTurns()
         told = PoolEvents(self._changed, self._lost, self._received, self._malformed)
         self.pool = WorkerPool(told, identity=identity, standby=limits.standby, expected=limits.models)
+        self.expected: Collection[str] = limits.models
         self.totals = Totals()
         self.metrics = RouterMetrics(RouterCounters(), self.snapshot)
         if identity is not None:
@@ -87,11 +88,6 @@ class Dispatcher:
     def models(self) -> Mapping[str, ServedModel]:
         """The served models by name; known from the first welcome of a target on."""
         return self.pool.models()
-
-    @property
-    def expected(self) -> Collection[str]:
-        """Those it was told of; see :attr:`router.sessions.pool.WorkerPool.expected`."""
-        return self.pool.expected
 
     @property
     def loading(self) -> Collection[str]:

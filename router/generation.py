@@ -109,17 +109,14 @@ class Generator(Protocol):
     @property
     def models(self) -> Mapping[str, ServedModel]:
         """The served models by name; none while no target worker was ever connected."""
-        ...
 
     @property
     def expected(self) -> Collection[str]:
         """Names of all models it is to serve, where it was told of several; of others it learns by their targets."""
-        ...
 
     @property
     def loading(self) -> Collection[str]:
         """Names of the models that target workers load."""
-        ...
 
     def generate(self, generation: Generation) -> AsyncGenerator[Committed | Ended]:
         """Decode. Yields committed tokens as they are decided, then one :class:`Ended`.
@@ -127,4 +124,3 @@ class Generator(Protocol):
         Closing the generator (``aclose``, or cancelling the task that iterates) stops the session on all workers.
         Raises :class:`GenerationError`.
         """
-        ...

@@ -174,7 +174,9 @@ def chat_text(body: ChatBody, template: ChatTemplate | None, tools: Tools) -> st
         raise wrong_value("continue_final_message", "false where add_generation_prompt is true", continued)
     variables = _variables(body, template)
     mark = secrets.token_hex(16)
-    written = _marked(messages, mark) if continued else messages
+    written = messages
+    if continued:  # a mark behind the last content, and a space that shows whether the template trims contents
+        written = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{mark} "}]
     try:
         text = template.render(written, tools=tools.offered, add_generation_prompt=opened, variables=variables)
     except TemplateError as error:
@@ -240,12 +242,6 @@ def _variables(body: ChatBody, template: ChatTemplate) -> Mapping[str, object]:
     if effort not in (None, "none"):
         raise wrong_value("reasoning_effort", "left out: the model's chat template has no such variable", effort)
     return body.chat_template_kwargs
-
-
-def _marked(messages: list[Message], mark: str) -> list[Message]:
-    """With a mark after the last message's content, and a space that shows whether the template trims contents."""
-    *before, last = messages
-    return [*before, {**last, "content": f"{last['content']}{mark} "}]
 
 
 def _up_to(mark: str, text: str, last: Message) -> str:
