@@ -280,10 +280,7 @@ def _apply(ours: list[dict[str, Any]]) -> None:
 
 
 def check_http(config: Config) -> None:
-    """Whether Serve listens where the configuration says: one that ran before keeps its address, told another or not.
-
-    What guards that address was judged by the configuration's. Raises :class:`cluster.console.CommandError`.
-    """
+    """Whether Serve listens where it is to: one that ran before keeps its address. Raises :class:`CommandError`."""
     found, router, address = serve_client().http_config, config.router, config.ray.address
     if (found.host, found.port) != (router.host, router.port):
         where = f"listens on {join_address(found.host, found.port)}" if found.host else "serves no HTTP"

@@ -167,10 +167,7 @@ class Usage:
         }
 
     def summary(self) -> dict[str, Any]:
-        """``speculation.summary``; of the steps that verified drafts, the share that kept at least one, two, and so on.
-
-        docs/api.md explains it ("What was drafted").
-        """
+        """``speculation.summary``, which docs/api.md explains under 'What was drafted'."""
         accepted, verified = self.accepted, self.kept.total()
         drafted = accepted | self.refused
         seen = [*(source for source in Source if source in drafted), *sorted(drafted.keys() - set(Source))]

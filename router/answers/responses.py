@@ -287,10 +287,7 @@ async def events(
     usage: Usage,
     failed: Callable[[ErrorCode, Exception], None],
 ) -> AsyncGenerator[bytes]:
-    """The whole stream. After its first byte a failure can only be told in an event, which ends it.
-
-    Events that are there at the same time are written together.
-    """
+    """The whole stream, what is there at once in one write. A failure after its first byte ends it, with an event."""
     opened: set[int] = set()
     held, chunk = b"", first
     async with aclosing(chunks):

@@ -79,10 +79,7 @@ def why_useless(drafter: Welcome, tokenizers: Sequence[int], heads: Collection[i
 
 
 def revision_ages(welcomes: Iterable[Welcome]) -> dict[int, float]:
-    """When each revision came up, in seconds since 1970: the later, the newer.
-
-    That of its oldest worker counts, so that an old revision does not become the newest by starting a worker again.
-    """
+    """When the oldest worker of each revision came up, in seconds since 1970: starting one again makes none newer."""
     since: dict[int, float] = {}
     for welcome in welcomes:
         since[welcome.revision] = min(welcome.started, since.get(welcome.revision, welcome.started))
@@ -97,10 +94,7 @@ class ServedModels:
         """By name: what its newest target said, and when a target of it was last on the list."""
 
     def served(self, listed: Sequence[Welcome], up: Sequence[Welcome], now: float) -> dict[str, ServedModel]:
-        """The models by name, for new requests: of each what the newest target says.
-
-        ``listed``: how targets on the list of workers last introduced themselves; ``up``: those that are connected.
-        """
+        """By name, as the newest target of each says. ``listed``: targets on the list; ``up``: connected ones."""
         for welcome in listed:
             known, _ = self._newest.get(welcome.model, (welcome, now))
             self._newest[known.model] = known, now
@@ -268,10 +262,7 @@ def _of_newest_revision(usable: Sequence[WorkerCandidate], wanted: WantedWorker)
 
 
 def choose_drafter(candidates: Iterable[WorkerCandidate], wanted: WantedWorker, rng: Random) -> PeerId | None:
-    """The drafter for a session, of any model with the same tokenizer; None when none fits.
-
-    One with an EAGLE head is of use only where the target makes features for that very head.
-    """
+    """The drafter for a session: with its tokenizer, and no EAGLE head but the target's own; None when none fits."""
     usable = [
         candidate
         for candidate in candidates

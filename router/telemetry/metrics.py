@@ -51,10 +51,7 @@ class RouterMetrics:
             registry.register(_Families(lambda: collect_for_pickers(self.snapshot())))
 
     def exposition(self, *, for_pickers: bool = False) -> tuple[bytes, str]:
-        """The text for Prometheus and its content type, in the one format that every reader of metrics takes.
-
-        ``for_pickers``: only what endpoint pickers read, which says nothing of any caller, model or worker.
-        """
+        """The text for Prometheus, and its type. ``for_pickers``: what endpoint pickers read, which names nobody."""
         return generate_latest(self._for_pickers if for_pickers else self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
     def collect(self) -> Iterator[Metric]:

@@ -182,10 +182,7 @@ _LOADS: tuple[tuple[str, str, Callable[[WorkerView], float | None]], ...] = (
 
 
 def collect_for_pickers(snapshot: Snapshot) -> Iterator[Metric]:
-    """Queue and cache of all targets that are up, the same at every router, and the sessions that only this one has.
-
-    One sample each, since pickers read one: models are not told apart.
-    """
+    """Queue and cache of all targets that are up, and this router's sessions: one sample each, as pickers read one."""
     loads = [target.load for target in snapshot.targets if target.state is WorkerState.UP]
     waiting = snapshot.placing + sum(load.waiting for load in loads)
     capacity = sum(load.capacity_tokens for load in loads)

@@ -98,10 +98,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt that asks the model for the next assistant message.
-
-        ``tools`` are functions as OpenAI describes them; ``variables`` are none of :data:`RESERVED`.
-        """
+        """The prompt for the next assistant turn. ``tools``: as OpenAI's; ``variables``: none of :data:`RESERVED`."""
         variables = {
             **(variables or {}),
             **self._variables,
