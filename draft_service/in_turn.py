@@ -10,6 +10,8 @@ both trees. Drafted is what makes the most of a second, the target's step and al
     tokens a second = (tokens without drafts + those expected of drafts) / (their step + drafting + its rows)
 
 All else is :class:`draft_service.lookahead.Lookahead`'s.
+
+Tensor legend: R rows, V vocabulary of the draft model, T of the target.
 """
 
 from __future__ import annotations
@@ -19,8 +21,12 @@ import time
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from torch import Tensor
+from torch.nn.functional import pad
+
 from draft_service.lookahead import Lookahead, LookaheadLimits
-from draft_service.sequence import DraftBatchEntry, DraftSequence, read_on
+from draft_service.sequence import DraftBatchEntry, DraftSequence, Reader, read_on
+from engine.model import Model
 from engine.shaping.shaping import Shaping
 from speculation.drafting.draft_session import Candidate, DraftLimits
 from speculation.frozen import frozen
@@ -73,6 +79,18 @@ class _Place:
         return max(self.sequence.num_uncomputed_tokens, 1) if self.node is self.sequence.session.trie.root else 1
 
 
+class _TargetVocabulary(Reader):
+    """Models of one tokenizer may differ in how many of its last tokens they know."""
+
+    def __init__(self, model: Model, vocabulary: int) -> None:
+        super().__init__(model)
+        self._vocabulary = vocabulary
+
+    def read(self, logits_RV: Tensor) -> Tensor:
+        """``[R, T]``: -inf of tokens that the draft model has not."""
+        return pad(logits_RV, (0, self._vocabulary - logits_RV.shape[-1]), value=-math.inf)
+
+
 class InTurn(Lookahead):
     """The sessions of a target that a draft model in its process drafts for; never steps by itself."""
 
@@ -115,6 +133,13 @@ class InTurn(Lookahead):
             self._rate = turn.rate
             self._had_turn(began, idle=probe or not drafted)
         return outgoing
+
+    def draft_for(self, vocabulary: int) -> None:
+        """The target has so many tokens, whose shaping is used here. Before any session."""
+        own = self._welcome.vocabulary
+        if vocabulary != own:
+            self._reader = _TargetVocabulary(self._engine.model, vocabulary)
+            self._welcome = replace(self._welcome, vocabulary=min(own, vocabulary))
 
     def shape(self, key: Key, shaping: Shaping | None) -> None:
         """Draw for a session as the target does, with its own shaping of the text."""

@@ -135,10 +135,10 @@ class DraftModel(StateReader):
 
     def drop(self, sequence: TargetSequence) -> None:
         """A session is over."""
-        self._again.pop(key_of(sequence), None)
         with self._spared(sequence.log):
             self._hear(sequence)
         self._close(sequence)
+        self._again.pop(key_of(sequence), None)  # last: whatever it was refused for now is over with it
 
     def _hear(self, sequence: TargetSequence) -> None:
         """Have the drafter follow a session: all at once, where it has rested."""

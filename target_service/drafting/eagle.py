@@ -10,6 +10,7 @@ Tensor legend: N rows, D hidden size of the head.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ from target_service.sequence import BatchEntry, TargetSequence
 from target_service.step_account import TargetCounters
 from target_service.verdicts import Verdict
 from transport.worker import Key
+
+log = logging.getLogger(__name__)
 
 RECOMPUTED = 64
 """Tokens of a prefix that the target computes again at most, so that the head knows all of it."""
@@ -112,9 +115,10 @@ class EagleDrafter(DraftModel):
         self, engine: StepEngine, chunks: Sequence[Chunk], entries: Sequence[BatchEntry], decided: Sequence[Verdict]
     ) -> None:
         """Keep the states of what stays of the step just computed."""
-        states = fused_states(self._head, engine, kept_rows(chunks, entries, decided), self._known)
-        for sequence, _, part_ND in states:
-            self._unread[key_of(sequence)].add(part_ND)
+        with self._spared(log):
+            states = fused_states(self._head, engine, kept_rows(chunks, entries, decided), self._known)
+            for sequence, _, part_ND in states:
+                self._unread[key_of(sequence)].add(part_ND)
 
     def _known(self, sequence: TargetSequence, _count: int) -> int | None:
         if (key := key_of(sequence)) not in self._open:
@@ -152,4 +156,7 @@ def own_drafters(
     elif head is not None:
         drafting = HeadEngine(CachedHead(head, engine.cache.capacity, engine.model.context), engine.model)
         readers.append(EagleDrafter(head, HeadInTurn(drafting, welcome), planner, counters, adaptive=adaptive))
-    return readers if drafter is None else [*readers, DraftModel(drafter, planner, counters, adaptive=adaptive)]
+    if drafter is not None:
+        drafter.draft_for(engine.model.vocabulary)
+        readers.append(DraftModel(drafter, planner, counters, adaptive=adaptive))
+    return readers

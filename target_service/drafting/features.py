@@ -10,8 +10,9 @@ Tensor legend: N rows, D hidden size of the head.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from engine.eagle.cached import packed
 from engine.eagle.head import EagleHead
-from engine.interface import Chunk, StepEngine
+from engine.interface import FATAL, Chunk, StepEngine
 from speculation.messages import FeatureFormat, Features, Subscribe
 from target_service.drafting.state_reader import StateReader, fused_states, kept_rows
 from target_service.sequence import BatchEntry, TargetSequence
@@ -27,6 +28,8 @@ from target_service.step_account import TargetCounters
 from target_service.verdicts import Verdict
 from transport.codec_parts import MAX_FEATURE_BYTES
 from transport.worker import Outgoing
+
+log = logging.getLogger(__name__)
 
 KEPT = 256
 """Tokens of a session whose features are kept, and sent to a drafter that comes: 2 MiB of 4096 numbers in bf16."""
@@ -52,6 +55,8 @@ class FeatureSender(StateReader):
         self._head, self._fingerprint, self._counters = head, head.fingerprint, counters
         self._sessions: dict[TargetSequence, _SentSession] = {}
         self._outgoing: Outgoing = []
+        self._failed = 0
+        """Steps whose states could not be fused or packed."""
 
     def subscribe(self, sequence: TargetSequence | None, message: Subscribe) -> Outgoing:
         """Send a session's features from now on, or no more; what is sent at once."""
@@ -79,8 +84,18 @@ class FeatureSender(StateReader):
     def note(
         self, engine: StepEngine, chunks: Sequence[Chunk], entries: Sequence[BatchEntry], decided: Sequence[Verdict]
     ) -> None:
-        """Fuse the states of what stays of the step just computed."""
-        states = fused_states(self._head, engine, kept_rows(chunks, entries, decided), self._known)
+        """Fuse the states of what stays of the step just computed. A failure costs drafts, never a session."""
+        try:
+            self._note(fused_states(self._head, engine, kept_rows(chunks, entries, decided), self._known))
+        except FATAL:
+            raise
+        except Exception:
+            self._failed += 1
+            if self._failed.bit_count() == 1:  # the 1st, 2nd, 4th ...
+                log.exception("features of %d steps were not sent", self._failed)
+
+    def _note(self, states: Iterable[tuple[TargetSequence, int, Tensor]]) -> None:
+        """Keep, and send who wants them, states of sessions from a position on."""
         wanted: defaultdict[FeatureFormat, list[tuple[TargetSequence, int, Tensor]]] = defaultdict(list)
         for sequence, first, part_ND in states:
             session, position = self._sessions[sequence], first + 1  # of the token that was drawn from the first state

@@ -198,6 +198,37 @@ def test_preempted_sessions_make_room_and_are_read_again(
     assert_empty(drafter)
 
 
+@pytest.mark.parametrize("tokens", [240, 300], ids=["fewer", "more"])
+def test_a_draft_model_drafts_for_shaped_texts_whose_model_has_other_tokens_at_the_end(
+    model: Model, tmp_path: Path, tokens: int
+) -> None:
+    """Models of one tokenizer may differ in how many of its last tokens they know."""
+    shaping: dict[str, Any] = {"presence_penalty": 0.5, "bias": ((250, 1.0), (7, -2.0)), "banned": ((9, 11),)}
+    openings = [replace(one, sampling=replace(one.sampling, **shaping)) for one in mixed()]
+    other = load_tiny("llama", tmp_path / "draft", num_hidden_layers=2, vocab_size=tokens)
+    loop = loop_of(model, drafter := drafter_of(engine_of(other, invariant=False)))
+    assert texts(loop, openings) == texts(loop_of(model), [replace(one, speculation=PLAIN) for one in openings])
+    assert loop.counters.draft_faults == 0 and loop.counters.offered_from[Source.DRAFT] > NEW
+    assert_empty(drafter)
+
+
+def test_nothing_is_kept_of_a_session_that_ends_on_a_token_which_the_draft_model_lacks(
+    model: Model, tmp_path: Path
+) -> None:
+    """It is refused what it hears of as the session is closed."""
+    other = load_tiny("llama", tmp_path / "draft", num_hidden_layers=2, vocab_size=240)
+    loop = loop_of(model, drafter := drafter_of(engine_of(other, invariant=False)))
+    only_new = replace(GREEDY, allowed=(250, 251))
+    one = replace(opening(1, only_new), tokens=tuple(token % 240 for token in opening(1, GREEDY).tokens), digest=0)
+    loop.receive(LINK, one)
+    loop.step()
+    assert loop._sequences and drafter._sequences
+    loop.receive(LINK, Close(one.session, 1))
+    (drafts,) = loop._drafters
+    assert not drafts._again  # type: ignore[attr-defined]
+    assert_empty(drafter)
+
+
 @pytest.mark.parametrize("capacity", [8, 64, 120])
 def test_a_small_draft_cache_costs_drafts_only(
     model: Model, likeness: Model, expected: dict[int, list[Token]], capacity: int, monkeypatch: pytest.MonkeyPatch

@@ -182,3 +182,27 @@ def test_cancelled_sessions_leave_nothing_and_others_do_not_notice(model: Model)
     assert {n: text for n, text in said.items() if n != 1} == {n: text for n, text in expected.items() if n != 1}
     assert loop.load().free_tokens == loop.load().capacity_tokens
     assert_empty(loop)
+
+
+@pytest.mark.parametrize("fingerprint", [0, 7], ids=["here", "away"])
+def test_states_that_cannot_be_fused_cost_speed_only(
+    folder: str, fingerprint: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a device has no memory left for them."""
+    model, head, fused = build_target(EngineSettings(folder, dtype="fp32", device="cpu")).model, tiny_head(), 0
+
+    def fuse(aux_NA: Tensor) -> Tensor:
+        nonlocal fused
+        fused += 1
+        if fused >= 4:
+            raise RuntimeError("no memory for states")
+        return head.fc(aux_NA)
+
+    monkeypatch.setattr(head, "fuse", fuse)
+    head.fingerprint = fingerprint
+    openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(4)]
+    engine = engine_of(model, head)
+    engine.fuses = False
+    loop = loop_of(engine)
+    assert texts(loop, openings) == plain_texts(model, openings)
+    assert fused >= 4 and "no memory for states" in caplog.text
