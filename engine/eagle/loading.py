@@ -92,9 +92,10 @@ def read(folder: Path, borrow: Borrow) -> EagleHead:
     file, tensors = _read_tensors(folder)
     target_ids = _target_ids(file, tensors, config)
     _check_kind(file, tensors, config)
+    rotation = _rotation(folder, config)
     with torch.device("meta"):
         head = EagleHead(config)
-    head.rotary_emb = LlamaRotaryEmbedding(config.llama())  # a table that follows from the configuration, not weights
+    head.rotary_emb = rotation
     head.target_ids = target_ids
     if EMBEDDING not in tensors:
         tensors[EMBEDDING] = _borrowed(file, EMBEDDING, config, borrow)
@@ -125,6 +126,18 @@ def save(head: EagleHead, folder: Path, *, embedding: bool = False, dtype: torch
     fresh = folder / f".{WEIGHTS}.new"
     save_file(tensors, fresh, metadata={"format": "pt"})
     fresh.replace(folder / WEIGHTS)  # there whole or not
+
+
+def _rotation(folder: Path, config: EagleConfig) -> LlamaRotaryEmbedding:
+    """A table that follows from the configuration, not weights. Raises ModelError where it leads to no numbers."""
+    try:
+        rotation = LlamaRotaryEmbedding(config.llama())
+        if bool(rotation.inv_freq.isfinite().all()):
+            return rotation
+        why = "leads to frequencies that are no numbers"
+    except Exception as error:  # whatever transformers raises for values that it did not check
+        why = first_line(error)
+    raise ModelError(f"{folder / CONFIG}: rope_parameters {dict(config.rope_parameters)!r} cannot be used: {why}")
 
 
 def _read_tensors(folder: Path) -> tuple[Path, Tensors]:
@@ -221,6 +234,8 @@ def _check_numbers(file: Path, tensors: Tensors, head: EagleHead) -> None:
             wrong = f"has the shape {list(tensor.shape)}; by {CONFIG} it must have {list(wanted.shape)}"
         elif not tensor.is_floating_point():
             wrong = f"holds {tensor.dtype}; it must hold floating-point numbers"
+        elif tensor.itemsize < 2:
+            wrong = f"holds {tensor.dtype}, and quantised heads are not read; give the original, of 16 or 32 bits"
         elif not bool(tensor.isfinite().all()):
             wrong = "holds NaN or infinite values"
         else:

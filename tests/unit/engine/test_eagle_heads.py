@@ -317,6 +317,10 @@ Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
         (lambda named: named | {"norm.weight": torch.ones(3)}, r"'norm.weight' has the shape \[3\].*must have \[64\]"),
         (lambda named: named | {"norm.weight": torch.full((HIDDEN,), float("nan"))}, "NaN or infinite"),
         (lambda named: named | {"norm.weight": torch.ones(HIDDEN, dtype=torch.int8)}, "floating-point"),
+        (
+            lambda named: named | {"norm.weight": torch.ones(HIDDEN).to(torch.float8_e4m3fn)},
+            "'norm.weight' holds torch.float8_e4m3fn, and quantised heads are not read",
+        ),
         (lambda named: {k: v for k, v in named.items() if k not in ("d2t", "t2d")}, "lacks 'd2t'"),
         (lambda named: named | {"d2t": named["d2t"] + 200}, "'d2t' must hold offsets"),
         (lambda named: named | {"d2t": named["d2t"][1:]}, r"must hold integers, \[96\]"),
@@ -330,6 +334,13 @@ Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: Change, told: str) -> None:
     with pytest.raises(ModelError, match=told):
         read(write(tmp_path / "head", change(tensors())), nobody)
+
+
+@pytest.mark.parametrize("theta", ["500", 0, -500.0])
+def test_a_rotation_without_frequencies_is_refused(tmp_path: Path, theta: object) -> None:
+    folder = write(tmp_path / "head", tensors(), rope_theta=..., rope_parameters={"rope_theta": theta})
+    with pytest.raises(ModelError, match=r"config\.json: rope_parameters .* cannot be used: .*"):
+        read(folder, nobody)
 
 
 @pytest.mark.parametrize(
