@@ -5,7 +5,8 @@ turns, so that hostile ones make only each other wait. What a body says is :mod:
 
 A grammar may take seconds to try (:mod:`router.text.grammar_checker`), so a caller with an API key has a queue of its
 own, half of the threads at most, and a budget of seconds that its trials may take. Of each caller no more wait for a
-thread than it may use at once, in their order. Callers without a key are one caller, who may use everything.
+thread than it may use at once, in their order. Callers without a key are one caller, who may use everything. Megabytes
+of text take many seconds as well, so a key never has all threads for bodies of a size either.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -124,14 +125,41 @@ PARSED_INLINE_BYTES = 4 << 10
 
 Such a body takes some 3 ms, about as long as is lost by going to a thread and back while another one computes.
 """
-SHORT_BYTES, SHORT_THREADS = 16 << 10, 2
+SHORT_BYTES, SHORT_THREADS = 16 << 10, 3
 """Bodies up to this size have threads of their own, so that they do not wait for megabytes."""
 BODY_THREADS = 4
-"""For larger ones alone: where all are busy with megabytes, others wait that are as large."""
+"""For larger ones alone."""
 GRAMMAR_THREADS = 4
 """In which requests with grammars are parsed; what is new is tried by one process, the rest is known."""
 MAX_WAITING = 256
 """Requests with grammars that are being parsed or wait for it; more are refused."""
+
+
+class BodyThreads:
+    """In which bodies of some size are read: an API key has all of them but one at most. Used from one event loop."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._threads, self._executor = threads, ThreadPoolExecutor(threads, name)
+        self._turns: dict[str, asyncio.Semaphore] = {}
+        """As many as keys were ever used."""
+
+    async def run(self, caller: str, work: Callable[[], T]) -> T:
+        """What ``work`` gives, in a thread; ``caller``: name of the key. What runs keeps its place until it ends."""
+        turns = self._turns.setdefault(caller, asyncio.Semaphore(self._threads - bool(caller)))
+        await turns.acquire()
+        loop = asyncio.get_running_loop()
+        try:
+            job = self._executor.submit(work)
+        except BaseException:
+            turns.release()
+            raise
+
+        def ended(_job: Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and nobody waits
+                loop.call_soon_threadsafe(turns.release)
+
+        job.add_done_callback(ended)
+        return await asyncio.wrap_future(job)
 
 
 class RequestReader:
@@ -148,8 +176,8 @@ class RequestReader:
         self._generator, self._tokenizers, self._offered = generator, tokenizers, offered
         self._model_name = model_name
         self._grammars = GrammarQueue(GRAMMAR_THREADS, MAX_WAITING)
-        self._short = ThreadPoolExecutor(SHORT_THREADS, "short bodies")
-        self._bodies = ThreadPoolExecutor(BODY_THREADS, "bodies")
+        self._short = BodyThreads(SHORT_THREADS, "short bodies")
+        self._bodies = BodyThreads(BODY_THREADS, "bodies")
 
     def models(self) -> Mapping[str, ServedModel]:
         """What is served now, by public name."""
@@ -181,21 +209,21 @@ class RequestReader:
         """The request, and what it is for, of the API key of this name. Raises ApiError, GenerationError."""
         self.check_served()
         size = len(body)
-        read = await self._run(size, partial(read_body, body, kind))
+        read = await self._run(size, caller, partial(read_body, body, kind))
         models = self.models()
         name = model_asked(read, self._names(models, loading=read.model is not None))
         model_entry = await self._model_entry(name, self.served(name, models))
         make = partial(request_of, read, model_entry, request_id)
         if demands_structure(read):
             return await self._grammars.run(caller, make), model_entry
-        return await self._run(size, make), model_entry
+        return await self._run(size, caller, make), model_entry
 
-    async def _run(self, size: int, work: Callable[[], T]) -> T:
+    async def _run(self, size: int, caller: str, work: Callable[[], T]) -> T:
         """What is done for a body of this size, where that holds up no more than it must."""
         if size <= PARSED_INLINE_BYTES:
             return work()
         threads = self._short if size <= SHORT_BYTES else self._bodies
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
+        return await threads.run(caller, work)
 
     async def _model_entry(self, name: str, model: ServedModel) -> ModelEntry:
         try:

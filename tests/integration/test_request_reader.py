@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from pathlib import Path
 
 import pytest
 
 from router.http import request_reader
-from router.http.request_reader import BODY_THREADS, PARSED_INLINE_BYTES, SHORT_BYTES
+from router.http.api import ApiSettings
+from router.http.auth import ApiKeys
+from router.http.request_reader import BODY_THREADS, PARSED_INLINE_BYTES, SHORT_BYTES, SHORT_THREADS
 from router.schema.request_schema import Body, Kind
 from router.schema.requests import read_body
 from tests.integration.test_http_api import fake, in_memory
@@ -54,3 +57,41 @@ async def test_only_short_bodies_are_read_on_the_event_loop_and_none_waits_for_m
         SHORT_BYTES: True,
         SHORT_BYTES + 1: True,
     }
+
+
+@pytest.mark.parametrize(("size", "threads"), [(SHORT_BYTES + 1, BODY_THREADS), (SHORT_BYTES, SHORT_THREADS)])
+async def test_a_key_that_floods_leaves_a_thread_to_other_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, threads: int
+) -> None:
+    keys = {name: name * 16 for name in ("a", "b")}
+    path = tmp_path / "keys"
+    path.write_text("".join(f"{name}: {key}\n" for name, key in keys.items()))
+    busy, gate = threading.Semaphore(0), threading.Event()
+
+    def slow_for_one(body: bytes, kind: Kind) -> Body:
+        if b"slow" in body:
+            busy.release()
+            assert gate.wait(PATIENCE)
+        return read_body(body, kind)
+
+    monkeypatch.setattr(request_reader, "read_body", slow_for_one)
+    async with in_memory(fake(), ApiSettings(api_keys=ApiKeys(path))) as client, asyncio.timeout(PATIENCE):
+
+        async def asked(name: str, prompt: str) -> int:
+            content = json.dumps({"prompt": prompt, "max_tokens": 2}).encode().ljust(size)
+            headers = {"authorization": f"Bearer {keys[name]}"}
+            return (await client.post("/v1/completions", content=content, headers=headers)).status_code
+
+        flood = [asyncio.create_task(asked("a", "slow")) for _ in range(2 * threads)]
+        for _ in range(threads - 1):
+            await asyncio.to_thread(busy.acquire)
+        gone = flood.pop()
+        gone.cancel()
+        try:
+            assert await asked("b", "quick") == 200
+            assert not any(one.done() for one in flood)
+        finally:
+            gate.set()
+        assert await asyncio.gather(*flood) == [200] * len(flood)
+        assert await asked("a", "quick") == 200
+        await asyncio.gather(gone, return_exceptions=True)
