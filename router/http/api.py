@@ -183,7 +183,7 @@ class _Api:
 
     async def exposition(self, request: Request) -> Response:
         """The metrics of this router, for Prometheus."""
-        body, content_type = self._metrics.exposition(for_pickers=request.url.path == PICKER_PATH)
+        body, content_type = self._metrics.exposition(for_pickers=request.scope["path"] == PICKER_PATH)
         return Response(body, headers={"content-type": content_type})
 
     async def description(self, _request: Request) -> Response:
@@ -259,7 +259,7 @@ class _Api:
 
     async def on_error(self, request: Request, error: Exception) -> Response:
         """All that is foreseen."""
-        asked = f"{request.method} {request.url.path}"
+        asked = f"{request.method} {request.scope['path']}"
         match error:
             case ApiError():
                 if isinstance(error, GenerationError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 import openai
 import pytest
+from starlette.datastructures import URL
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
@@ -48,6 +49,16 @@ async def test_every_path_but_those_of_probes_needs_a_key(path):
         "vllm:kv_cache_usage_perc",
     }
     assert not generator.generations
+
+
+async def test_a_host_header_opens_no_other_path(path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starlette up to 1.0 takes ``Host: x/metrics?`` for a part of the URL, path and all."""
+    monkeypatch.setattr(Request, "url", property(lambda _: URL("http://x/metrics?/metrics/picker")))
+    async with in_memory(fake(), guarded(path)) as client:
+        told = await client.get("/metrics/picker", headers={"host": "x/metrics?"})
+        lost = await client.get("/nowhere", headers={"host": "x/metrics?", "authorization": f"Bearer {KEY}"})
+    assert not [line for line in told.text.splitlines() if line.startswith("paceline_")]
+    assert lost.json()["error"]["message"].startswith("GET /nowhere: ")
 
 
 @pytest.mark.parametrize(
