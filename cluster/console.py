@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from rich.progress import Progress as Bars
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 SLOW_SECONDS = 2.0
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 BAD_INPUT, FAILED = 2, 1
 """Exit codes: for what the user gave, and for what went wrong later."""
 
@@ -40,6 +42,11 @@ class BadInput(CommandError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, BAD_INPUT)
+
+
+def clean(text: str) -> str:
+    """Without anything that a terminal would obey, but for the ends of lines and tabs."""
+    return _OBEYED.sub("?", text)
 
 
 def first_line(error: BaseException) -> str:
@@ -103,7 +110,7 @@ def tell(text: str) -> None:
 
 def complain(text: str) -> None:
     """One line on stderr: the reason why a command fails, or what it noticed. Never fails."""
-    _STANDARD_ERROR.write(f"{' '.join(text.split())}\n")
+    _STANDARD_ERROR.write(f"{clean(' '.join(text.split()))}\n")
     _STANDARD_ERROR.flush()
 
 

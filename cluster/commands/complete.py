@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from cluster.config import environment
-from cluster.console import BadInput, complain, stages, stderr_console, write
+from cluster.console import BadInput, clean, complain, stages, stderr_console, write
 
 if TYPE_CHECKING:
     from cluster.completion import CompletionRequest, CompletionTally
@@ -61,18 +61,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(url: str, request: CompletionRequest, *, compare: bool) -> None:
-    """Stream to stdout, then the closing line: on the terminal below the text, else on stderr."""
+    """Stream to stdout, then the closing line: on the terminal below the text, else on stderr.
+
+    A terminal does not obey what is in the text; a file gets it as it is.
+    """
     from cluster.completion import CompletionTally, stream
 
     console = Console(highlight=False, markup=False) if sys.stdout.isatty() else None
     if console is not None and not request.chat:
-        console.out(request.prompt, style="dim", end="", highlight=False)
+        console.out(clean(request.prompt), style="dim", end="", highlight=False)
     tally, plain = CompletionTally(), None
     for text, drafted in stream(url, request, tally):
         if console is None:
             write(text)
         else:
-            console.out(text, style="green" if drafted else None, end="", highlight=False)
+            console.out(clean(text), style="green" if drafted else None, end="", highlight=False)
     write("\n")
     if compare:
         plain = CompletionTally()

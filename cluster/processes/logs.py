@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import sys
 from datetime import UTC, datetime
 
@@ -17,6 +18,7 @@ from cluster.processes.starting import exit_with
 
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 FIELDS = ("request", "session")
 """What a record may say beyond its message."""
 
@@ -62,5 +64,5 @@ class RecordFormatter(logging.Formatter):
 
 
 def _one_line(text: str) -> str:
-    """What others wrote cannot begin a line of its own."""
-    return text.replace("\r", "\\r").replace("\n", "\\n")
+    """What others wrote cannot begin a line of its own, nor have a terminal change those before it."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -46,6 +46,14 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert traceback[-1] == "ValueError: boom"
 
 
+def test_a_terminal_obeys_nothing_that_others_wrote() -> None:
+    record = log.makeRecord(
+        log.name, logging.WARNING, "", 0, "said: %s", ("\x1b[1A\x1b[2K\x9b2J\u2028\x7f \u00fc",), None
+    )
+    line = RecordFormatter(json=False).format(record)
+    assert line.endswith(r"said: \x1b[1A\x1b[2K\x9b2J\u2028\x7f " + "\u00fc")
+
+
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     quiet, warned, failed = map(json.loads, lines(capsys, "--log-format", "json", "--log-level", "info"))
     assert (quiet["level"], quiet["message"]) == ("info", "quiet")
