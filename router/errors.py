@@ -43,7 +43,9 @@ _ROWS = (
     _request("no_chat_template", "The model has no chat template, so it cannot chat."),
     _request("invalid", "A worker found the request impossible."),
     _request("invalid_api_key", "No API key, or one that is not known here.", status=401),
-    _request("permission_denied", "What is asked for is not for this API key.", status=403),
+    _request(
+        "permission_denied", "What is asked for is not for this API key, or for pages of this origin.", status=403
+    ),
     _request("model_not_found", "No such model here.", status=404),
     _request("not_found", "No such endpoint.", status=404),
     _request("method_not_allowed", "The endpoint exists, for another method.", status=405),

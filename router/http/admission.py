@@ -7,7 +7,7 @@ together. Accounts are this router's own: several routers each have theirs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from time import monotonic
 
@@ -19,6 +19,10 @@ from router.http.asgi import TOLD, refusal
 from router.limits import REQUESTS, TOKENS, Account, Allowance
 from router.schema.request_schema import MAX_TIMEOUT, MIN_TIMEOUT
 
+PAGE_HEADER, OWN_PAGES = "sec-fetch-site", frozenset({"same-origin", "none"})
+"""Where browsers say which page posts, and what they say of ours and of no page; others have no such header."""
+UNASKED = frozenset({"", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
+"""Types of bodies that a browser posts to other origins without asking them first (CORS: simple requests)."""
 TIMEOUT_HEADER = "x-request-timeout"
 """Seconds that a request has, for gateways; what holds is the shorter of this and the field ``timeout``."""
 ADMITTED = "/v1/"
@@ -49,10 +53,20 @@ class Admit:
     """Middleware: what is posted to the API is counted, and refused beyond the caller's limits."""
 
     def __init__(
-        self, app: ASGIApp, allowance: Allowance, accounts: dict[str, Account], refused: Callable[[ErrorCode], None]
+        self,
+        app: ASGIApp,
+        allowance: Allowance,
+        accounts: dict[str, Account],
+        refused: Callable[[ErrorCode], None],
+        origins: Collection[str] | None = None,
     ) -> None:
-        """``accounts``: by name of the API key, empty where there are none; ``refused`` hears of every refusal here."""
+        """``accounts``: by name of the API key, empty where there are none; ``refused`` hears of every refusal here.
+
+        ``origins``: of pages that may post besides our own, ``*`` of all; None: any may, as with a key, which no
+        browser sends unasked.
+        """
         self._app, self._allowance, self._accounts, self._refused = app, allowance, accounts, refused
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Put the lease into ``request.state.lease``, or answer with status 429."""
@@ -60,19 +74,33 @@ class Admit:
             await self._app(scope, receive, send)
             return
         state, now = scope.setdefault("state", {}), monotonic()
+        if self._comes_unasked(Headers(scope=scope)):
+            message = "a page of another origin asks; admission.cors_origins (--cors-origin) can name it"
+            await self._refuse(ApiError("permission_denied", message), scope, receive, send)
+            return
         account = self._accounts.setdefault(state.get("api_key_name", ""), Account())
         account.allow(replace(self._allowance, **state.get("api_key_limits", {})), now)
         state[TOLD] = lambda: account.rates(monotonic())
         try:
             lease = state["lease"] = account.enter(now)
         except ApiError as error:
-            self._refused(error.code)
-            await refusal(error, closing=True)(scope, receive, send)
+            await self._refuse(error, scope, receive, send)
             return
         try:
             await self._app(scope, receive, send)
         finally:
             lease.leave(monotonic())
+
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        self._refused(error.code)
+        await refusal(error, closing=True)(scope, receive, send)
+
+    def _comes_unasked(self, headers: Headers) -> bool:
+        """Whether a page of another origin posts what its browser asked nobody about; the page sees no answer."""
+        if self._origins is None or "*" in self._origins or headers.get(PAGE_HEADER, "none") in OWN_PAGES:
+            return False
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        return kind in UNASKED and headers.get("origin") not in self._origins
 
 
 def seconds_allowed(field: float | None, headers: Headers, settings: AdmissionSettings) -> float | None:

@@ -107,7 +107,8 @@ def build_app(
         from router.http.tracing import TraceRequests
 
         middleware.append(Middleware(TraceRequests, tracing))
-    middleware.append(Middleware(Admit, settings.admission.allowance, metrics.accounts, metrics.tally.answered))
+    allowance, pages = settings.admission.allowance, origins if settings.api_keys is None else None
+    middleware.append(Middleware(Admit, allowance, metrics.accounts, metrics.tally.answered, pages))
     api = _Api(generator, tokenizers, settings, metrics, recorder)
     served = Starlette(
         routes=[

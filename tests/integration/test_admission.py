@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 import socket
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -465,3 +467,25 @@ async def test_without_origins_there_is_no_cors(tmp_path) -> None:
         answer = await client.post("/v1/completions", json=ASKED, headers=headers)
     assert answer.status_code == 200
     assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+async def test_without_keys_a_browser_posts_for_no_page_of_another_origin(site: str) -> None:
+    """It asks nobody before it sends a plain text, which may be JSON."""
+    generator = fake()
+    headers = {"content-type": "text/plain", "sec-fetch-site": site, "origin": "https://evil.example"}
+    async with in_memory(generator, ApiSettings(admission=AdmissionSettings(cors_origins=(ORIGIN,)))) as client:
+        refused = await client.post("/v1/completions", content=json.dumps(ASKED), headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+        assert not generator.generations
+        for other in ({"origin": ORIGIN}, {"sec-fetch-site": "same-origin"}, {"content-type": "application/json"}):
+            answer = await client.post("/v1/completions", content=json.dumps(ASKED), headers={**headers, **other})
+            assert answer.status_code == 200
+        assert (await client.get("/v1/models", headers=headers)).status_code == 200  # links lead there
+
+
+async def test_a_key_or_any_origin_lets_every_page_post(tmp_path: Path) -> None:
+    headers = {"sec-fetch-site": "cross-site", "origin": "https://any.example", "authorization": f"Bearer {KEY}"}
+    for settings in (open_to(tmp_path), ApiSettings(admission=AdmissionSettings(cors_origins=("*",)))):
+        async with in_memory(fake(), settings) as client:
+            assert (await client.post("/v1/completions", json=ASKED, headers=headers)).status_code == 200
