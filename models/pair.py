@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -20,42 +20,47 @@ VOCABULARY = 4000
 PADDED_VOCABULARY = 4096
 
 
-TOKEN_ROLES = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-class ModelShape(NamedTuple):
-    """The sizes that tell one Llama of this family from another, as its configuration calls them."""
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes that tell one Llama of this family from another."""
 
     hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
+    layers: int
+    heads: int
+    kv_heads: int
     intermediate_size: int
 
+    def __post_init__(self) -> None:
+        assert self.hidden_size % self.heads == 0
+        assert self.heads % self.kv_heads == 0
+        assert self.kv_heads % 2 == 0, "tensor parallelism by two splits the kv heads"
 
-TARGET_SHAPE = ModelShape(
-    hidden_size=256, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, intermediate_size=704
-)
-DRAFT_SHAPE = ModelShape(
-    hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=352
-)
+    def config(self, context: int, end_of_text: int) -> LlamaConfig:
+        """The transformers configuration of this shape."""
+        return LlamaConfig(
+            vocab_size=PADDED_VOCABULARY,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=context,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+            bos_token_id=end_of_text,
+            eos_token_id=end_of_text,
+            pad_token_id=end_of_text,
+        )
+
+
+TARGET_SHAPE = ModelShape(hidden_size=256, layers=6, heads=8, kv_heads=4, intermediate_size=704)
+DRAFT_SHAPE = ModelShape(hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate_size=352)
 
 
 def build(shape: ModelShape, context: int, end_of_text: int, seed: int) -> LlamaForCausalLM:
     """A freshly initialised model of `shape` in fp32, the same for the same seed."""
-    assert shape.hidden_size % shape.num_attention_heads == 0
-    assert shape.num_attention_heads % shape.num_key_value_heads == 0
-    assert shape.num_key_value_heads % 2 == 0, "tensor parallelism by two splits the kv heads"
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=PADDED_VOCABULARY,
-        max_position_embeddings=context,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        **shape._asdict(),
-        **dict.fromkeys(TOKEN_ROLES, end_of_text),
-    )
-    return placed(LlamaForCausalLM(config), torch.float32)
+    return placed(LlamaForCausalLM(shape.config(context, end_of_text)), torch.float32)
 
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> LlamaForCausalLM:
@@ -96,7 +101,7 @@ def publish(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder:
     stale = folder.with_name(f".{folder.name}.old")
     for leftover in (fresh, stale):
         shutil.rmtree(leftover, ignore_errors=True)
-    ids = dict.fromkeys(TOKEN_ROLES, tokenizer.eos_token_id)
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eos_token_id)
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     copy.generation_config = GenerationConfig.from_dict(ids)

@@ -31,8 +31,8 @@ from models.corpus import SourceFile, train_tokenizer
 from models.pair import ModelShape, build, load_tokenizer, publish
 from tests.bundled import MODELS
 
-TARGET = ModelShape(16, 1, 2, 2, 24)
-DRAFT = ModelShape(8, 1, 2, 2, 16)
+TARGET = ModelShape(hidden_size=16, layers=1, heads=2, kv_heads=2, intermediate_size=24)
+DRAFT = ModelShape(hidden_size=8, layers=1, heads=2, kv_heads=2, intermediate_size=16)
 CONTEXT = 64
 QUICK = {
     "--steps": "6",

@@ -13,7 +13,7 @@ from alignment.writing import Writer, WrittenRow, written_rows
 from models.pair import VOCABULARY, ModelShape, build
 
 PROMPTS = ((5, 6, 7, 5, 6), (9, 9, 9), (200, 30, 4, 30))
-SHAPE = ModelShape(16, 1, 2, 2, 24)
+SHAPE = ModelShape(hidden_size=16, layers=1, heads=2, kv_heads=2, intermediate_size=24)
 
 
 @pytest.mark.parametrize(

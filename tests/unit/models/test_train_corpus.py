@@ -186,7 +186,7 @@ def test_an_epoch_visits_no_window_twice() -> None:
     assert len(set(starts.tolist())) == 3 * per_epoch
 
 
-TINY = ModelShape(16, 1, 2, 2, 24)
+TINY = ModelShape(hidden_size=16, layers=1, heads=2, kv_heads=2, intermediate_size=24)
 PLAN = TrainingPlan(
     steps=8,
     minutes=60.0,
