@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -61,6 +63,21 @@ def test_equals_the_exact_product(inputs: int, outputs: list[int], bias: bool, d
         assert (found_1TO[0].double() - expected_TO).norm() <= TOLERANCE[dtype] * expected_TO.norm()
 
 
+@pytest.fixture
+def same_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the interpreter multiply in float64: the order of numpy's sums goes by the processor and the columns."""
+    if DEVICE == "cuda":
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(_: object, a: Any, b: Any, d: Any, *__: object) -> Any:
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
+        return TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.usefixtures("same_products")
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_among_any_number() -> None:
     """Sums in one piece and in several; more rows than are multiplied at a time."""
