@@ -149,8 +149,9 @@ def load_head(folder: str, head: EagleHead) -> EagleHead:
 
 
 def say_the_truth(loop: VerifyLoop, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the head guess what the target says, among other things."""
+    """Have the head guess what the target says, among other things; level by level, as a launch draws by itself."""
     stock = Stock(folder)
+    monkeypatch.setattr(of_eagle(loop)._levels, "_levels", None)
 
     def guesses(logits_NV: Tensor, draws: Sequence[Any], k: int) -> Any:
         (sequence,) = of_eagle(loop)._sequences.values()
