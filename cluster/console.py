@@ -45,8 +45,8 @@ class BadInput(CommandError):
 
 
 def clean(text: str) -> str:
-    """Without anything that a terminal would obey, but for the ends of lines and tabs."""
-    return _OBEYED.sub("?", text)
+    """Without anything that a terminal would obey, but for the ends of lines, which are those of Unix, and tabs."""
+    return _OBEYED.sub("?", text.replace("\r", ""))
 
 
 def first_line(error: BaseException) -> str:

@@ -36,4 +36,4 @@ def test_a_terminal_obeys_nothing_in_the_text_and_a_file_gets_it_as_it_is(
     in_file, on_terminal = shown
     assert in_file == f"{said}\n"
     unstyled = on_terminal.replace("\x1b[2m", "").replace("\x1b[0m", "").expandtabs(1)
-    assert " ".join(unstyled.split()) == "p?[2Ja?]52;c;ZXZpbA==? b??2J ü"
+    assert " ".join(unstyled.split()) == "p?[2Ja?]52;c;ZXZpbA==? b?2J ü"
