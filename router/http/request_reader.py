@@ -126,9 +126,9 @@ PARSED_INLINE_BYTES = 4 << 10
 Such a body takes some 3 ms, about as long as is lost by going to a thread and back while another one computes.
 """
 SHORT_BYTES, SHORT_THREADS = 16 << 10, 3
-"""Bodies up to this size have threads of their own, so that they do not wait for megabytes."""
-BODY_THREADS = 4
-"""For larger ones alone."""
+"""Bodies up to this size have threads of their own, so that they do not wait for longer ones."""
+LONG_BYTES, LONG_THREADS = 1 << 20, 4
+"""Larger ones are read one at a time: a megabyte of text that is all tokens takes 300 MB meanwhile."""
 GRAMMAR_THREADS = 4
 """In which requests with grammars are parsed; what is new is tried by one process, the rest is known."""
 MAX_WAITING = 256
@@ -136,7 +136,7 @@ MAX_WAITING = 256
 
 
 class BodyThreads:
-    """In which bodies of some size are read: an API key has all of them but one at most. Used from one event loop."""
+    """In which bodies of some size are read: of several an API key leaves one to others. Used from one event loop."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._threads, self._executor = threads, ThreadPoolExecutor(threads, name)
@@ -145,7 +145,7 @@ class BodyThreads:
 
     async def run(self, caller: str, work: Callable[[], T]) -> T:
         """What ``work`` gives, in a thread; ``caller``: name of the key. What runs keeps its place until it ends."""
-        turns = self._turns.setdefault(caller, asyncio.Semaphore(self._threads - bool(caller)))
+        turns = self._turns.setdefault(caller, asyncio.Semaphore(max(1, self._threads - bool(caller))))
         await turns.acquire()
         loop = asyncio.get_running_loop()
         try:
@@ -177,7 +177,8 @@ class RequestReader:
         self._model_name = model_name
         self._grammars = GrammarQueue(GRAMMAR_THREADS, MAX_WAITING)
         self._short = BodyThreads(SHORT_THREADS, "short bodies")
-        self._bodies = BodyThreads(BODY_THREADS, "bodies")
+        self._long = BodyThreads(LONG_THREADS, "long bodies")
+        self._huge = BodyThreads(1, "huge bodies")
 
     def models(self) -> Mapping[str, ServedModel]:
         """What is served now, by public name."""
@@ -222,7 +223,7 @@ class RequestReader:
         """What is done for a body of this size, where that holds up no more than it must."""
         if size <= PARSED_INLINE_BYTES:
             return work()
-        threads = self._short if size <= SHORT_BYTES else self._bodies
+        threads = self._short if size <= SHORT_BYTES else self._long if size <= LONG_BYTES else self._huge
         return await threads.run(caller, work)
 
     async def _model_entry(self, name: str, model: ServedModel) -> ModelEntry:

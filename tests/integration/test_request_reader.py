@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from router.http import request_reader
 from router.http.api import ApiSettings
 from router.http.auth import ApiKeys
-from router.http.request_reader import BODY_THREADS, PARSED_INLINE_BYTES, SHORT_BYTES, SHORT_THREADS
+from router.http.request_reader import LONG_BYTES, LONG_THREADS, PARSED_INLINE_BYTES, SHORT_BYTES, SHORT_THREADS
 from router.schema.request_schema import Body, Kind
 from router.schema.requests import read_body
 from tests.integration.test_http_api import fake, in_memory
@@ -43,8 +45,8 @@ async def test_only_short_bodies_are_read_on_the_event_loop_and_none_waits_for_m
         async def asked(size: int) -> int:
             return (await client.post("/v1/completions", content=body_of(size))).status_code
 
-        long = [asyncio.create_task(asked(SHORT_BYTES + 1)) for _ in range(BODY_THREADS + 1)]
-        for _ in range(BODY_THREADS):
+        long = [asyncio.create_task(asked(SHORT_BYTES + 1)) for _ in range(LONG_THREADS + 1)]
+        for _ in range(LONG_THREADS):
             await asyncio.to_thread(busy.acquire)
         for size in (PARSED_INLINE_BYTES, PARSED_INLINE_BYTES + 1, SHORT_BYTES):
             assert await asked(size) == 200
@@ -59,7 +61,7 @@ async def test_only_short_bodies_are_read_on_the_event_loop_and_none_waits_for_m
     }
 
 
-@pytest.mark.parametrize(("size", "threads"), [(SHORT_BYTES + 1, BODY_THREADS), (SHORT_BYTES, SHORT_THREADS)])
+@pytest.mark.parametrize(("size", "threads"), [(SHORT_BYTES + 1, LONG_THREADS), (SHORT_BYTES, SHORT_THREADS)])
 async def test_a_key_that_floods_leaves_a_thread_to_other_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, threads: int
 ) -> None:
@@ -95,3 +97,49 @@ async def test_a_key_that_floods_leaves_a_thread_to_other_keys(
         assert await asyncio.gather(*flood) == [200] * len(flood)
         assert await asked("a", "quick") == 200
         await asyncio.gather(gone, return_exceptions=True)
+
+
+async def test_megabytes_become_tokens_one_body_at_a_time_and_keys_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {name: name * 16 for name in ("a", "b")}
+    path = tmp_path / "keys"
+    path.write_text("".join(f"{name}: {key}\n" for name, key in keys.items()))
+    order: list[str] = []
+    come: list[str] = []
+    run = request_reader.BodyThreads.run
+
+    async def noted(threads: request_reader.BodyThreads, caller: str, work: Callable[[], Any]) -> Any:
+        come.append(caller)
+        return await run(threads, caller, work)
+
+    at_once, most, gate = 0, 0, threading.Event()
+
+    def watched(body: bytes, kind: Kind) -> Body:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        order.append(json.loads(body)["user"])
+        assert gate.wait(PATIENCE)
+        at_once -= 1
+        return read_body(body, kind)
+
+    monkeypatch.setattr(request_reader, "read_body", watched)
+    monkeypatch.setattr(request_reader.BodyThreads, "run", noted)
+    async with in_memory(fake(), ApiSettings(api_keys=ApiKeys(path))) as client, asyncio.timeout(PATIENCE):
+
+        async def asked(name: str) -> int:
+            content = json.dumps({"prompt": "hi", "max_tokens": 2, "user": name}).encode().ljust(LONG_BYTES + 1)
+            headers = {"authorization": f"Bearer {keys[name]}"}
+            return (await client.post("/v1/completions", content=content, headers=headers)).status_code
+
+        flood = [asyncio.create_task(asked("a")) for _ in range(4)]
+        while len(come) < len(flood):
+            await asyncio.sleep(0.01)
+        other = asyncio.create_task(asked("b"))
+        while "b" not in come:
+            await asyncio.sleep(0.01)
+        gate.set()
+        assert await asyncio.gather(*flood, other) == [200] * 5
+    assert most == 1
+    assert order.index("b") <= 2
