@@ -17,8 +17,8 @@ from engine.cache.kv_store import KVStore
 from engine.layers.fused import FAMILIES, FusedStack, RowOpsStack, unfuse
 from engine.layers.fused import fuse as fuse_with
 from engine.layers.layer_ops import LayerOps
+from engine.loading.checkpoint import STOCK
 from engine.loading.quantisation import quantise
-from engine.loading.self_test import STOCK
 from tests.unit.engine.engine_models import FAMILIES as CONFIGS
 from tests.unit.engine.engine_models import TINY, random_tokens
 
