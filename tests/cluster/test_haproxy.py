@@ -6,18 +6,18 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from benchmarks.chaos.settings import haproxy_environment
 from tests.cluster.processes import CHECKOUT, PATIENCE, STARTS, Paceline
 from tests.cluster.streams import Streamed, body, prompts, stream
 from tests.ports import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 STREAMS = 4
 LIMIT_SECONDS = 1
 """Of a client that is silent, and of streams in an HAProxy that was replaced."""
@@ -47,24 +47,33 @@ CHUNK, END = b"1\r\na\r\n", b"0\r\n\r\n"
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
-@asynccontextmanager
-async def haproxy(answer: Answer) -> AsyncIterator[tuple[int, Process]]:
-    """One with short limits before a router that answers so: its port, and what replaces it."""
+class Fronted:
+    """A router behind an HAProxy with short limits, which answers as each test says, and what replaces the HAProxy."""
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self) -> None:
+        self.answer: Answer | None = None
+        self.port = free_port()
+        self.process: Process | None = None
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Of the router."""
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             if b"/-/healthz" in head:
                 writer.write(HEAD + END)
             else:
-                await answer(writer)
+                await self.answer(writer)
             await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
             writer.close()
 
-    port, router = free_port(), await asyncio.start_server(serve, "127.0.0.1", 0)
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def haproxy():
+    served = Fronted()
+    router = await asyncio.start_server(served.serve, "127.0.0.1", 0)
     settings = {name: str(free_port()) for name in ("STATS_PORT", "METRICS_PORT")}
     settings |= dict.fromkeys(("TIMEOUT_CLIENT_S", "HARD_STOP_AFTER_S"), str(LIMIT_SECONDS))
     with tempfile.TemporaryDirectory(prefix="haproxy-") as folder:
@@ -72,18 +81,19 @@ async def haproxy(answer: Answer) -> AsyncIterator[tuple[int, Process]]:
         settings |= {name: f"{folder}/{file}" for name, file in files.items()} | {"SERVER_STATE_BASE": folder}
         settings = {f"RAY_SERVE_HAPROXY_{name}": value for name, value in settings.items()}
         environment = {**os.environ, **haproxy_environment(), **settings, "PYTHONPATH": str(CHECKOUT)}
-        command = [sys.executable, "-c", SERVE, str(port), str(router.sockets[0].getsockname()[1])]
-        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=environment)
+        command = [sys.executable, "-c", SERVE, str(served.port), str(router.sockets[0].getsockname()[1])]
+        served.process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=environment)
         try:
-            async with router, asyncio.timeout(PATIENCE):
-                assert await process.stdout.readline() == b"\n"
-                yield port, process
+            async with router:
+                async with asyncio.timeout(PATIENCE):
+                    assert await served.process.stdout.readline() == b"\n"
+                yield served
         finally:
-            process.stdin.close()
-            assert await process.wait() == 0
+            served.process.stdin.close()
+            assert await served.process.wait() == 0
 
 
-async def test_a_head_that_does_not_come_is_not_waited_for():
+async def test_a_head_that_does_not_come_is_not_waited_for(haproxy):
     async def at_once(writer):
         writer.write(HEAD + END)
 
@@ -93,9 +103,10 @@ async def test_a_head_that_does_not_come_is_not_waited_for():
             writer.write(b"a")
             await asyncio.sleep(LIMIT_SECONDS / 10)
 
-    async with haproxy(at_once) as (port, _):
+    haproxy.answer = at_once
+    async with asyncio.timeout(PATIENCE):
         for asked in (b"", ASK):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", haproxy.port)
             if asked:
                 writer.write(asked)
                 assert (await reader.readuntil(END)).startswith(b"HTTP/1.1 200 ")
@@ -105,7 +116,7 @@ async def test_a_head_that_does_not_come_is_not_waited_for():
             writer.close()
 
 
-async def test_a_client_that_does_not_read_is_gone_in_the_end():
+async def test_a_client_that_does_not_read_is_gone_in_the_end(haproxy):
     gone = asyncio.Event()
 
     async def endless(writer):
@@ -117,40 +128,43 @@ async def test_a_client_that_does_not_read_is_gone_in_the_end():
         finally:
             gone.set()
 
-    async with haproxy(endless) as (port, _):
-        with socket.create_connection(("127.0.0.1", port)) as client:
+    haproxy.answer = endless
+    async with asyncio.timeout(PATIENCE):
+        with socket.create_connection(("127.0.0.1", haproxy.port)) as client:
             client.sendall(ASK)
             await gone.wait()
 
 
 @pytest.mark.thorough
-async def test_a_router_that_is_silent_for_longer_than_a_client_may_be_is_waited_for():
+async def test_a_router_that_is_silent_for_longer_than_a_client_may_be_is_waited_for(haproxy):
     async def slow(writer):
         for part in (HEAD, CHUNK, CHUNK + END):
             await asyncio.sleep(2 * LIMIT_SECONDS)
             writer.write(part)
             await writer.drain()
 
-    async with haproxy(slow) as (port, _):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    haproxy.answer = slow
+    async with asyncio.timeout(PATIENCE):
+        reader, writer = await asyncio.open_connection("127.0.0.1", haproxy.port)
         writer.write(ASK)
         assert (await reader.readuntil(END)).endswith(b"\r\n\r\n" + CHUNK + CHUNK + END)
         writer.close()
 
 
-async def test_a_short_hard_stop_ends_streams_once_haproxy_is_replaced():
+async def test_a_short_hard_stop_ends_streams_once_haproxy_is_replaced(haproxy):
     """What the next test would show of a cluster, if the manifests said so."""
 
     async def endless(writer):
         writer.write(HEAD + CHUNK)
         await asyncio.Event().wait()
 
-    async with haproxy(endless) as (port, process):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    haproxy.answer = endless
+    async with asyncio.timeout(PATIENCE):
+        reader, writer = await asyncio.open_connection("127.0.0.1", haproxy.port)
         writer.write(ASK)
         assert (await reader.readuntil(CHUNK)).startswith(b"HTTP/1.1 200 ")
-        process.stdin.write(b"\n")
-        assert await process.stdout.readline() == b"\n"
+        haproxy.process.stdin.write(b"\n")
+        assert await haproxy.process.stdout.readline() == b"\n"
         assert await reader.read() == b""
         writer.close()
 
