@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import psutil
 
 from tests.cluster.processes import PATIENCE
 from tests.stack import MODELS
@@ -87,39 +86,3 @@ async def stream(client: httpx.AsyncClient, url: str, body: dict[str, Any], into
                     into.accepted += speculation["accepted"]
                 if len(into.parts) == 3:
                     await begun.wait()
-
-
-async def ask_while_no_router_runs(url: str, routers: Iterable[psutil.Process]) -> None:
-    """Kill all routers under a request: whoever asks meanwhile is told to ask again, and then is answered."""
-    short = body(prompts(1)[0], 4)
-    (wanted,) = await plain(url, [short])
-    async with httpx.AsyncClient(timeout=TIMEOUT, trust_env=False) as client:
-        waiting = asyncio.create_task(client.post(f"{url}/v1/completions", json=body(prompts(1)[0], 600)))
-        async with asyncio.timeout(PATIENCE):  # each router tells of its own sessions
-            while not any(part["router_sessions"] for part in (await client.get(f"{url}/cluster")).json()["workers"]):
-                await asyncio.sleep(0.01)
-        for router in routers:
-            router.kill()
-        answers = [await waiting]
-        async with asyncio.timeout(PATIENCE):
-            while answers[-1].status_code != 200:
-                await asyncio.sleep(0.2)
-                answers.append(await client.post(f"{url}/v1/completions", json=short))
-    assert answers[-1].json()["choices"][0]["text"] == wanted
-    assert answers[:-1], "a router was back before anybody asked"
-    for answer in answers[:-1]:
-        assert answer.status_code == 503, answer.text
-        assert answer.headers["retry-after"] == "5"
-        assert answer.headers["content-type"] == "application/json"
-        assert json.loads(answer.text)["error"]["code"] == "unavailable"
-
-
-async def routers_answer(url: str, count: int = 2) -> None:
-    """Wait until so many routers have answered."""
-    seen = set()
-    async with asyncio.timeout(PATIENCE):
-        while len(seen) < count:
-            async with httpx.AsyncClient(timeout=TIMEOUT, trust_env=False) as client:  # a connection stays with one
-                answer = await client.get(f"{url}/cluster")
-            if answer.status_code == 200:
-                seen.add(answer.json()["router"]["instance"])

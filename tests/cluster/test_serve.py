@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from speculation.messages import Load
 from tests.cluster.processes import PATIENCE, STARTS, Paceline
-from tests.cluster.streams import TIMEOUT, ask_while_no_router_runs, body, plain, prompts, routers_answer, streamed
+from tests.cluster.streams import TIMEOUT, body, plain, prompts, streamed
 from tests.ports import free_port
 from transport.client import WorkerConnection
 from transport.incoming import Listener
@@ -133,18 +133,6 @@ async def test_a_client_that_goes_leaves_nothing_running(paceline, url):
     assert sum(load.counters["committed"] for load in after) - sum(before) < 8 * 900, "it went on without its client"
 
 
-@pytest.mark.thorough
-async def test_who_asks_while_no_router_runs_is_told_to_ask_again(paceline, url):
-    await ask_while_no_router_runs(url, replicas(paceline, "Router"))
-    await routers_answer(url)
-
-
-@pytest.mark.thorough
-def test_a_signal_to_all_of_its_processes_ends_it_as_well(paceline):
-    """The last test of this cluster. Ray would wait a minute for what has ended with it."""
-    assert paceline.stop_all(signal.SIGTERM) == 0
-
-
 def listening(process: psutil.Process) -> list[int]:
     """Ports of a worker on loopback: its gRPC server's. (Ray's own listen everywhere, behind Ray's token.)"""
     found = [c.laddr for c in process.net_connections("tcp") if c.status == "LISTEN"]
@@ -172,6 +160,14 @@ async def load_of(process: psutil.Process, role: str, until=lambda load: True) -
     finally:
         connection.cancel()
         await asyncio.gather(connection, return_exceptions=True)
+
+
+@pytest.mark.thorough
+def test_a_signal_to_all_of_its_processes_ends_it_as_well():
+    """Ray would wait a minute for what has ended with it."""
+    with Paceline("up", "--port", str(free_port())) as up:
+        up.expect("Ctrl-C stops it", STARTS)
+        assert up.stop_all(signal.SIGTERM) == 0
 
 
 @pytest.mark.thorough
