@@ -21,14 +21,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from alignment.data import Data
-from alignment.encoding import Batches, BatchesInTurn, EncodedText, Encoder, gather, joined
+from alignment.encoding import Batches, BatchesInTurn, EncodedText, Encoder, gather, joined, tokenizer_of
 from alignment.losses import OBJECTIVES, distillation_loss, measure
 from alignment.options import DistillationOptions, Interrupted
 from alignment.pair import ModelPair
 from alignment.training import HeldOut, Trainer, TrainingPlan, restore
 from alignment.workplace import Workplace
 from alignment.writing import BATCH, Writer, WrittenRow, written_rows
-from engine.loading.checkpoint import read_config, read_tokenizer
+from engine.loading.checkpoint import read_config
 
 HELD_OUT_ROWS = 16
 """Continuations that acceptance is measured on, for each temperature; and as many pieces of the data."""
@@ -180,7 +180,7 @@ class Distillation:
         nn.Module.to(module, device="cpu", dtype=getattr(read_config(name), "dtype", None) or torch.float32)
         restore(module, self._best)
         module.save_pretrained(folder)
-        read_tokenizer(name).save_pretrained(folder)
+        tokenizer_of(name).save_pretrained(folder)
 
 
 # -- what it brought, for people ---------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from alignment.data import Conversation, Data, Passage
 from alignment.options import DataError
@@ -99,6 +99,14 @@ def _as_templates_want(said: Mapping[str, Any]) -> dict[str, Any]:
         with suppress(ValueError):
             found["arguments"] = json.loads(found["arguments"] or "{}")
     return found
+
+
+def tokenizer_of(model: str) -> PreTrainedTokenizerBase:
+    """Of a model that was loaded before."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        model, local_files_only=True, trust_remote_code=False
+    )
+    return tokenizer
 
 
 def gather(

@@ -160,10 +160,9 @@ def _align_draft(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     from alignment.data import find_data
     from alignment.distillation import Distillation, DistillationOutcome
-    from alignment.encoding import Encoder
+    from alignment.encoding import Encoder, tokenizer_of
     from alignment.pair import load_pair, settings_of
     from alignment.workplace import Workplace
-    from engine.loading.checkpoint import read_tokenizer
 
     options = DistillationOptions(objective=args.objective, temperatures=temperatures, **asked)
     data = find_data(args.data)
@@ -178,7 +177,7 @@ def _align_draft(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     place = Workplace(args.out, settings, resume=args.resume)
     if figures := _done_before(place):
         return _tell_draft(DistillationOutcome(**figures), args.out)
-    encoder = Encoder(read_tokenizer(args.target))
+    encoder = Encoder(tokenizer_of(args.target))
     with _stopping() as stopped:
         outcome = Distillation(pair, encoder, options, place, stopped, complain).run(data)
     return _tell_draft(outcome, args.out)
@@ -203,10 +202,9 @@ def _align_eagle(args: argparse.Namespace, asked: dict[str, Any]) -> int:
             raise BadInput(f"--{name} is that of the head that --start names: leave it out")
     from alignment.data import find_data
     from alignment.eagle.training import EagleTraining
-    from alignment.encoding import Encoder
+    from alignment.encoding import Encoder, tokenizer_of
     from alignment.pair import load_stock, settings_of
     from alignment.workplace import Workplace
-    from engine.loading.checkpoint import read_tokenizer
 
     options, data = EagleOptions(start=args.start, **asked), find_data(args.data)
     target = load_stock(args.target, args.dtype, args.device, args.threads)
@@ -217,7 +215,7 @@ def _align_eagle(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     place = Workplace(args.out, settings_of(options, data, target=target), resume=args.resume)
     figures = _done_before(place)
     if not figures:
-        encoder = Encoder(read_tokenizer(args.target))
+        encoder = Encoder(tokenizer_of(args.target))
         with _stopping() as stopped:
             figures = EagleTraining(target, encoder, options, place, stopped, complain).run(data)
     _tell_head(figures)

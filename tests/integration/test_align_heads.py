@@ -20,7 +20,7 @@ from torch import Tensor
 from alignment.data import Conversation, Passage
 from alignment.eagle.training import EagleTraining
 from alignment.eagle.unrolled import read_target, unroll
-from alignment.encoding import EncodedText, Encoder
+from alignment.encoding import EncodedText, Encoder, tokenizer_of
 from alignment.options import DataError, EagleOptions, Interrupted
 from alignment.pair import load_stock
 from alignment.training import Trainer
@@ -30,7 +30,7 @@ from cluster.cli import main
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import EagleHead
 from engine.eagle.loading import load_beside, read, save
-from engine.loading.checkpoint import STOCK, read_tokenizer
+from engine.loading.checkpoint import STOCK
 from engine.loading.loader import Model, load
 from engine.model import ModelError
 from tests.bundled import MODELS
@@ -112,8 +112,7 @@ def test_measured_is_how_many_in_a_row_are_right(model: Model, tmp_path: Path) -
 
 def test_measured_is_what_the_target_answers_to_whole_prompts(tmp_path: Path) -> None:
     """However long the beginning that they have in common."""
-    target = load_stock(str(MODELS / "target"), "float32", "cpu", 1)
-    encoder = Encoder(read_tokenizer(f"{MODELS}/target"))
+    target, encoder = load_stock(str(MODELS / "target"), "float32", "cpu", 1), Encoder(tokenizer_of(f"{MODELS}/target"))
     asked = [Conversation(({"role": "user", "content": "Be brief. " * 25 + f"What is {n}?"},)) for n in range(2)]
     pieces = [encoder.piece(Passage(conversation, "")) for conversation in asked]
     place = Workplace(tmp_path / "out", {}, resume=True)

@@ -15,11 +15,10 @@ import httpx
 import pytest
 
 from alignment.data import Conversation, find_data
-from alignment.encoding import Encoder
+from alignment.encoding import Encoder, tokenizer_of
 from cluster.config.config import load
 from cluster.config.serving import router_settings
 from cluster.config.settings import Override
-from engine.loading.checkpoint import read_tokenizer
 from router.generation import ServedModel
 from router.http import prompt_recorder
 from router.http.api import build_app
@@ -104,7 +103,7 @@ CALLS = """{{ tools | tojson }}{% for m in messages %}{% for c in m.tool_calls o
 async def test_a_recorded_chat_with_tools_is_encoded_as_it_was_served(tmp_path: Path) -> None:
     served = Tokenizer.load(str(MODELS / "target"))
     served.chat_template = ChatTemplate(CALLS, {})
-    encoder = Encoder(read_tokenizer(str(MODELS / "target")))
+    encoder = Encoder(tokenizer_of(str(MODELS / "target")))
     encoder.tokenizer.chat_template = CALLS
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
     bare = {"id": "d", "type": "function", "function": {"name": "now", "arguments": ""}}
