@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from contextvars import copy_context
@@ -42,6 +42,8 @@ SHARE = 4
 @dataclass(eq=False, slots=True)
 class _Caller:
     turns: asyncio.Semaphore
+    huge: asyncio.Semaphore
+    """Of which no more than one at a time waits for the one place of huge requests."""
     max_requests: int
     budget: Bucket | None
     requests: int = 0
@@ -55,16 +57,17 @@ class GrammarQueue:
         """``max_waiting``: requests that are parsed or wait for it. ``clock`` in seconds."""
         self._threads, self._max_waiting, self._clock = threads, max_waiting, clock
         self._executor = ThreadPoolExecutor(threads, "grammars")
-        self._turns = asyncio.Semaphore(threads)
+        self._turns, self._huge = asyncio.Semaphore(threads), asyncio.Semaphore(1)
         self._callers: dict[str, _Caller] = {}
         """As many as keys were ever used."""
 
     def __len__(self) -> int:
         return sum(caller.requests for caller in self._callers.values())
 
-    async def run(self, name: str, work: Callable[[], T]) -> T:
+    async def run(self, name: str, work: Callable[[], T], *, huge: bool = False) -> T:
         """What ``work`` gives, in a thread, when it is the turn of the caller of this name; empty: who has no key.
 
+        Of what is ``huge`` one runs at a time.
         What is cancelled while it waits never runs; what runs keeps its place until it ends. Raises :class:`ApiError`
         where too many wait, or the caller's budget is used up.
         """
@@ -74,21 +77,22 @@ class GrammarQueue:
         context.run(trial_seconds.set, seconds)
         async with AsyncExitStack() as place:
             place.callback(self._leave, caller)
-            await place.enter_async_context(caller.turns)
-            await place.enter_async_context(self._turns)
+            turns = *((caller.huge, self._huge) if huge else ()), caller.turns, self._turns
+            for turn in turns:
+                await place.enter_async_context(turn)
             job = asyncio.get_running_loop().run_in_executor(self._executor, context.run, work)
-            job.add_done_callback(partial(self._ended, caller, seconds))
+            job.add_done_callback(partial(self._ended, caller, seconds, turns))
             place.pop_all()
         return await asyncio.shield(job)
 
     def _admitted(self, name: str) -> _Caller:
         caller = self._callers.get(name)
         if caller is None and not name:
-            caller = _Caller(asyncio.Semaphore(self._threads), self._max_waiting, None)
+            caller = _Caller(asyncio.Semaphore(self._threads), asyncio.Semaphore(1), self._max_waiting, None)
         elif caller is None:
             budget = Bucket(TRIAL_SECONDS_PER_MINUTE, self._clock())
             turns, max_requests = asyncio.Semaphore(max(self._threads // 2, 1)), max(self._max_waiting // SHARE, 1)
-            caller = _Caller(turns, max_requests, budget)
+            caller = _Caller(turns, asyncio.Semaphore(1), max_requests, budget)
         self._callers[name] = caller
         if len(self) >= self._max_waiting:
             raise _refusal(f"{self._max_waiting} requests wait for their grammars to be tried")
@@ -100,13 +104,15 @@ class GrammarQueue:
         caller.requests += 1
         return caller
 
-    def _ended(self, caller: _Caller, seconds: list[float], job: asyncio.Future[T]) -> None:
+    def _ended(
+        self, caller: _Caller, seconds: list[float], turns: Sequence[asyncio.Semaphore], job: asyncio.Future[T]
+    ) -> None:
         if not job.cancelled():
             job.exception()  # whoever asked may have gone
         if caller.budget is not None:
             caller.budget.take(sum(seconds), self._clock())
-        self._turns.release()
-        caller.turns.release()
+        for turn in turns:
+            turn.release()
         self._leave(caller)
 
     @staticmethod
@@ -128,7 +134,7 @@ Such a body takes some 3 ms, about as long as is lost by going to a thread and b
 SHORT_BYTES, SHORT_THREADS = 16 << 10, 3
 """Bodies up to this size have threads of their own, so that they do not wait for longer ones."""
 LONG_BYTES, LONG_THREADS = 1 << 20, 4
-"""Larger ones are read one at a time: a megabyte of text that is all tokens takes 300 MB meanwhile."""
+"""Larger ones are read one at a time, and one with a grammar: a megabyte that is all tokens takes 300 MB meanwhile."""
 GRAMMAR_THREADS = 4
 """In which requests with grammars are parsed; what is new is tried by one process, the rest is known."""
 MAX_WAITING = 256
@@ -216,7 +222,7 @@ class RequestReader:
         model_entry = await self._model_entry(name, self.served(name, models))
         make = partial(request_of, read, model_entry, request_id)
         if demands_structure(read):
-            return await self._grammars.run(caller, make), model_entry
+            return await self._grammars.run(caller, make, huge=size > LONG_BYTES), model_entry
         return await self._run(size, caller, make), model_entry
 
     async def _run(self, size: int, caller: str, work: Callable[[], T]) -> T:
