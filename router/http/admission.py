@@ -20,7 +20,8 @@ from router.limits import REQUESTS, TOKENS, Account, Allowance
 from router.schema.request_schema import MAX_TIMEOUT, MIN_TIMEOUT
 
 PAGE_HEADER, OWN_PAGES = "sec-fetch-site", frozenset({"same-origin", "none"})
-"""Where browsers say which page posts, and what they say of ours and of no page; others have no such header."""
+"""Where browsers say which page posts, and what they say of ours and of no page. To other machines over plain HTTP they
+do not; then the origin is compared."""
 UNASKED = frozenset({"", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
 """Types of bodies that a browser posts to other origins without asking them first (CORS: simple requests)."""
 TIMEOUT_HEADER = "x-request-timeout"
@@ -97,10 +98,14 @@ class Admit:
 
     def _comes_unasked(self, headers: Headers) -> bool:
         """Whether a page of another origin posts what its browser asked nobody about; the page sees no answer."""
-        if self._origins is None or "*" in self._origins or headers.get(PAGE_HEADER, "none") in OWN_PAGES:
+        if self._origins is None or "*" in self._origins:
             return False
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        return kind in UNASKED and headers.get("origin") not in self._origins
+        origin, site = headers.get("origin"), headers.get(PAGE_HEADER)
+        if site in OWN_PAGES or origin in self._origins:
+            return False
+        if site is None and (origin is None or origin.partition("://")[2] == headers.get("host")):
+            return False
+        return headers.get("content-type", "").partition(";")[0].strip().lower() in UNASKED
 
 
 def seconds_allowed(field: float | None, headers: Headers, settings: AdmissionSettings) -> float | None:

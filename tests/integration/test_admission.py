@@ -469,11 +469,11 @@ async def test_without_origins_there_is_no_cors(tmp_path) -> None:
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-@pytest.mark.parametrize("site", ["cross-site", "same-site"])
-async def test_without_keys_a_browser_posts_for_no_page_of_another_origin(site: str) -> None:
-    """It asks nobody before it sends a plain text, which may be JSON."""
+@pytest.mark.parametrize("site", [{"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-site"}, {}])
+async def test_without_keys_a_browser_posts_for_no_page_of_another_origin(site: dict[str, str]) -> None:
+    """It asks nobody before it sends a plain text, which may be JSON; over HTTP to another machine it names no site."""
     generator = fake()
-    headers = {"content-type": "text/plain", "sec-fetch-site": site, "origin": "https://evil.example"}
+    headers = {"content-type": "text/plain", "origin": "https://evil.example", **site}
     async with in_memory(generator, ApiSettings(admission=AdmissionSettings(cors_origins=(ORIGIN,)))) as client:
         refused = await client.post("/v1/completions", content=json.dumps(ASKED), headers=headers)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
@@ -482,6 +482,10 @@ async def test_without_keys_a_browser_posts_for_no_page_of_another_origin(site: 
             answer = await client.post("/v1/completions", content=json.dumps(ASKED), headers={**headers, **other})
             assert answer.status_code == 200
         assert (await client.get("/v1/models", headers=headers)).status_code == 200  # links lead there
+        for own in ({"origin": f"http://{client.base_url.netloc.decode()}"}, {}):
+            plain = {"content-type": "text/plain", **own}
+            answer = await client.post("/v1/completions", content=json.dumps(ASKED), headers=plain)
+            assert answer.status_code == 200
 
 
 async def test_a_key_or_any_origin_lets_every_page_post(tmp_path: Path) -> None:
