@@ -24,9 +24,10 @@ from rich.progress import Progress as Bars
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 SLOW_SECONDS = 2.0
-_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 BAD_INPUT, FAILED = 2, 1
 """Exit codes: for what the user gave, and for what went wrong later."""
+OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What a terminal obeys, but for ends of lines and tabs."""
 
 
 class CommandError(Exception):
@@ -46,7 +47,7 @@ class BadInput(CommandError):
 
 def clean(text: str) -> str:
     """Without anything that a terminal would obey, but for the ends of lines, which are those of Unix, and tabs."""
-    return _OBEYED.sub("?", text.replace("\r", ""))
+    return OBEYED.sub("?", text.replace("\r", ""))
 
 
 def first_line(error: BaseException) -> str:
@@ -137,6 +138,7 @@ class Stages:
 
     def __call__(self, text: str, line: str = "") -> None:
         """Say what happens now, on the named line (parallel work has several)."""
+        text, line = clean(text), clean(line)
         if self._bars is None:
             self._later(f"{line}: {text}" if line else text)
             return

@@ -175,7 +175,7 @@ def screen(view: Json, width: int, height: int | None = None, trouble: str = "")
     latest = view["events"][-events:] if events else []
     shown += [_event(event) for event in reversed(latest)]
     if trouble:
-        shown.insert(0, Text(clean(trouble), style="bold red", no_wrap=True, overflow="ellipsis"))
+        shown.insert(0, Text(printable(trouble), style="bold red", no_wrap=True, overflow="ellipsis"))
     return Group(*shown)
 
 
@@ -190,10 +190,10 @@ def _fit(workers: int, events: int, height: int | None) -> tuple[int, int]:
 
 def _head(view: Json) -> Text:
     router = view["router"]
-    state = ("ready", "green") if router["ready"] else (clean(router["unready"] or "not ready"), "bold red")
-    models = ", ".join(clean(model["name"]) for model in view["models"]) or "no model"
+    state = ("ready", "green") if router["ready"] else (printable(router["unready"] or "not ready"), "bold red")
+    models = ", ".join(printable(model["name"]) for model in view["models"]) or "no model"
     up = span(router["uptime_seconds"])
-    parts = ("Paceline ", clean(router["version"]), "  ", state, f"  up {up}  ", (models, "bold"))
+    parts = ("Paceline ", printable(router["version"]), "  ", state, f"  up {up}  ", (models, "bold"))
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
@@ -220,7 +220,7 @@ def _workers(view: Json, width: int, rows: int) -> Table:
         justify: Literal["left", "right"] = "left" if text else "right"
         table.add_column(title, justify=justify, no_wrap=True, overflow="ellipsis", min_width=least)
     for worker in view["workers"][:rows]:
-        cells = (Text(clean(cell(worker, view["time"]))) for *_, cell in columns)
+        cells = (Text(printable(cell(worker, view["time"]))) for *_, cell in columns)
         table.add_row(*cells, style=STATES.get(worker["state"], ""))
     return table
 
@@ -229,10 +229,12 @@ def _event(event: Json) -> Text:
     at = time.strftime("%H:%M:%S", time.localtime(event["time"]))
     times = f" ({event['times']} times)" if event["times"] > 1 else ""
     style = "red" if event["kind"] in BAD else ""
-    return Text.assemble((f"{at} ", "dim"), (clean(event["text"]) + times, style), no_wrap=True, overflow="ellipsis")
+    return Text.assemble(
+        (f"{at} ", "dim"), (printable(event["text"]) + times, style), no_wrap=True, overflow="ellipsis"
+    )
 
 
-def clean(text: str) -> str:
+def printable(text: str) -> str:
     """Without anything that a terminal would obey."""
     return "".join(c if c.isprintable() else "?" for c in text)
 

@@ -18,9 +18,10 @@ from cluster.processes.starting import exit_with
 
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 FIELDS = ("request", "session")
 """What a record may say beyond its message."""
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""What a terminal obeys, or what ends a line for some reader."""
 
 
 def add_flags(parser: argparse._ActionsContainer) -> None:
@@ -57,12 +58,13 @@ class RecordFormatter(logging.Formatter):
         traceback = self.formatException(record.exc_info) if record.exc_info else ""
         if self._json:
             entry = {"time": at, "level": level.lower(), "logger": record.name, "message": message, **told}
-            return json.dumps(entry | ({"traceback": traceback} if traceback else {}), ensure_ascii=False, default=str)
+            line = json.dumps(entry | ({"traceback": traceback} if traceback else {}), ensure_ascii=False, default=str)
+            return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", line)
         fields = ", ".join(f"{name}={value}" for name, value in told.items())
         line = f"{at} {level} {record.name}: {_one_line(message)}" + (f" ({_one_line(fields)})" if fields else "")
-        return f"{line}\n{traceback}" if traceback else line
+        return "\n".join((line, *map(_one_line, traceback.splitlines())))
 
 
 def _one_line(text: str) -> str:
     """What others wrote cannot begin a line of its own, nor have a terminal change those before it."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -52,6 +53,20 @@ def test_a_terminal_obeys_nothing_that_others_wrote() -> None:
     )
     line = RecordFormatter(json=False).format(record)
     assert line.endswith(r"said: \x1b[1A\x1b[2K\x9b2J\u2028\x7f " + "\u00fc")
+    line = RecordFormatter(json=True).format(record)
+    assert line.isprintable()
+    assert json.loads(line)["message"] == record.getMessage()
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_terminal_obeys_nothing_in_a_traceback(form: str) -> None:
+    try:
+        raise ValueError("quoted: \x1b[2J\x9b2J")
+    except ValueError:
+        record = log.makeRecord(log.name, logging.ERROR, "", 0, "failed", (), sys.exc_info())
+    lines = RecordFormatter(json=form == "json").format(record).split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert "quoted: " in lines[-1]
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
