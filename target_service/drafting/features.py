@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -56,7 +57,7 @@ class FeatureSender(StateReader):
         self._sessions: dict[TargetSequence, _SentSession] = {}
         self._outgoing: Outgoing = []
         self._failed = 0
-        """Steps whose states could not be fused or packed."""
+        """How often states could not be fused or packed."""
 
     def subscribe(self, sequence: TargetSequence | None, message: Subscribe) -> Outgoing:
         """Send a session's features from now on, or no more; what is sent at once."""
@@ -68,7 +69,8 @@ class FeatureSender(StateReader):
         self._counters.features_refused += message.head not in (0, self._fingerprint)
         if session.subscribed is None or not session.kept:
             return []
-        self._send(message.format, [(sequence, session.end - len(session.kept), torch.stack(list(session.kept)))])
+        with self._spared():
+            self._send(message.format, [(sequence, session.end - len(session.kept), torch.stack(list(session.kept)))])
         return self.features()
 
     def features(self) -> Outgoing:
@@ -84,15 +86,21 @@ class FeatureSender(StateReader):
     def note(
         self, engine: StepEngine, chunks: Sequence[Chunk], entries: Sequence[BatchEntry], decided: Sequence[Verdict]
     ) -> None:
-        """Fuse the states of what stays of the step just computed. A failure costs drafts, never a session."""
-        try:
+        """Fuse the states of what stays of the step just computed."""
+        with self._spared():
             self._note(fused_states(self._head, engine, kept_rows(chunks, entries, decided), self._known))
+
+    @contextmanager
+    def _spared(self) -> Iterator[None]:
+        """A failure in the block costs drafts, never a session."""
+        try:
+            yield
         except FATAL:
             raise
         except Exception:
             self._failed += 1
             if self._failed.bit_count() == 1:  # the 1st, 2nd, 4th ...
-                log.exception("features of %d steps were not sent", self._failed)
+                log.exception("features were not sent %d times", self._failed)
 
     def _note(self, states: Iterable[tuple[TargetSequence, int, Tensor]]) -> None:
         """Keep, and send who wants them, states of sessions from a position on."""

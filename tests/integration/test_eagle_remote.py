@@ -265,6 +265,23 @@ def test_a_drafter_that_comes_late_gets_what_was_kept(folders: Folders) -> None:
     assert not any(isinstance(message, Features) for _, message in target.step() or [])
 
 
+def test_features_that_cannot_be_packed_for_who_comes_late_cost_it_drafts_only(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def without_memory(*_: object) -> None:
+        raise RuntimeError("no memory for features")
+
+    target, one = target_loop(folders), opening(2, GREEDY)
+    target.receive("r", one)
+    target.step()
+    told = head_lookahead(folders).welcome()
+    with monkeypatch.context() as failing:
+        failing.setattr("target_service.drafting.features.packed", without_memory)
+        assert target.receive("r", Subscribe(one.session, 1, told.head, told.features)) == []
+    assert "no memory for features" in caplog.text
+    assert any(isinstance(message, Features) for _, message in target.step() or [])
+
+
 @pytest.mark.parametrize(
     "wanted",
     [Subscribe(SessionId(2), 1, 12345), Subscribe(SessionId(2), 7, -1), Subscribe(SessionId(9), 1, -1)],
