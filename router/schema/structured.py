@@ -22,6 +22,7 @@ from router.errors import ApiError
 from router.schema.fields import loads, missing, show, wrong_value
 from router.schema.request_objects import NamedTool, ResponseFormat, StructuredOutputs
 from router.schema.request_schema import Body, ChatBody
+from router.text.chat_template import ChatTemplate
 from router.text.grammar_checker import GrammarChecker, GrammarRefused
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import CLOSE, OPEN, PYTHON_TAG, ToolForm
@@ -206,14 +207,19 @@ def tools_of(body: ChatBody, tokenizer: Tokenizer) -> Tools:
     if not tools or chosen == "none" or template is None:  # without template there is no chat at all
         called = any(message.role == "tool" or message.tool_calls for message in body.messages)
         return Tools(tools if called and tokenizer.tool_template else ())  # the other template has no place for calls
+    several = body.parallel_tool_calls and not isinstance(chosen, NamedTool)
+    return Tools(tools, _form_of(template), several, demanded)
+
+
+def _form_of(template: ChatTemplate) -> ToolForm:
+    """In which it has calls written; raises :class:`ApiError` where it has no place for tools, or no known form."""
     if not template.knows_tools:
         raise ApiError("unsupported_parameter", f"tools cannot be offered: {NO_TOOLS}", "tools")
     if template.tool_form is None:
         forms = " and ".join(ToolForm)
         message = f"tools cannot be offered: the model's chat template shows no form of calls known here ({forms})"
         raise ApiError("unsupported_parameter", message, "tools")
-    several = body.parallel_tool_calls and not isinstance(chosen, NamedTool)
-    return Tools(tools, template.tool_form, several, demanded)
+    return template.tool_form
 
 
 def grammar_of(tools: Tools, answer: str, tokenizer: Tokenizer) -> str:
