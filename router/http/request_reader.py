@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AsyncExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +51,34 @@ class _Caller:
     """That are parsed, or wait for it."""
 
 
+async def in_turn(
+    executor: ThreadPoolExecutor,
+    work: Callable[[], T],
+    turns: Sequence[asyncio.Semaphore],
+    ended: Callable[[], None] = lambda: None,
+) -> T:
+    """What ``work`` gives, in a thread, once it has a place in all ``turns``, which it keeps until it ends.
+
+    What is cancelled before never runs. ``ended`` is called once, when it has ended or is not to run.
+    """
+    async with AsyncExitStack() as place:
+        place.callback(ended)
+        for turn in turns:
+            await place.enter_async_context(turn)
+        job = asyncio.get_running_loop().run_in_executor(executor, work)
+        job.add_done_callback(partial(_leave, turns, ended))
+        place.pop_all()
+    return await asyncio.shield(job)
+
+
+def _leave(turns: Sequence[asyncio.Semaphore], ended: Callable[[], None], job: asyncio.Future[T]) -> None:
+    if not job.cancelled():
+        job.exception()  # whoever asked may have gone
+    ended()
+    for turn in turns:
+        turn.release()
+
+
 class GrammarQueue:
     """Of one router. Used from one event loop."""
 
@@ -75,15 +104,8 @@ class GrammarQueue:
         seconds: list[float] = []
         context = copy_context()
         context.run(trial_seconds.set, seconds)
-        async with AsyncExitStack() as place:
-            place.callback(self._leave, caller)
-            turns = *((caller.huge, self._huge) if huge else ()), caller.turns, self._turns
-            for turn in turns:
-                await place.enter_async_context(turn)
-            job = asyncio.get_running_loop().run_in_executor(self._executor, context.run, work)
-            job.add_done_callback(partial(self._ended, caller, seconds, turns))
-            place.pop_all()
-        return await asyncio.shield(job)
+        turns = *((caller.huge, self._huge) if huge else ()), caller.turns, self._turns
+        return await in_turn(self._executor, partial(context.run, work), turns, partial(self._leave, caller, seconds))
 
     def _admitted(self, name: str) -> _Caller:
         caller = self._callers.get(name)
@@ -104,19 +126,9 @@ class GrammarQueue:
         caller.requests += 1
         return caller
 
-    def _ended(
-        self, caller: _Caller, seconds: list[float], turns: Sequence[asyncio.Semaphore], job: asyncio.Future[T]
-    ) -> None:
-        if not job.cancelled():
-            job.exception()  # whoever asked may have gone
+    def _leave(self, caller: _Caller, seconds: list[float]) -> None:
         if caller.budget is not None:
             caller.budget.take(sum(seconds), self._clock())
-        for turn in turns:
-            turn.release()
-        self._leave(caller)
-
-    @staticmethod
-    def _leave(caller: _Caller) -> None:
         caller.requests -= 1
 
 
@@ -145,27 +157,14 @@ class BodyThreads:
     """In which bodies of some size are read: of several an API key leaves one to others. Used from one event loop."""
 
     def __init__(self, threads: int, name: str) -> None:
-        self._threads, self._executor = threads, ThreadPoolExecutor(threads, name)
-        self._turns: dict[str, asyncio.Semaphore] = {}
-        """As many as keys were ever used."""
+        self._executor, self._turns = ThreadPoolExecutor(threads, name), asyncio.Semaphore(threads)
+        self._of_key = max(1, threads - 1)
+        self._keys: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(self._of_key))
+        """By name, as many as were ever used."""
 
     async def run(self, caller: str, work: Callable[[], T]) -> T:
-        """What ``work`` gives, in a thread; ``caller``: name of the key. What runs keeps its place until it ends."""
-        turns = self._turns.setdefault(caller, asyncio.Semaphore(max(1, self._threads - bool(caller))))
-        await turns.acquire()
-        loop = asyncio.get_running_loop()
-        try:
-            job = self._executor.submit(work)
-        except BaseException:
-            turns.release()
-            raise
-
-        def ended(_job: Future[T]) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and nobody waits
-                loop.call_soon_threadsafe(turns.release)
-
-        job.add_done_callback(ended)
-        return await asyncio.wrap_future(job)
+        """What ``work`` gives, in a thread; ``caller``: name of the key, empty: none. See :func:`in_turn`."""
+        return await in_turn(self._executor, work, (self._keys[caller], self._turns) if caller else (self._turns,))
 
 
 class RequestReader:
