@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import statistics
 import sys
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING
 from cluster.config.flags import add_parent
 from cluster.console import FAILED, complain, say
 from cluster.local.cores import DRAFTS, StepTimes, encoded
-from cluster.processes.imports import do_without, list_models_once, stores_plain_weights, uncollected
+from cluster.processes.imports import import_engine, stores_plain_weights
 from cluster.processes.starting import exit_with
 
 if TYPE_CHECKING:
@@ -55,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.exit_with is not None:
         exit_with(args.exit_with)
     weights = ((args.target, args.target_quantization), (args.draft, args.draft_quantization))
-    import_engine(plain=all(how == "none" and stores_plain_weights(model) for model, how in weights))
+    plain = all(how == "none" and stores_plain_weights(model) for model, how in weights)
+    import_engine("engine.step", "engine.loading.loader", plain=plain)  # most of the time that this process has
     from engine.model import ModelError
 
     began, waited = time.perf_counter(), _waited()
@@ -70,16 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     times = encoded({count: StepTimes(target[count], draft[count][0]) for count in args.threads})
     say(json.dumps({**times, "alone": _waited() - waited < DELAYED * (time.perf_counter() - began)}))
     return 0
-
-
-def import_engine(*, plain: bool) -> None:
-    """What models are computed with, most of the time that this process has; ``plain``: without what others need."""
-    with uncollected():
-        if plain:
-            do_without()
-        list_models_once()
-        importlib.import_module("engine.step")
-        importlib.import_module("engine.loading.loader")
 
 
 def step_times(

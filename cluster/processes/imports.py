@@ -55,11 +55,17 @@ def uncollected() -> Iterator[None]:
 
 def import_worker(config: Config, role: Role) -> None:
     """Import what a worker with this configuration computes with, and nothing that it has no use for."""
+    import_engine(f"{role}_service.service", plain=reads_plain_weights(config, role))
+
+
+def import_engine(*modules: str, plain: bool) -> None:
+    """Import modules that compute models; ``plain``: without what no model needs whose weights are read as they are."""
     with uncollected():
-        if reads_plain_weights(config, role):
+        if plain:
             do_without()
         list_models_once()
-        importlib.import_module(f"{role}_service.service")
+        for module in modules:
+            importlib.import_module(module)
 
 
 def on_own_gpu(config: Config, role: Role) -> Config:
