@@ -239,10 +239,10 @@ class _Widened(TorchFunctionMode):
     ) -> Any:
         if func is not nn.functional.linear or kwargs or type(args[1].data) is not Tensor:  # quantised weights know how
             return func(*args, **(kwargs or {}))
-        x, weight_OI, *bias = args
+        x, weight_OI, bias = (*args, None)[:3]
         parts = weight_OI.split(max(1, WIDENED // weight_OI.shape[1]))
         y = torch.cat([nn.functional.linear(x.float(), part.float()) for part in parts], -1)
-        return (y if bias in ([], [None]) else y + bias[0].float()).to(x.dtype)
+        return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 @contextmanager
