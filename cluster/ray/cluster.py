@@ -10,10 +10,13 @@ import contextlib
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.config.config import Config
 from cluster.config.security import check_worker_exposure
@@ -28,6 +31,7 @@ STALE_SECONDS = 5.0
 """For which a deployment that was changed may have the old one's message: Serve takes changes in turns of 0.1 s."""
 OURS = re.compile("(Address|Check|Config|Model|Rank|Record|Security|Source|Tokenizer)Error")
 """Errors whose text says all."""
+T = TypeVar("T")
 _ERROR_LINE = re.compile(r"^\s*(?:[\w.]*\.)?(\w*(?:Error|Exception))\b(?:\(.*?\))?: (.+)$")
 
 
@@ -153,19 +157,26 @@ class RayCluster:
         patience = str(int(self._config.ray.placement_timeout))
         environment = {"RAY_SERVE_SLOW_STARTUP_WARNING_S": patience, "RAY_SERVE_SLOW_STARTUP_WARNING_PERIOD_S": "2"}
         environment |= PROXY_SETTINGS | importable(self._config)
+        start = partial(
+            serve.start,
+            proxy_location="HeadOnly" if self._local else "EveryNode",
+            http_options={"host": router.host, "port": router.port},
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+            controller_options={"runtime_env": {"env_vars": environment}},
+        )
         try:
-            serve.start(
-                proxy_location="HeadOnly" if self._local else "EveryNode",
-                http_options={"host": router.host, "port": router.port},
-                logging_config={"log_level": "WARNING", "enable_access_log": False},
-                controller_options={"runtime_env": {"env_vars": environment}},
-            )
+            started = in_background(start)  # returns once HTTP is served, seconds after a controller can be told
+            while not (started.done() or serve_client(raise_if_no_controller_running=False)):
+                time.sleep(POLL_SECONDS)
+            if started.done():
+                started.result()
             check_http(self._config)
             self._deployed = True
             if self._found and (before := applications().get(APPLICATION)) is not None:
                 self._said_before = {name: entry.message for name, entry in before.deployments.items()}
             _apply([declaration(self._config)])
             self._applied = time.monotonic()
+            started.result()
         except CommandError:
             raise
         except Exception as error:  # whatever Serve raises: it could not be deployed
@@ -209,6 +220,20 @@ class RayCluster:
 
     def _called(self, deployment: str) -> str:
         return self._needs[deployment].name if deployment in self._needs else deployment
+
+
+def in_background(call: Callable[[], T]) -> Future[T]:
+    """What a call will return or raise, in a thread that an interrupted process does not wait for."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future
 
 
 def applications() -> dict[str, ApplicationStatus]:

@@ -104,6 +104,9 @@ def prepare_environment() -> None:
     """Settings of Ray that can only be made through the environment, for a Ray of our own."""
     for switch in ("RAY_USAGE_STATS_ENABLED", "RAY_SERVE_LOG_TO_STDERR", "RAY_enable_metrics_collection"):
         os.environ[switch] = "0"
+    # Processes in advance, one a core, are none that a deployment could use: each wants an environment of its own.
+    for switch in ("RAY_prestart_worker_first_driver", "RAY_enable_worker_prestart"):
+        os.environ[switch] = "0"
     os.environ.update(NICENESS)
     # Whoever reserves no GPU sees all, as a plain process does, also where the environment tells Ray to hide them.
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"

@@ -18,20 +18,25 @@ from cluster.ray.cluster import serve_client
 from cluster.ray.connection import check_token
 from cluster.ray.metrics import copy_metrics
 from cluster.ray.parts import known
-from router.service import Router, freeze_loaded
 from speculation.events import Role
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
+
+    from router.service import Router
 
 
 @serve.ingress()
 class RouterReplica:
     """A router behind Serve's HTTP proxy."""
 
+    _router: Router
+
     async def __init__(self, config: Config, workers: Handles) -> None:  # type: ignore[misc]  # Serve awaits it
         config = known(config)
         await asyncio.to_thread(_check_doors, config)
+        from router.service import Router, freeze_loaded  # takes a second, which whoever deploys this need not wait
+
         settings = router_settings(config)
         self._router = Router(settings)
         for source in {settings.tokenizer or model for model in settings.models or ()}:

@@ -27,7 +27,7 @@ from cluster.processes.imports import import_worker, on_own_gpu
 from cluster.ray.metrics import copy_metrics
 from cluster.ray.parts import known
 from cluster.ray.ranks import RayRanks
-from router.telemetry.metrics import collect_certificates
+from router.telemetry.families import collect_certificates
 from speculation.events import Role
 from transport.address import join
 

@@ -13,27 +13,21 @@ Labels are bounded: models that are served, workers that are listed, codes and r
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from cryptography import x509
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from router.limits import Account
 from router.sessions.snapshot import Snapshot
 from router.sessions.tally import RouterCounters
-from router.telemetry.worker_metrics import collect_for_pickers, collect_workers, counter, gauge, histogram
+from router.telemetry.families import collect_certificates, counter, gauge, histogram
+from router.telemetry.worker_metrics import collect_for_pickers, collect_workers
 
 PER_ROUTER = " Per router: add routers up."
-
-
-log = logging.getLogger(__name__)
-UNREADABLE = 0.0
-"""What is said of a file that holds no certificate: it ended long ago, so that the alert for it comes."""
 
 
 class RouterMetrics:
@@ -200,23 +194,3 @@ def own_version() -> str:
         return version("paceline")
     except PackageNotFoundError:  # run from a checkout that was not installed
         return "unknown"
-
-
-def collect_certificates(paths: Iterable[Path]) -> Iterator[Metric]:
-    """The family that says when TLS certificates end, for the alert that comes before they do."""
-    yield gauge(
-        "certificate_expiry_timestamp_seconds",
-        "When a TLS certificate in use ends, in seconds since 1970; 0: its file cannot be read.",
-        ("file",),
-        {(str(path),): _expiry(path) for path in paths},
-    )
-
-
-def _expiry(path: Path) -> float:
-    """When the first certificate of a PEM file to end does so, in seconds since 1970. It is read anew every time."""
-    try:
-        certificates = x509.load_pem_x509_certificates(path.read_bytes())
-        return min(certificate.not_valid_after_utc.timestamp() for certificate in certificates)
-    except (OSError, ValueError) as error:
-        log.warning("no certificate in %s: %s", path, error)
-        return UNREADABLE

@@ -12,48 +12,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import TypeVar
 
 from prometheus_client import Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
-from router.sessions.tally import Buckets
+from router.telemetry.families import counter, gauge
 from speculation.events import Role
 from speculation.messages import Source, SourceName, Welcome
 from speculation.trie import InsertResult
-
-PREFIX = "paceline_"
-K = TypeVar("K", bound=tuple[str, ...])
-"""The values of the labels, in the order of their names."""
-
-
-def gauge(name: str, about: str, labels: Sequence[str], values: Mapping[K, float], *, prefix: str = PREFIX) -> Metric:
-    """A family of gauges."""
-    return _filled(GaugeMetricFamily(prefix + name, about, labels=labels), values)
-
-
-def counter(name: str, about: str, labels: Sequence[str], values: Mapping[K, float]) -> Metric:
-    """A family of counters; its samples are named ``<name>_total``."""
-    return _filled(CounterMetricFamily(PREFIX + name, about, labels=labels), values)
-
-
-def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[K, float]) -> Metric:
-    for label_values, value in values.items():
-        family.add_metric(label_values, float(value))
-    return family
-
-
-def histogram(name: str, about: str, labels: Sequence[str], values: Mapping[K, Buckets]) -> Metric:
-    """A family of histograms."""
-    family = HistogramMetricFamily(PREFIX + name, about, labels=labels)
-    for label_values, buckets in values.items():
-        bounds = [*map(str, buckets.bounds), "+Inf"]
-        cumulative = list(zip(bounds, accumulate(buckets.counts), strict=True))
-        family.add_metric(label_values, cumulative, buckets.total)
-    return family
-
 
 LABELS = ("model", "role", "worker")
 PER_WORKER = " Per worker: take the maximum of routers."

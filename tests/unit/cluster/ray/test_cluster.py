@@ -4,7 +4,7 @@ import argparse
 import socket
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +29,7 @@ def cluster(monkeypatch):
     monkeypatch.setattr(serve, "start", lambda **options: None)
     backend = ray_cluster.RayCluster(CONFIG)
     found = SimpleNamespace(backend=backend, http=HTTPOptions(host="127.0.0.1", port=8001), applied=[])
-    monkeypatch.setattr(context, "_get_global_client", lambda: SimpleNamespace(http_config=found.http))
+    monkeypatch.setattr(context, "_get_global_client", lambda **_: SimpleNamespace(http_config=found.http))
     monkeypatch.setattr(ray_cluster, "_apply", found.applied.append)
     return found
 
@@ -99,6 +99,21 @@ def test_what_serve_cannot_do_is_said_in_a_line(cluster, monkeypatch):
     monkeypatch.setattr(serve, "start", lambda **options: 1 / 0)
     with pytest.raises(CommandError, match=r"^cannot start Ray Serve: division by zero$"):
         cluster.backend._deploy()
+
+
+def test_what_is_deployed_does_not_wait_for_http(cluster, monkeypatch):
+    """Its workers load while the proxy starts. And a proxy that cannot start is no success."""
+    deployed = Event()
+
+    def start(**options):
+        assert deployed.wait(30)
+        raise RuntimeError("cannot bind 127.0.0.1:8001")
+
+    monkeypatch.setattr(serve, "start", start)
+    monkeypatch.setattr(ray_cluster, "_apply", lambda _: deployed.set())
+    with pytest.raises(CommandError, match=r"^cannot start Ray Serve: cannot bind 127.0.0.1:8001$"):
+        cluster.backend._deploy()
+    assert cluster.backend._deployed
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 from cluster.config.config import Config, from_mapping
 from cluster.config.security import SecurityError
 from cluster.ray import router_replica, worker_replicas
+from router import service
 from router.generation import ServedModel
 from router.sessions.pool import Peer
 from router.text.tokenizer import TokenizerError
@@ -57,7 +58,7 @@ def router(monkeypatch: pytest.MonkeyPatch, security: dict[str, str]) -> Any:
     monkeypatch.setattr(router_replica, "_check_doors", lambda _config: None)
     monkeypatch.setattr(router_replica, "ServeDirectory", lambda *_: nothing)
     monkeypatch.setattr(router_replica, "copy_metrics", lambda _collect: asyncio.sleep(0))
-    monkeypatch.setattr(router_replica, "freeze_loaded", lambda: None)
+    monkeypatch.setattr(service, "freeze_loaded", lambda: None)
     return started(router_replica.RouterReplica, monkeypatch, on_a_cluster(security), [])
 
 

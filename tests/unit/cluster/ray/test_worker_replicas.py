@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import Metric
 
 from cluster.ray import worker_replicas
-from router.telemetry.metrics import UNREADABLE
+from router.telemetry.families import UNREADABLE
 
 
 class FakeWorker:

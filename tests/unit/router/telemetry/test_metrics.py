@@ -20,7 +20,8 @@ from router.errors import CODES
 from router.generation import Committed
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
 from router.sessions.tally import BLOCK, AcceptanceRecord, Buckets, RouterCounters
-from router.telemetry.metrics import UNREADABLE, RouterMetrics
+from router.telemetry.families import UNREADABLE
+from router.telemetry.metrics import RouterMetrics
 from router.telemetry.worker_metrics import BY_SOURCE, COUNTERS, INSERT_RESULTS
 from speculation.events import PeerId, Role
 from speculation.messages import FinishReason, Load
