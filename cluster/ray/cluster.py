@@ -10,13 +10,11 @@ import contextlib
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 from cluster.config.config import Config
 from cluster.config.security import check_worker_exposure
@@ -25,13 +23,13 @@ from cluster.placement import APPLICATION, Need, lacking, living, needs, with_ro
 from cluster.ray.connection import check_token, end_own_processes, is_broken, join, prepare_environment
 from cluster.ray.parts import PROXY_SETTINGS, declaration, importable
 from transport.address import join as join_address
+from transport.background import in_background
 
 POLL_SECONDS, WATCH_SECONDS, GONE_SECONDS = 0.25, 2.0, 60.0
 STALE_SECONDS = 5.0
 """For which a deployment that was changed may have the old one's message: Serve takes changes in turns of 0.1 s."""
 OURS = re.compile("(Address|Check|Config|Model|Rank|Record|Security|Source|Tokenizer)Error")
 """Errors whose text says all."""
-T = TypeVar("T")
 _ERROR_LINE = re.compile(r"^\s*(?:[\w.]*\.)?(\w*(?:Error|Exception))\b(?:\(.*?\))?: (.+)$")
 
 
@@ -165,7 +163,7 @@ class RayCluster:
             controller_options={"runtime_env": {"env_vars": environment}},
         )
         try:
-            started = in_background(start)  # returns once HTTP is served, seconds after a controller can be told
+            started = in_background(start, "Ray Serve")  # it waits for HTTP, seconds after the controller can be told
             while not (started.done() or serve_client(raise_if_no_controller_running=False)):
                 time.sleep(POLL_SECONDS)
             if started.done():
@@ -220,20 +218,6 @@ class RayCluster:
 
     def _called(self, deployment: str) -> str:
         return self._needs[deployment].name if deployment in self._needs else deployment
-
-
-def in_background(call: Callable[[], T]) -> Future[T]:
-    """What a call will return or raise, in a thread that an interrupted process does not wait for."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    return future
 
 
 def applications() -> dict[str, ApplicationStatus]:

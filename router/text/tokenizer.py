@@ -18,10 +18,8 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from threading import Thread
 from typing import Any, Self
 
 import tokenizers
@@ -29,6 +27,7 @@ import tokenizers
 from router.generation import ServedModel
 from router.text.chat_template import SPECIAL_TOKENS, ChatTemplate
 from speculation.messages import Token
+from transport.background import in_background
 
 TOOL_TEMPLATE = "tool_use"
 """Name that transformers gives a template for chats with tools, where a model has one of its own for them."""
@@ -338,7 +337,7 @@ class Tokenizers:
         pause = self._pauses[source] = min(2 * self._pauses.get(source, RETRY_SECONDS / 2), LONGEST_RETRY_SECONDS)
         try:
             async with asyncio.timeout(READ_SECONDS):
-                read = await _loaded(source)
+                read = await asyncio.wrap_future(in_background(partial(Tokenizer.load, source), "tokenizer"))
         except TimeoutError:
             read = TokenizerError(f"{source}: not read within {READ_SECONDS:g} s; is the hub reachable?")
             pause = SILENT_SECONDS
@@ -351,21 +350,6 @@ class Tokenizers:
         first = source not in self._read and isinstance(read, Tokenizer)  # whose files may have been replaced since
         self._read[source] = read, 0.0 if first else asyncio.get_running_loop().time() + pause
         return read
-
-
-def _loaded(source: str) -> asyncio.Future[Tokenizer]:
-    """What a thread reads that nobody waits for at the end: neither the loop nor the process."""
-    answer: Future[Tokenizer] = Future()
-    answer.set_running_or_notify_cancel()  # so that whoever gives up waiting does not take it from the thread
-
-    def load() -> None:
-        try:
-            answer.set_result(Tokenizer.load(source))
-        except Exception as error:  # raised by whoever waits
-            answer.set_exception(error)
-
-    Thread(target=load, name="tokenizer", daemon=True).start()
-    return asyncio.wrap_future(answer)
 
 
 def _fits(read: Tokenizer | TokenizerError | None, model: ServedModel) -> bool:
