@@ -40,6 +40,8 @@ def join(config: Config) -> None:
         except OSError as error:
             where = f"no Ray cluster at {settings.address} ({error.strerror or error})"
             raise CommandError(f"{where}; --address takes its HOST:PORT") from error
+    # A thread that still starts Serve when this process is interrupted would have another Ray started. Asked on import.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     import ray
 
     try:

@@ -1,7 +1,10 @@
 """What the Ray backend makes of a Serve that is there already, with Serve replaced by what it would answer."""
 
 import argparse
+import os
 import socket
+import subprocess
+import sys
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Thread
@@ -114,6 +117,25 @@ def test_what_is_deployed_does_not_wait_for_http(cluster, monkeypatch):
     with pytest.raises(CommandError, match=r"^cannot start Ray Serve: cannot bind 127.0.0.1:8001$"):
         cluster.backend._deploy()
     assert cluster.backend._deployed
+
+
+def test_a_thread_that_outlives_its_ray_starts_no_other():
+    """As that of an interrupted start does: its Ray would go on when the command has ended."""
+    program = """
+from cluster.config.config import from_mapping
+from cluster.ray import connection
+try:
+    connection.join(from_mapping({"ray": {"address": "auto"}}, "test"))
+except Exception as error:
+    print(error)
+import ray
+from ray._private.auto_init_hook import auto_init_ray
+auto_init_ray()
+print(ray.is_initialized())
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["False"], done.stdout + done.stderr
 
 
 @pytest.fixture
