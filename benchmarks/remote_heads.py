@@ -9,21 +9,29 @@ are what a target that never waits for drafts makes of the head, and the head in
 
 With ``--simulated`` only the head at the target is measured, for its text, and of all ways it is said what the
 simulator (:mod:`simulation.simulate`) expects: how near it comes to what was measured is how far it can be believed.
+
+With ``--chains N`` each step drafts a chain of N tokens behind the target's own, and nothing takes time: what a draft
+model and a head give by themselves, the head also with its states rounded as they are where it drafts away from the
+target.
 """
 
+# Tensor legend: T tokens, A states read, D hidden size.
+# ruff: noqa: N803
 from __future__ import annotations
 
 import argparse
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partialmethod
 from random import Random
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from benchmarks.fit import teacher
 from benchmarks.fit.command import FitOptions
@@ -37,6 +45,8 @@ from draft_service.lookahead import Lookahead
 from draft_service.service import ROLE as DRAFTER
 from draft_service.service import DraftSettings, load_head
 from engine.build import build, build_target, welcome
+from engine.eagle.cached import packed, unpacked
+from engine.eagle.head import EagleHead
 from engine.settings import EngineSettings
 from models.pair import VOCABULARY
 from simulation.agreement import AgreementPassage, Passages
@@ -45,6 +55,7 @@ from simulation.simulate import Bounds, SimulationSettings, simulate_texts
 from speculation.messages import (
     Close,
     FeatureFormat,
+    Features,
     Limits,
     Open,
     Proposal,
@@ -244,15 +255,53 @@ def simulated(
     return _row(f"{way}, simulated", trip, said, steps, report.seconds, report.offered)
 
 
-def simulate_all(options: argparse.Namespace) -> None:
-    """Tell what is expected of every way."""
+def by_head(
+    told: FitOptions, drafted: Sequence[AgreementPassage], texts: Sequence[TargetText]
+) -> list[AgreementPassage]:
+    """What is said along the texts where the head drafts in place of the draft model."""
+    said = teacher.by_age(replace(told, eagle=str(EAGLE)), texts)
+    return [replace(one, places=(), by_age=by_age) for one, by_age in zip(drafted, said, strict=True)]
+
+
+def _sent(
+    head: EagleHead, wanted: FeatureFormat, aux_1TA: Tensor, fuse: Callable[..., Tensor] = EagleHead.fuse
+) -> Tensor:
+    """The states as a drafter elsewhere has them, ``[1, T, D]``."""
+    states_TD = fuse(head, aux_1TA)[0]
+    values, scales = packed(states_TD, wanted)
+    features = Features(SessionId(0), 0, 0, 0, states_TD.shape[1], values, wanted, scales)
+    return unpacked(features, states_TD.shape[1], torch.float32)[None]
+
+
+def in_chains(way: str, passages: Sequence[AgreementPassage], depth: int) -> dict[str, object]:
+    """The figures of greedy decoding from the second token on, each step with a chain of this depth."""
+    kept: list[int] = []
+    for passage in passages:
+        place = 1
+        while place + depth <= len(passage.tokens):
+            kept.append(passage.kept(place, depth))
+            place += kept[-1] + 1
+    found = {"tokens_per_step": round(1 + sum(kept) / len(kept), 3), "steps_reaching_place": reached(kept, depth)}
+    return {"way": way, "depth": depth, **found, "steps": len(kept)}
+
+
+def replay_all(options: argparse.Namespace) -> None:
+    """Tell what comes of what all ways say along the target's text: in chains, or as the simulator expects."""
     texts: list[TargetText] = []
     tell(measure(LOCAL, 0.0, options, texts))
-    told = FitOptions(target=str(BUNDLED), drafts=(str(DRAFT),), eagle=str(EAGLE), dtype="float32", device="cpu")
-    drafted, by_age = teacher.passages(told, str(DRAFT), texts), teacher.by_age(told, texts)
-    by_head = [replace(one, places=(), by_age=said) for one, said in zip(drafted, by_age, strict=True)]
-    tell(simulated(LOCAL, 0.0, options, by_head))
-    for way, passages in (("eagle remote", by_head), ("draft model", drafted)):
+    told = FitOptions(target=str(BUNDLED), drafts=(str(DRAFT),), dtype="float32", device="cpu")
+    drafted = teacher.passages(told, str(DRAFT), texts)
+    headed = by_head(told, drafted, texts)
+    if options.chains:
+        tell(in_chains("draft model", drafted, options.chains))
+        tell(in_chains("eagle", headed, options.chains))
+        for sent in FeatureFormat:
+            with patch.object(EagleHead, "fuse", partialmethod(_sent, sent)):
+                rounded = by_head(told, drafted, texts)
+            tell(in_chains(f"eagle, states in {sent}", rounded, options.chains))
+        return
+    tell(simulated(LOCAL, 0.0, options, headed))
+    for way, passages in (("eagle remote", headed), ("draft model", drafted)):
         for trip in options.trips:
             tell(simulated(way, trip, options, passages))
 
@@ -268,10 +317,11 @@ if __name__ == "__main__":
     parser.add_argument("--ways", choices=WAYS, nargs="+", default=WAYS, help="to draft (default: all)")
     parser.add_argument("--format", choices=list(FeatureFormat), default=FeatureFormat.BF16, help="of what heads read")
     parser.add_argument("--simulated", action="store_true", help="say what the simulator expects")
+    parser.add_argument("--chains", type=int, default=0, metavar="N", help="only count, in chains of N drafts a step")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    if chosen.simulated:
-        simulate_all(chosen)
+    if chosen.simulated or chosen.chains:
+        replay_all(chosen)
         raise SystemExit
     for one in chosen.ways:
         for each in chosen.trips if one != LOCAL else (0.0,):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import drafting, heads, remote_heads, step_costs
+from benchmarks import drafting, remote_heads, step_costs
 from benchmarks.bench import PARTS, DraftingOptions
 from benchmarks.drafting import GOALS, NOT_COUNTED, REPETITION, Part, Row, Size
 from benchmarks.grammar_prompts import ROWS, edits, functions, rows
@@ -92,9 +92,10 @@ OPTIONS = Namespace(prompts=1, tokens=16, step=30.0, row=0.3, forward=1.25, form
 
 
 def test_ways_to_draft_are_compared_in_chains(capsys: pytest.CaptureFixture[str]) -> None:
-    heads.main(prompts=1, tokens=24, depth=3)
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    remote_heads.replay_all(Namespace(**{**vars(OPTIONS), "tokens": 24, "chains": 3}))
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()][1:]
     assert [row["way"] for row in rows][:2] == ["draft model", "eagle"]
+    assert len(rows) == 2 + len(FeatureFormat)
     for row in rows:
         reached = row["steps_reaching_place"]
         assert 1.0 <= row["tokens_per_step"] <= 4.0 and len(reached) == 3
