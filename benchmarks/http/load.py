@@ -13,28 +13,32 @@ import json
 import os
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 
 from benchmarks.harness.options import BenchError
-from benchmarks.harness.processes import ReadyProcess, child
-from benchmarks.http.scale import BARE, FEATURES, ROUTER, LoadPoint, ScaleOptions, result
+from benchmarks.harness.processes import CONNECT_SECONDS, ReadyProcess, child
+from benchmarks.http.scale import BARE, FEATURES, LoadPoint, ScaleOptions, result
 from benchmarks.http.workers import FakeWorker, Script, StepPace
 from cluster.config.environment import BUNDLED
 from cluster.console import stages
+from cluster.processes.child import HeldPort
 from router.answers.responses import DONE
 from router.http.asgi import REQUEST_ID_HEADER
 from router.http.exhaustion import raise_limit
 from router.text.tokenizer import Tokenizer
 from speculation.events import Role
 from speculation.messages import Welcome
+from transport.address import parse
 
 MODEL = "target"
 PROMPT = "def merge(left, right):\n"
 TEXT = "    result = []\n    while left and right:\n        result.append(min(left, right))\n"
 EVENT = b"data: "
 CONTEXT = 1 << 20
+MAX_SESSIONS = 1 << 14
 SETTLE_SECONDS = 1.5
 OPENING = 256
 """Requests that wait for their first event at once."""
@@ -124,15 +128,15 @@ class Contest:
             gc.collect()
             gc.freeze()
             await self._open(server, 1)
-            before = await self._usage(server)
+            before = self._usage(server)
             await self._open(server, self.streams)
-            opened = await self._usage(server)
+            opened = self._usage(server)
             points = []
             for tokens in self.options.tokens:
                 self.report(f"{self.contender}, {self.streams} streams, {tokens} tokens/s")
                 await self._set(server, self.options.commit * self.streams / tokens)
                 await asyncio.sleep(SETTLE_SECONDS)
-                first = await self._usage(server)
+                first = self._usage(server)
                 await self._listen()
                 points.append(await self._point(server, tokens, before, opened, first))
                 if not points[-1].kept_up:
@@ -145,12 +149,18 @@ class Contest:
     async def _start(self, stack: AsyncExitStack) -> ReadyProcess:
         """The server, and its workers, until the stack is left."""
         groups, cores = -(-self.streams // self.options.sessions), sorted(os.sched_getaffinity(0))
-        kind, given = BARE, [str(groups)]
+        command = ["benchmarks.http.server", str(groups)]
         if self.contender != BARE:
             roles = [*Role] if self.options.drafters or self.options.features else [Role.TARGET]
-            kind, given = ROUTER, [",".join(await self._workers(stack, role, groups)) for role in roles]
-        starting = child(f"{self.contender} server", "benchmarks.http.server", kind, *given)
+            port = stack.enter_context(closing(HeldPort())).number
+            command = ["cluster.cli", "router", "--port", str(port), "--max-sessions", str(MAX_SESSIONS)]
+            for role in roles:
+                command += [word for at in await self._workers(stack, role, groups) for word in (f"--{role}", at)]
+        starting = child(f"{self.contender} server", *command, ready=r"(127\.0\.0\.1:\d+)")
         server = await stack.enter_async_context(starting)
+        async with asyncio.timeout(CONNECT_SECONDS):
+            while not all(worker.link for workers in self.workers.values() for worker in workers):
+                await asyncio.sleep(0.05)
         if len(cores) > 1:
             for process, kept in ((server.process.pid, cores[-1:]), (os.getpid(), cores[:-1])):
                 for thread in os.listdir(f"/proc/{process}/task"):
@@ -183,7 +193,7 @@ class Contest:
             )
             async with gate:
                 client = self.clients[name] = Client(head.encode() + encoded)
-                await asyncio.get_running_loop().create_connection(lambda: client, "127.0.0.1", int(server.first))
+                await asyncio.get_running_loop().create_connection(lambda: client, *parse(server.first))
                 await client.begun
 
         self.report(f"{self.contender}: opening {streams} streams")
@@ -206,10 +216,14 @@ class Contest:
         if self.contender == BARE:
             await server.ask(json.dumps({"interval": interval, "ending": ending}))
 
-    async def _usage(self, server: ReadyProcess) -> ProcessUsage:
-        told = json.loads(await server.ask("usage"))
+    def _usage(self, server: ReadyProcess) -> ProcessUsage:
+        kernel = Path(f"/proc/{server.process.pid}")
+        # Nanoseconds on a core, thread by thread, where proc_pid_stat(5) has hundredths of a second of the process.
+        cpu = sum(int(thread.read_text().split()[0]) for thread in kernel.glob("task/*/schedstat")) / 1e9
+        pages = int((kernel / "statm").read_text().split()[1])
         relayed = sum(worker.relayed_bytes for workers in self.workers.values() for worker in workers)
-        return ProcessUsage(time.monotonic(), told["cpu"], time.process_time(), told["memory_kb"], relayed)
+        memory_kb = pages * os.sysconf("SC_PAGE_SIZE") / 1024
+        return ProcessUsage(time.monotonic(), cpu, time.process_time(), memory_kb, relayed)
 
     async def _commits(self, server: ReadyProcess) -> dict[str, list[float]]:
         if self.contender == BARE:
@@ -232,7 +246,7 @@ class Contest:
         self, server: ReadyProcess, tokens: float, before: ProcessUsage, opened: ProcessUsage, first: ProcessUsage
     ) -> LoadPoint:
         """What has come since ``first``; ``before`` there was one stream, and ``opened`` are all."""
-        last = await self._usage(server)
+        last = self._usage(server)
         seconds, cpu = last.at - first.at, last.cpu - first.cpu
         delays: list[float] = []
         for name, made in (await self._commits(server)).items():

@@ -1,43 +1,33 @@
-"""``python -m benchmarks.http.server KIND ...``: one of two servers for a benchmark.
+"""``python -m benchmarks.http.server GROUPS``: what a router is compared with, a bare application on the same server.
 
-``router`` is the whole router, between clients and workers at addresses; ``bare`` an application that reads a request
-and streams events of the same size, its streams in so many GROUPS, each written to at once. Both go on until they are
-told to end. Lines of input: ``usage``, answered by processor seconds and resident memory; of the bare one ``commits``,
-answered by when each event of each request was made, by the clock that all processes of a machine share, and JSON with
-the pace.
-
-The first line of output is the port.
+It reads a request and streams events as large as a router's, its streams in so many groups, each written to at once,
+until they are told to end. Lines of input: JSON with the pace, and ``commits``, answered by when each event of each
+request was made, by the clock that all processes of a machine share. The first line of output is the address.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
-from benchmarks.harness.processes import answer_lines, until_up
+from benchmarks.harness.processes import answer_lines
 from benchmarks.http.workers import StepPace
 from router.answers.responses import DONE
-from router.dispatch import DispatchLimits
 from router.http.asgi import REQUEST_ID_HEADER
 from router.http.exhaustion import raise_limit
-from router.service import Router, RouterSettings, freeze_loaded
 
 EVENT = b"data: " + json.dumps({"id": "cmpl-" + "0" * 32, "choices": [{"text": "x" * 150}]}).encode() + b"\n\n"
 """As long as one of ours."""
-MAX_SESSIONS = 1 << 14
 
 
 @dataclass(slots=True)
@@ -81,59 +71,28 @@ class Ticker:
 
     def answer(self, line: str) -> str:
         """For the benchmark."""
-        if line.startswith("{"):
-            self.pace.interval, self.pace.ending = json.loads(line).values()
-        return json.dumps(self.commits) if line == "commits" else usage(line)
+        if line == "commits":
+            return json.dumps(self.commits)
+        self.pace.interval, self.pace.ending = json.loads(line).values()
+        return ""
 
 
-def usage(_: str) -> str:
-    """Processor seconds so far, and what is resident."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return json.dumps({"cpu": time.process_time(), "memory_kb": pages * os.sysconf("SC_PAGE_SIZE") / 1024})
-
-
-async def serve(app: ASGIApp, answer: Callable[[str], str]) -> None:
+async def serve(groups: int) -> None:
     """Serve until the input ends."""
+    ticker = Ticker(groups)
+    app = Starlette(routes=[Route("/v1/completions", ticker.stream, methods=["POST"])])
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None))
     serving = asyncio.create_task(server.serve())
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
-    await answer_lines(str(server.servers[0].sockets[0].getsockname()[1]), answer)
+    ticking = ticker.start()
+    await answer_lines(f"127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", ticker.answer)
+    for task in ticking:
+        task.cancel()
     server.should_exit = True
     await serving
 
 
-async def bare(groups: int) -> None:
-    """The one that ticks."""
-    ticker = Ticker(groups)
-    ticking = ticker.start()
-    await serve(Starlette(routes=[Route("/v1/completions", ticker.stream, methods=["POST"])]), ticker.answer)
-    for task in ticking:
-        task.cancel()
-
-
-async def router(targets: str, drafts: str = "") -> None:
-    """The whole router."""
-    listed = [address.split(",") if address else [] for address in (targets, drafts)]
-    whole = Router(RouterSettings(listed[0], listed[1], port=0, limits=DispatchLimits(sessions=MAX_SESSIONS)))
-    await whole.start()
-    await until_up(whole.dispatcher)
-    freeze_loaded()
-    await answer_lines(whole.address.rpartition(":")[2], usage)
-    await whole.stop()
-
-
-def main(kind: str, *given: str) -> None:
-    """Run one kind."""
-    raise_limit()
-    match kind, given:
-        case "bare", (groups,):
-            asyncio.run(bare(int(groups)))
-        case "router", _:
-            asyncio.run(router(*given))
-        case _:
-            raise SystemExit(f"no such server: {kind} {given}")
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    raise_limit()
+    asyncio.run(serve(int(sys.argv[1])))

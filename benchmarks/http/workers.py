@@ -107,7 +107,8 @@ class FakeWorker:
         self._end = len(script.prompt), digests.of(script.prompt)
         self._sessions: dict[int, FakeSession] = {}
         self._requests: dict[int, str] = {}
-        self._link: Link | None = None
+        self.link: Link | None = None
+        """The router's, once it has come."""
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeWorker]:
@@ -125,12 +126,12 @@ class FakeWorker:
 
     def connected(self, link: Link) -> Welcome:
         """The router came."""
-        self._link = link
+        self.link = link
         return self._script.welcome
 
     def disconnected(self, _: Link) -> None:
         """The router went."""
-        self._link = None
+        self.link = None
 
     def received(self, link: Link, messages: Sequence[ToWorker]) -> None:
         """What it opens and closes, and what came of the other worker."""
@@ -161,17 +162,17 @@ class FakeWorker:
     async def _loads(self) -> None:
         while True:
             await asyncio.sleep(LOAD_SECONDS)
-            if self._link is not None:
-                self._link.send(Load(len(self._sessions), free_tokens=1 << 24, capacity_tokens=1 << 24))
+            if self.link is not None:
+                self.link.send(Load(len(self._sessions), free_tokens=1 << 24, capacity_tokens=1 << 24))
 
     async def _steps(self) -> None:
         number = 0
         while True:
             number = await self._pace.step(self._phase, number)
-            while self._link is not None and self._link.outbox._entries:  # the router does not keep up
+            while self.link is not None and self.link.outbox._entries:  # the router does not keep up
                 await asyncio.sleep(0.001)
-            if self._link is not None and self._sessions:
-                self._step(self._link)
+            if self.link is not None and self._sessions:
+                self._step(self.link)
 
     def _step(self, link: Link) -> None:
         now, sessions = time.monotonic(), self._sessions.values()
