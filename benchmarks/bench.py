@@ -11,7 +11,7 @@ from benchmarks.chaos.settings import ChaosOptions, SoakOptions
 from benchmarks.engine.settings import EngineOptions
 from benchmarks.gpu.settings import GpuOptions
 from benchmarks.harness import options
-from benchmarks.harness.options import FIGURES, Options, flag, known
+from benchmarks.harness.options import Options, flag, known
 from benchmarks.http.scale import ScaleOptions
 from benchmarks.serve.settings import ServeOptions
 from benchmarks.speculation.settings import SpeculationOptions
@@ -49,7 +49,6 @@ class DraftingOptions(Options):
     MODULE = "benchmarks.drafting"
     FOLDER = "-drafting"
     quick: bool = flag(False, "few prompts; writes no folder")
-    json: Path | None = flag(None, FIGURES)
     out: Path | None = flag(None, "folder of a full run (default: benchmarks/results/DATE-drafting)", metavar="DIR")
     rounds: int = flag(0, "prompts of each part that count, instead of its own number (default)", least=0)
     only: tuple[str, ...] = flag((), "only this part (may be given again)", metavar="PART")

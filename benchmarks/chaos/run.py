@@ -168,22 +168,21 @@ NOTES = (
 )
 
 
-def chaos(options: ChaosOptions) -> int:
-    """The table; the exit code says whether every row holds. Raises :class:`benchmarks.chaos.stage.StageError`."""
+def main(options: ChaosOptions | SoakOptions) -> int:
+    """The table, or random faults; the exit code says whether every row holds.
+
+    Raises :class:`benchmarks.chaos.stage.StageError`.
+    """
+    if isinstance(options, SoakOptions):
+        fault = f"random faults for {options.minutes:g} minutes"
+        return _played(options, [Scenario("soak", fault, WANTED, soak)])
     rows = scenarios.scenarios(options)
     known("--only", options.only, [row.name for row in rows], "fault")
     if options.listed:
         for row in rows:
             say(f"{row.name:16} {row.fault}")
         return 0
-
     return _played(options, [row for row in rows if not options.only or row.name in options.only])
-
-
-def random_faults(options: SoakOptions) -> int:
-    """The same for random faults."""
-    fault = f"random faults for {options.minutes:g} minutes"
-    return _played(options, [Scenario("soak", fault, WANTED, soak)])
 
 
 def _played(options: FaultOptions, rows: Sequence[Scenario]) -> int:

@@ -39,7 +39,6 @@ class FaultOptions(Options):
     """How large a run is."""
 
     MODULE = "benchmarks.chaos.run"
-    json: Path | None = flag(None, "write the figures there")
     out: Path | None = flag(
         None, "write figures and a page there, such as benchmarks/results/DATE-chaos", metavar="DIR"
     )
@@ -72,7 +71,6 @@ class ChaosOptions(FaultOptions):
     BENCH = "chaos"
     ABOUT = "streams under faults: workers killed and hung, nodes removed, the pool replaced, too much load"
     DETAILS = "On a Ray cluster of pretend nodes on this machine. Takes about half an hour; exit code 1 if a row fails."
-    MAIN = "chaos"
     listed: bool = flag(False, "name the faults, and do nothing", name="--list")
     only: tuple[str, ...] = flag((), "only this fault; may be given again")
     hang: float = flag(30.0, "seconds that a process is stopped for", positive=True, metavar="S")
@@ -86,7 +84,6 @@ class SoakOptions(FaultOptions):
     BENCH = "soak"
     ABOUT = "streams under random faults every few seconds, and what is left of them in the end"
     DETAILS = "On the cluster of `chaos`."
-    MAIN = "random_faults"
     minutes: float = flag(30.0, "for how long", positive=True)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from benchmarks.harness.options import FIGURES, Options, between, flag
+from benchmarks.harness.options import Options, between, flag
 from cluster.console import BadInput
 from cluster.local.threads import usable_cores
 
@@ -80,7 +80,6 @@ class EngineOptions(Options):
     MODULE = "benchmarks.engine.run"
     FOLDER = "-engine"
     quick: bool = flag(False, "fewer rounds; writes no folder")
-    json: Path | None = flag(None, FIGURES)
     out: Path | None = flag(None, "folder of a full run (default: benchmarks/results/DATE-engine)", metavar="DIR")
     hidden: int = flag(2048, "hidden size of the model")
     layers: int = flag(4, "layers of the model", least=1)

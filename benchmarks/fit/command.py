@@ -136,6 +136,7 @@ class FitOptions(Options):
     dtype: str = _workers("auto", "number format", choices=DTYPES)
     device: str = _workers("auto", "auto, cpu, cuda ...")
     threads: int = _workers(1, _THREADS, least=1, most=usable_cores())
+    json: Path | None = None
     out: Path | None = _results(None, "write a page, fit.json, fit.png and paceline.yaml there", metavar="DIR")
     validate: bool = _results(False, _VALIDATE)
 

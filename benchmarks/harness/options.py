@@ -24,7 +24,6 @@ from cluster.config.flags import Parser, flag_of, parsed
 from cluster.console import FAILED, BadInput, CommandError
 
 RESULTS = Path(__file__).parent.parent / "results"
-FIGURES = "write the figures there too"
 METAVARS = {int: "N", float: "N", str: "TEXT", type(None): "FILE", tuple: "NAME"}
 PLACES = ("json", "out")
 
@@ -52,12 +51,11 @@ class Options:
     ABOUT: ClassVar[str]
     DETAILS: ClassVar[str]
     MODULE: ClassVar[str]
-    """Whose function ``MAIN`` measures and reports; it takes the options and returns the exit code."""
-    MAIN: ClassVar[str] = "main"
+    """Whose function ``main`` measures and reports; it takes the options and returns the exit code."""
     FOLDER: ClassVar[str | None] = None
     """Where a run writes that is not told where, behind the date, below ``benchmarks/results``; None: nowhere."""
     quick: bool = False
-    json: Path | None = None
+    json: Path | None = flag(None, "write the figures there too")
     out: Path | None = None
 
     def checked(self) -> Self:
@@ -120,7 +118,7 @@ def run(options: type[Options], args: argparse.Namespace, what: str = "benchmark
     given = options.read(args)
     try:
         with _interrupted_by_signals():
-            code: int = getattr(import_module(options.MODULE), options.MAIN)(given)
+            code: int = import_module(options.MODULE).main(given)
     except Exception as error:
         kinds = {kind.__name__ for kind in type(error).__mro__}  # by name: not all benchmarks can import all of these
         if kinds & {"TokenizerError", "ModelError"}:

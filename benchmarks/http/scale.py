@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.options import FIGURES, Options, flag
+from benchmarks.harness.options import Options, flag
 from benchmarks.harness.report import Goal, Result, Table, against, table_of
 from cluster.config.flags import count
 
@@ -34,7 +33,6 @@ class ScaleOptions(Options):
     )
     DETAILS = "No model is computed; the router has a core of its own where there are two. Takes two to four minutes."
     MODULE = "benchmarks.http.load"
-    json: Path | None = flag(None, FIGURES)
     streams: tuple[int, ...] = flag(
         (64, 512, 2048), "streams at once, one number or more", parse=partial(count, maximum=16384)
     )

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 
-from benchmarks.harness.options import FIGURES, Options, check_stretched, flag
+from benchmarks.harness.options import Options, check_stretched, flag
 from cluster.console import BadInput
 
 MAIN_ACCEPTANCE = 0.8
@@ -87,7 +87,6 @@ class SpeculationOptions(Options):
     MODULE = "benchmarks.speculation.run"
     FOLDER = ""
     quick: bool = flag(False, "only the settings for which there are goals; writes no folder")
-    json: Path | None = flag(None, FIGURES)
     out: Path | None = flag(None, "folder of a full run (default: benchmarks/results/DATE)", metavar="DIR")
     prompts: int = flag(10, "prompts a setting", least=1, quick=8)
     bursts: int = flag(3, "rounds with several requests at once", least=1, quick=2)

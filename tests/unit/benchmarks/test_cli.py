@@ -23,7 +23,7 @@ from tests.bundled import MODELS
 def started(monkeypatch):
     """The options of benchmarks that would have run."""
     given = []
-    module = SimpleNamespace(**dict.fromkeys(("main", "chaos", "random_faults"), lambda one: given.append(one) or 0))
+    module = SimpleNamespace(main=lambda one: given.append(one) or 0)
     monkeypatch.setattr(options, "import_module", lambda _: module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return given
