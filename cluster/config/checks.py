@@ -71,7 +71,8 @@ def check_loaded(settings: TargetConfig | DraftConfig, shared: DraftConfig | Non
                 f"{settings.model} ({detail}); choose a model with the draft model's tokenizer"
             )
     if settings.target_tokenizer:
-        _check_target_tokenizer(settings.target_tokenizer, named["target_tokenizer"])
+        instead = "give the target's model folder, or one with its tokenizer"
+        check_tokenizer(settings.target_tokenizer, named["target_tokenizer"], instead)
 
 
 def check_bounds(config: Config) -> None:
@@ -164,21 +165,12 @@ def check_head(folder: str, flag: str) -> None:
         raise CheckError(f"{flag} {folder}: not a folder of an EAGLE-3 head, there is no config.json in it")
 
 
-def _check_target_tokenizer(path: str, flag: str) -> None:
-    """Whether this is a folder with a tokenizer, or may be a hub id."""
-    folder = expanded(path)
-    if not is_folder(folder):
-        check_model(path, flag)
-    elif not (folder / "tokenizer.json").is_file():
-        raise CheckError(
-            f"{flag} {path}: has no tokenizer.json; give the target's model folder, or one with its tokenizer"
-        )
-
-
-def check_tokenizer(model: str, flag: str = "--tokenizer") -> None:
-    """Whether this is a folder with the tokenizer that the router needs, or may be a hub id."""
+def check_tokenizer(
+    model: str, flag: str = "--tokenizer", instead: str = "give a folder that has with --tokenizer"
+) -> None:
+    """Whether this is a folder with a tokenizer, or may be a hub id; ``instead``: what to do where it has none."""
     folder = expanded(model)
     if not is_folder(folder):
         check_model(model, flag)
     elif not (folder / "tokenizer.json").is_file():
-        raise CheckError(f"{model}: has no tokenizer.json; give a folder that has with --tokenizer")
+        raise CheckError(f"{flag} {model}: has no tokenizer.json; {instead}")

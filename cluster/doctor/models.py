@@ -42,7 +42,7 @@ def check_folder(subject: str, pool: TargetConfig | DraftConfig) -> Iterator[Fin
     """One model, for the workers of one pool."""
     try:
         check_model(pool.model, "model")
-        check_tokenizer(pool.model)
+        check_tokenizer(pool.model, "model")
     except CheckError as error:
         again = f"; {COPY_AGAIN}" if is_folder(expanded(pool.model)) else ""
         yield problem(subject, str(error), f"see `paceline config`{again}")
