@@ -80,12 +80,12 @@ def name_of(role: str) -> str:
 
 def read(files: TlsFiles, role: str, now: datetime) -> Credentials:
     """Read and examine the files of a process with this role. Raises :class:`TlsError`."""
-    chain_pem, key_pem = _content("certificate", files.certificate), _content("key", files.key)
-    authority_pem = _content("authority", files.authority)
+    chain_pem, key_pem = content("certificate", files.certificate), content("key", files.key)
+    authority_pem = content("authority", files.authority)
     own, *between = certificates_in("certificate", files.certificate, chain_pem)
     authorities = certificates_in("authority", files.authority, authority_pem)
     where = f"certificate {files.certificate}"
-    if _public_key(files.key, key_pem) != own.public_key():
+    if public_key(files.key, key_pem) != own.public_key():
         raise TlsError(f"key {files.key}: is not the key of the certificate {files.certificate}")
     for signed in (own, *between):
         _check_time(where, signed, now)
@@ -163,7 +163,8 @@ def objection_to(auth_context: Mapping[str, Iterable[bytes]]) -> str:
     return f"its certificate is for {_listed(names)}, not for {name_of('router')}"
 
 
-def _content(kind: str, path: Path) -> bytes:
+def content(kind: str, path: Path) -> bytes:
+    """Of a file. Raises :class:`TlsError`."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -181,8 +182,8 @@ def certificates_in(kind: str, path: Path, pem: bytes) -> list[x509.Certificate]
     return found
 
 
-def _public_key(path: Path, pem: bytes) -> PublicKeyTypes:
-    """What belongs to a private key."""
+def public_key(path: Path, pem: bytes) -> PublicKeyTypes:
+    """What belongs to a private key. Raises :class:`TlsError`."""
     try:
         return load_pem_private_key(pem, password=None).public_key()
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:

@@ -5,27 +5,22 @@ A certificate names the role of its holder among its DNS names: ``router.pacelin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from cluster.config.security import ROLE
 from cluster.doctor.finding import Finding, ok, problem, warning
-from transport.tls import TlsError, certificates_in, dns_names, name_of, signers, valid
+from transport.tls import TlsError, certificates_in, content, dns_names, name_of, public_key, signers, valid
 
 SUBJECT = "certificate"
 SOON = timedelta(days=14)
 SERVER, CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
 USES = {"router": (CLIENT, "client auth"), "target": (SERVER, "server auth"), "draft": (SERVER, "server auth")}
 """What a role does: workers answer, routers connect."""
-Content = TypeVar("Content")
 
 
 def check_all(certificate: str, key: str, authority: str) -> Iterator[Finding]:
@@ -39,17 +34,15 @@ def check_all(certificate: str, key: str, authority: str) -> Iterator[Finding]:
 def check(certificate: Path, key: Path, authority: Path, now: datetime) -> Iterator[Finding]:
     """All that can be known of the three files without connecting anywhere."""
     try:
-        (own, *between), authorities = (
-            _read(file, "certificate in PEM that can be read", partial(certificates_in, SUBJECT, file))
-            for file in (certificate, authority)
-        )
-        private = _read(key, "private key in PEM without a password", partial(load_pem_private_key, password=None))
+        own, *between = certificates_in("certificate", certificate, content("certificate", certificate))
+        authorities = certificates_in("authority", authority, content("authority", authority))
+        of_key = public_key(key, content("key", key))
     except TlsError as error:
         yield problem(SUBJECT, str(error), "write it again; `security` in the configuration names the files")
         return
     faults = [finding for one in (own, *between) for finding in _validity(certificate, one, now)]
     faults += _check_uses(certificate, own)
-    if own.public_key() != private.public_key():
+    if own.public_key() != of_key:
         text = f"{key} is not the key of {certificate}"
         faults.append(problem(SUBJECT, text, "mount certificate and key of the same Secret, or make both again"))
     trusted = signers(own, between, authorities)
@@ -91,12 +84,3 @@ def _check_uses(file: Path, certificate: x509.Certificate) -> Iterator[Finding]:
         use, name = USES[role]
         if use not in allowed:
             yield problem(SUBJECT, f"{file} is for a {role} and not meant for {name}", f"issue it for {name}")
-
-
-def _read(file: Path, what: str, load: Callable[[bytes], Content]) -> Content:
-    try:
-        return load(file.read_bytes())
-    except OSError as error:
-        raise TlsError(f"cannot read {file}: {error.strerror}") from error
-    except (TlsError, ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise TlsError(f"{file} holds no {what}") from error

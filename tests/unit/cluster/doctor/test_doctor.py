@@ -587,7 +587,7 @@ def test_certificates_of_the_roles_on_this_machine(tmp_path):
     paths = [f"{tmp_path}/{{role}}/{name}" for name in ("tls.crt", "tls.key", "ca.crt")]
     assert "router/tls.crt" in only(certificates.check_all(*paths))
     (router / "tls.crt").unlink()
-    assert f"cannot read {router}/tls.crt" in only(certificates.check_all(*paths))
+    assert f"certificate {router}/tls.crt: cannot be read" in only(certificates.check_all(*paths))
 
 
 def test_certificate_files_that_are_missing_or_none(tmp_path, authorities):
@@ -600,7 +600,7 @@ def test_certificate_files_that_are_missing_or_none(tmp_path, authorities):
         file.write_text("rubbish")
         assert words in only(certificates.check(*files, now=NOW))
         file.unlink()
-        assert f"cannot read {file}: No such file" in only(certificates.check(*files, now=NOW))
+        assert f"{file}: cannot be read: No such file" in only(certificates.check(*files, now=NOW))
         file.write_bytes(kept)
 
 
