@@ -13,8 +13,7 @@ from ray import serve
 from cluster.config.config import Config, from_mapping
 from cluster.placement import ROUTER, living, with_routers
 from cluster.ray.parts import options
-from cluster.ray.router_replica import RouterReplica
-from cluster.ray.worker_replicas import ServedWorker
+from cluster.ray.replicas import RouterReplica, ServedWorker
 
 _OPTIONS: dict[str, Any] = {
     "health_check_period_s": 2.0,

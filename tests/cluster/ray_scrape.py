@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import httpx
 
-from cluster.ray.metrics import copy_metrics
+from cluster.ray.replicas import copy_metrics
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
 from router.sessions.tally import RouterCounters
 from router.telemetry.metrics import RouterMetrics

@@ -21,7 +21,7 @@ from cluster.config.serving import router_settings
 from cluster.console import CommandError
 from cluster.discovery import ServeDirectory, StaticDirectory
 from cluster.placement import GPU_CLASS, ClusterNode, Need, lacking, needs
-from cluster.ray import connection, router_replica, worker_replicas
+from cluster.ray import connection, replicas
 from cluster.ray.cluster import reason_in
 from cluster.ray.parts import LOCAL_DRAIN_SECONDS, SETTINGS, STOP_SECONDS, declaration, known, options, outline
 from cluster.serve_app import build
@@ -486,9 +486,9 @@ def test_a_router_looks_where_serve_listens(monkeypatch, host, args, open_to_all
     config = from_mapping({"ray": {"address": "auto"}} | args, "args")
     if open_to_all:
         with pytest.raises(SecurityError, match=r"^0\.0\.0\.0 can be reached .*--api-keys"):
-            router_replica._check_doors(config)
+            replicas._check_doors(config)
     else:
-        router_replica._check_doors(config)
+        replicas._check_doors(config)
 
 
 @pytest.mark.parametrize(
@@ -507,14 +507,14 @@ def test_a_router_serves_in_no_ray_cluster_that_is_open_to_all(monkeypatch, host
     config = from_mapping(args, "args")
     if refused:
         with pytest.raises(CommandError, match=r"asks for no token: .* RAY_AUTH_MODE=token"):
-            router_replica._check_doors(config)
+            replicas._check_doors(config)
     else:
-        router_replica._check_doors(config)
+        replicas._check_doors(config)
 
 
 async def test_a_router_that_anyone_could_use_does_not_start(monkeypatch):
     http_at(monkeypatch, "0.0.0.0")
-    kind = router_replica.RouterReplica
+    kind = replicas.RouterReplica
     monkeypatch.setattr(kind, "__del__", lambda self: None)
     with pytest.raises(SecurityError):
         await kind.__init__(kind.__new__(kind), from_mapping({"ray": {"address": "auto"}}, "args"), [])
@@ -523,7 +523,7 @@ async def test_a_router_that_anyone_could_use_does_not_start(monkeypatch):
 def test_a_worker_on_a_node_of_ipv6_has_an_address(monkeypatch):
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "2001:db8::7")
     config = from_mapping({"ray": {"address": "auto"}, "router": {"allow_remote": True}}, "args")
-    assert worker_replicas._listen(config) == "[2001:db8::7]:0"
+    assert replicas._listen(config) == "[2001:db8::7]:0"
 
 
 @pytest.mark.parametrize("allowed", [True, False])
@@ -535,7 +535,7 @@ def test_a_worker_of_paceline_up_is_told_whether_it_may_listen_beyond_loopback(m
         environment = options(config, pool, settings=True)["ray_actor_options"]["runtime_env"]["env_vars"]
         monkeypatch.setenv(SETTINGS, environment[SETTINGS])
         if allowed:
-            assert worker_replicas._listen(known(outline(config))) == "192.0.2.5:0"
+            assert replicas._listen(known(outline(config))) == "192.0.2.5:0"
         else:
             with pytest.raises(SecurityError, match=r"^192\.0\.2\.5 can be reached"):
-                worker_replicas._listen(known(outline(config)))
+                replicas._listen(known(outline(config)))

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.config.config import Config, from_mapping
 from cluster.config.security import SecurityError
-from cluster.ray import router_replica, worker_replicas
+from cluster.ray import replicas
 from router import service
 from router.generation import ServedModel
 from router.sessions.pool import Peer
@@ -55,11 +55,11 @@ async def started(kind: Any, monkeypatch: pytest.MonkeyPatch, *args: object) -> 
 def router(monkeypatch: pytest.MonkeyPatch, security: dict[str, str]) -> Any:
     """Starts a router's replica in a cluster that is not there."""
     nothing = SimpleNamespace(start=lambda *_: None)
-    monkeypatch.setattr(router_replica, "_check_doors", lambda _config: None)
-    monkeypatch.setattr(router_replica, "ServeDirectory", lambda *_: nothing)
-    monkeypatch.setattr(router_replica, "copy_metrics", lambda _collect: asyncio.sleep(0))
+    monkeypatch.setattr(replicas, "_check_doors", lambda _config: None)
+    monkeypatch.setattr(replicas, "ServeDirectory", lambda *_: nothing)
+    monkeypatch.setattr(replicas, "copy_metrics", lambda _collect: asyncio.sleep(0))
     monkeypatch.setattr(service, "freeze_loaded", lambda: None)
-    return started(router_replica.RouterReplica, monkeypatch, on_a_cluster(security), [])
+    return started(replicas.RouterReplica, monkeypatch, on_a_cluster(security), [])
 
 
 async def test_a_router_shows_workers_its_certificate(router: Any, security: dict[str, str]) -> None:
@@ -116,7 +116,7 @@ async def test_a_worker_listens_with_its_certificate(
 ) -> None:
     deployment = f"{name.capitalize()}Worker"
     with pytest.raises(OpenedError) as opened:
-        await started(worker_replicas.ServedWorker, monkeypatch, on_a_cluster(security), deployment)
+        await started(replicas.ServedWorker, monkeypatch, on_a_cluster(security), deployment)
     assert opened.value.args == (name, f"{ADDRESS}:0", Path(security["certificate"].format(role=name)))
 
 
@@ -125,5 +125,5 @@ async def test_a_worker_that_anyone_could_use_does_not_listen(
     name: str, doors: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SecurityError, match=rf"^{ADDRESS} can be reached from other machines"):
-        await started(worker_replicas.ServedWorker, monkeypatch, on_a_cluster({}), f"{name.capitalize()}Worker")
+        await started(replicas.ServedWorker, monkeypatch, on_a_cluster({}), f"{name.capitalize()}Worker")
     assert not asyncio.all_tasks() - {asyncio.current_task()}

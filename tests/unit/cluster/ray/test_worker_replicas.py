@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import Metric
 
-from cluster.ray import worker_replicas
+from cluster.ray import replicas
 from router.telemetry.families import UNREADABLE
 
 
@@ -43,15 +43,15 @@ async def test_a_worker_with_certificates_tells_when_they_end(monkeypatch, files
         finally:
             ended.append(True)
 
-    monkeypatch.setattr(worker_replicas, "copy_metrics", copy_metrics)
+    monkeypatch.setattr(replicas, "copy_metrics", copy_metrics)
     worker = FakeWorker()
     # One of the class has a destructor that must be awaited.
     replica = SimpleNamespace(_exit_on_failure=worker.wait, _copying=None)
     certified = SimpleNamespace(certificates=tuple(map(Path, files))) if files else None
-    await worker_replicas.ServedWorker._begin(replica, worker, 1.0, certified)
+    await replicas.ServedWorker._begin(replica, worker, 1.0, certified)
     await asyncio.sleep(0)
     assert heard == told
-    await worker_replicas.ServedWorker.__del__(replica)
+    await replicas.ServedWorker.__del__(replica)
     assert worker.drained.is_set()
     await asyncio.sleep(0)
     assert len(ended) == len(told)
