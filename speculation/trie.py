@@ -219,6 +219,7 @@ class SpeculationTrie:
         root, limits, reached = self._root, self.limits, [self._root]
         assert self._digests[-1] == digests.of(self._tokens), "the digest is not that of the committed tokens"
         assert (root.end, root.digest, root.weight) == (self.position, self.digest, 1.0), f"the root is at {root.end}"
+        assert root.parent is None, "the root hangs from what was before"
         for node in reached:
             assert node.end - self.position <= limits.depth, f"a draft is {node.end - self.position} tokens deep"
             assert len(node.children) <= limits.children, f"{len(node.children)} children at {node.end}"

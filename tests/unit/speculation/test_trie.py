@@ -33,6 +33,7 @@ def test_a_chain_is_offered_in_order_and_survives_as_far_as_it_was_right():
     assert tree.tokens == (4, 5, 6)
     assert tree.parents == (ANCHOR, 0, 1)
     t.advance([4, 5])
+    t.validate()
     assert t.tokens == [1, 2, 3, 4, 5]
     assert t.select(8).tokens == (6,)
     t.advance([7])
@@ -75,6 +76,7 @@ def test_the_chain_of_an_offer_follows_the_best_child_of_each_place():
         (lambda t: setattr(t.root.children[4].children[5], "parent", t.root), "token 5 at 4 hangs from elsewhere"),
         (lambda t: t.root.children.update({7: t.root.children[4]}), "token 7 at 3 hangs from elsewhere"),
         (lambda t: t.root.children.pop(4), "3 nodes, 1 below the root"),
+        (lambda t: setattr(t.root, "parent", t.root.children[4]), "the root hangs from what was before"),
         (lambda t: t._tokens.append(9), "the digest is not that of the committed tokens"),
         (lambda t: setattr(t, "limits", TrieLimits(nodes=1)), "2 draft tokens, 1 are allowed"),
         (lambda t: setattr(t, "limits", TrieLimits(depth=1)), "a draft is 2 tokens deep"),
