@@ -149,6 +149,21 @@ def test_what_a_suspect_had_reserved_is_free_again(leaves):
     router.open(3, T1)
 
 
+def test_a_suspect_is_kept_one_target_free_however_often_it_asks():
+    router = Router()
+    router.open(1, T0)
+    router.open(2, T1)
+    router.die(T0)
+    router.up = [T1]
+    router.ask(1)  # T1 is kept free for it, once 2 has committed there
+    router.known.opened(SessionId(3), T0, 1)
+    router.at[3] = T0, 1
+    router.up = [T0]
+    assert router.ask(1) == Placed(Role.TARGET, None, queued=True)
+    router.commit(3)
+    router.open(4, T0)
+
+
 def test_a_suspect_is_kept_another_target_free_when_the_first_drains():
     router = Router()
     router.open(1, T0)
@@ -229,6 +244,35 @@ def test_deaths_that_nobody_is_guilty_of_speak_for_the_suspects():
     router.die(T1)
     router.open(1, T0)  # a third try
     router.die(T0)
+    router.now += WATCH
+    assert router.ask(1) == PoisonRequest(3)
+
+
+def test_a_death_speaks_for_the_suspects_of_later_ones_for_a_while_and_nobody_who_had_finished_is_guilty():
+    def condemned(later: float) -> bool:
+        router = Router()
+        router.open(1, T1)
+        router.commit(1)
+        router.known.ended(SessionId(1), finished=True)
+        router.die(T1)
+        router.now += later
+        for _ in range(2):
+            router.open(2, T0)
+            router.die(T0)
+        router.now += WATCH
+        return isinstance(router.ask(2), PoisonRequest)
+
+    assert not condemned(0.0)
+    assert condemned(PoisonLimits().memory)
+
+
+def test_however_often_workers_die_of_nobody_a_suspect_has_only_so_many_tries():
+    router = Router(PoisonLimits(max_tries=3))
+    for _ in range(5):
+        router.die(T1)
+    for _ in range(3):
+        router.open(1, T0)
+        router.die(T0)
     router.now += WATCH
     assert router.ask(1) == PoisonRequest(3)
 
@@ -330,10 +374,13 @@ def test_nothing_is_remembered_of_sessions_that_are_over():
     router.open(2, T1)
     router.die(T0)
     router.up = [T1]
+    router.open(3, T1)
+    router.commit(3)
     router.ask(1)
-    for session in (1, 2):
+    for session in (1, 2, 3):
         router.known.ended(SessionId(session), finished=False)
-    assert (router.known._waiting, router.known._suspicions) == ({}, {})
+    router.die(T1)  # they had left it
+    assert (router.known._waiting, router.known._suspicions, router.known._implicated) == ({}, {}, {})
     assert not any(
         getattr(router.known, name) for name in ("_opened", "_unproven", "_reserved", "_reached", "_died_under")
     )
