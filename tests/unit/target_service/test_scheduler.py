@@ -227,6 +227,30 @@ def test_none_starts_before_there_is_room_for_it_nor_ahead_of_one_that_waits():
         assert names(made.running) == running
 
 
+def test_none_starts_without_room_for_those_that_run_to_grow():
+    blocks = [100]
+    made = scheduler(blocks)
+    made.add(Job("a", 16, blocks))
+    for job, one in made.step(unbounded)[0]:
+        job.feed(one.num_scheduled_tokens)
+        job.tokens += 1
+    made.add(Job("b", 15, blocks, 1.0))
+    growth = [job.blocks_needed(job.num_uncomputed_tokens + HEADROOM) for job in (*made.running, *made.waiting)]
+    for room, running in ((sum(growth) - 1, "a"), (sum(growth), "ab")):
+        blocks[0] = room
+        made.step(unbounded)
+        assert names(made.running) == running
+
+
+def test_whatever_its_rank_nobody_has_more_turns_than_others():
+    blocks = [100]
+    made = Scheduler[Job](8, Budget(tokens=2), lambda: blocks[0])
+    for arrived, name in enumerate("abc"):
+        made.add(Job(name, 2, blocks, arrived, cached=1))
+    took_part = [names([job for job, _ in made.step(unbounded)[0]]) for _ in range(6)]
+    assert sorted("".join(took_part)) == sorted("abc" * 4)
+
+
 def test_the_last_in_rank_is_preempted_and_keeps_its_place():
     blocks = [100]
     made = scheduler(blocks)
