@@ -200,7 +200,7 @@ class DraftSession:
     def _worth_expanding(self, leaves: Iterable[Node]) -> list[Node]:
         deepest, min_weight = self.trie.position + self._depth, self.min_weight
         worth = [node for node in leaves if node.weight >= min_weight and node.end < deepest]
-        return [node for node in worth if node is self.trie.root or node.token not in self.opened.limits.stop_tokens]
+        return [node for node in worth if node.token not in self.opened.limits.stop_tokens]
 
     def levels_below(self, node: Node) -> int:
         """How many tokens may be drafted below a place, one after another."""
