@@ -136,7 +136,7 @@ class RetryState:
         if queued:
             self._searching_since = now
             return None
-        if self.crowded and begun and not self.avoid:
+        if self.crowded and begun:
             self.end_search()  # whoever was full is gone: that is another wait
             self.begin_search(now)
         longest = self._bounds.begun_timeout if begun else self._bounds.placement_timeout

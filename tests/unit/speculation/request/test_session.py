@@ -261,6 +261,19 @@ def test_drafters_that_are_full_are_asked_again_for_as_long_as_they_are():
     assert wake.at - now <= 1.0
 
 
+def test_a_timer_for_something_sooner_does_not_put_off_asking_full_drafters_again():
+    session = running()
+    session.handle(0.1, Draining(T0))
+    (sooner,) = session.handle(0.1, Placed(Role.TARGET, None))
+    assert session.handle(0.1, Received(D0, Refused(ID, 2, RefusalCode.OVERLOADED))) == [
+        Place(Role.DRAFT, frozenset({D0, T0}))
+    ]
+    session.handle(0.1, Stays(T0))
+    (again,) = session.handle(sooner.at, Tick())
+    assert sooner.at < again.at <= 1.1
+    assert Place(Role.DRAFT, frozenset()) in session.handle(again.at, Tick())
+
+
 def test_a_text_that_begins_where_a_target_drains_looks_for_its_revision_elsewhere():
     session = running()
     session.handle(0.1, Draining(T0))
@@ -287,6 +300,9 @@ def test_a_drafter_that_keeps_losing_the_thread_is_given_up():
         if effects:
             session.handle(0.1, Placed(Role.DRAFT, D0))
     assert effects == []
+    assert session.handle(0.2, Available(Role.DRAFT)) == [Place(Role.DRAFT, frozenset())]  # another has come
+    session.handle(0.2, Placed(Role.DRAFT, D0))
+    assert session.handle(0.2, Received(D0, Refused(ID, 5, RefusalCode.UNKNOWN_SESSION))) == []
 
 
 def test_a_proposal_of_nothing_goes_nowhere_and_proves_nothing():
@@ -434,6 +450,15 @@ def test_a_migration_target_that_is_far_behind_computes_more_before_the_session_
     assert session.moved == 1
 
 
+@pytest.mark.parametrize("further", [0, 1])
+def test_a_migration_target_takes_over_once_it_is_near(further):
+    session = leaving()
+    warm = replace(verified(session, 9), epoch=3)
+    session.handle(0.3, Received(T0, verified(session, *range(SessionLimits().max_migration_lag + further))))
+    session.handle(0.4, Received(T1, warm))
+    assert session.moved == 1 - further
+
+
 @pytest.mark.parametrize(("own", "warming"), [(0, 1), (-3, -2), (MAX_PRIORITY, MAX_PRIORITY)])
 def test_a_migration_target_prefills_behind_those_whose_clients_wait(own, warming):
     """Each time; where it takes over, its client waits as well."""
@@ -511,6 +536,12 @@ def test_what_becomes_of_a_migration_target():
     session = leaving()
     effects = session.handle(0.3, Draining(T1))
     assert effects == [Send(T1, Close(ID, 3)), Place(Role.TARGET, frozenset({T0, T1}))]
+
+
+def test_who_could_not_take_over_is_not_asked_first_after_a_loss():
+    session = leaving()
+    session.handle(0.3, Received(T1, Refused(ID, 3, RefusalCode.OVERLOADED)))
+    assert Place(Role.TARGET, frozenset({T0, T1})) in session.handle(0.3, Lost(T0))
 
 
 def asked_again(session: Session, now: float, epoch: int, code: RefusalCode | None, *commits: int):
@@ -666,6 +697,24 @@ def test_without_any_target_it_waits_and_then_says_so():
     assert session.handle(31.0, Placed(Role.TARGET, None)) == [
         Fail(FailureCode.UNAVAILABLE, "no target worker is available")
     ]
+
+
+@pytest.mark.parametrize("event", [Lost(T0), Faulted(T0, 1, "garbage")])
+def test_after_a_loss_or_a_fault_a_target_is_looked_for_as_long_as_at_first(event):
+    session = running()
+    session.handle(29.0, event)
+    assert not failures(session.handle(58.0, Placed(Role.TARGET, None)))
+    assert failures(session.handle(59.0, Placed(Role.TARGET, None))) == [FailureCode.UNAVAILABLE]
+
+
+def test_a_token_ends_the_search_before_it():
+    session = running()
+    session.handle(0.1, Received(T0, verified(session, 4)))
+    session.handle(1.0, Lost(T0))
+    session.handle(2.0, Placed(Role.TARGET, T1))
+    session.handle(2.1, Received(T1, verified(session, 5, epoch=3)))
+    session.handle(119.0, Received(T1, Refused(ID, 3, RefusalCode.DRAINING)))
+    assert not failures(session.handle(123.0, Placed(Role.TARGET, None)))
 
 
 def test_a_text_that_has_begun_waits_longer_for_a_target_to_be_started_again():
