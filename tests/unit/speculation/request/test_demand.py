@@ -36,6 +36,7 @@ def test_a_session_rests_while_its_target_asks_for_no_lead():
     one = session()
     one.handle(0.0, Available(Role.DRAFT))
     one.handle(0.0, Placed(Role.DRAFT, DRAFTER))
+    assert not one.resting
     one.handle(0.0, Received(TARGET, verification(3, 4, lead=0)))
     assert one.resting
     one.handle(0.0, Received(TARGET, verification(4, 5, lead=7, prefix=(*PROMPT, 4))))

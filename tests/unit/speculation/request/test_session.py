@@ -49,6 +49,7 @@ from speculation.messages import (
     TokenLogprobs,
     Verification,
 )
+from speculation.request.record import MAX_AGE_MS
 from speculation.request.session import Phase, Session, SessionLimits
 
 ID = SessionId(7)
@@ -134,6 +135,9 @@ def test_a_drafter_is_not_told_logprobs_which_only_clients_want_to_know():
     assert (metadata.sources, metadata.refused, metadata.recovered) == (message.sources, message.refused, True)
     assert (metadata.took_us, metadata.waited_us, metadata.logprobs) == (30, 5, message.logprobs)
     assert relayed == Send(D0, replace(message, epoch=2, logprobs=()))
+    passed = replace(verified(session, 6), logprobs=(TokenLogprobs(-1.0),))
+    object.__setattr__(passed, "passed", 2)  # as it came
+    assert session.handle(0.2, Received(T0, passed))[1] == Relay(D0, passed, 2)
 
 
 def test_a_prediction_goes_to_every_target_and_to_no_drafter():
@@ -158,9 +162,14 @@ def test_drafts_that_were_committed_before_count_once():
     session.handle(0.1, Received(T0, verified(session, 4)))
     late = Verification(ID, 1, 3, (4, 5, 6), digests.of((*PROMPT, 4, 5, 6)), accepted=2, offered=4)
     late = replace(late, sources=(Source.DRAFT, Source.LOOKUP), refused=(Source.LOOKUP, Source.DRAFT))
+    late = replace(late, logprobs=tuple(TokenLogprobs(-token) for token in late.tokens))
     (emit, _) = session.handle(0.2, Received(T0, late))
     assert (emit.tokens, emit.accepted, emit.offered) == ((5, 6), 1, 3)
     assert (emit.metadata.sources, emit.metadata.refused) == ((Source.LOOKUP,), (Source.LOOKUP, Source.DRAFT))
+    assert emit.metadata.logprobs == (TokenLogprobs(-5), TokenLogprobs(-6))
+    later = Verification(ID, 1, 4, (5, 6, 7), digests.of((*PROMPT, 4, 5, 6, 7)), accepted=1, offered=2)
+    (emit, _) = session.handle(0.3, Received(T0, later))
+    assert (emit.tokens, emit.accepted, emit.offered) == ((7,), 0, 1)
 
 
 def test_what_was_cached_counts_for_the_prompt_only():
@@ -169,6 +178,7 @@ def test_what_was_cached_counts_for_the_prompt_only():
     session.handle(0.2, Lost(T0))
     (opening,) = sent(session.handle(0.2, Placed(Role.TARGET, T1)), Open)
     message = replace(verified(session, 5, epoch=opening.message.epoch), cached=3)
+    message = replace(message, prompt_logprobs=(TokenLogprobs(-1.0),))
     assert session.handle(0.3, Received(T1, message))[0] == Emit((5,), 0, 0)
 
 
@@ -481,10 +491,11 @@ def test_a_migration_target_that_never_catches_up_takes_over_at_last():
     assert session.moved == 1
 
 
-def test_where_a_session_is_opened_again_it_keeps_its_age():
+@pytest.mark.parametrize(("now", "age_ms"), [(2.5, 2500), (1e8, MAX_AGE_MS)])
+def test_where_a_session_is_opened_again_it_keeps_its_age(now, age_ms):
     session = running()
-    (opening,) = sent(session.handle(2.5, Lost(T0)) + session.handle(2.5, Placed(Role.TARGET, T1)), Open)[:1]
-    assert opening.message.age_ms == 2500
+    (opening,) = sent(session.handle(now, Lost(T0)) + session.handle(now, Placed(Role.TARGET, T1)), Open)[:1]
+    assert opening.message.age_ms == age_ms
 
 
 def test_who_is_condemned_where_it_still_runs_asks_again():
