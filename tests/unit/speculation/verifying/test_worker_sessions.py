@@ -596,6 +596,54 @@ def test_drafts_that_the_target_seems_not_to_have_are_sent_again():
     assert added(verifying, again) == len(again.tokens) == 3
 
 
+def test_only_what_is_ignored_again_and_again_is_sent_again_and_less_and_less_often():
+    limits = DraftLimits(lead=40, hold=1, hungry_width=4, bytes_a_token=1e4)
+    drafting, text = DraftSession(opened(end=100), vocabulary=100, limits=limits), PROMPT
+    grow(drafting, *range(4, 34))
+
+    def sent_again_after(*offers: int) -> list[int]:
+        nonlocal text
+        found = []
+        for number, offered in enumerate(offers, start=1):
+            position, text = len(text), (*text, len(text) + 1)
+            drafting.verified(Verification(SessionId(1), 4, position, text[-1:], digests.of(text), offered, offered))
+            found += [number] * bool(drafting.pushes())
+        return found
+
+    assert sent_again_after(0, 0, 1, 0, 0, 0) == [6]
+    assert sent_again_after(0, 0, 0, 0, 0, 1, 0, 0, 0) == [9]
+    assert sent_again_after(0, 0, 0, 0, 0, 0) == [6]
+
+
+@pytest.mark.parametrize("sent", [4, 5])
+def test_what_is_drafted_anew_has_room_beside_what_was_sent(sent):
+    limits = DraftLimits(lead=8, nodes=8, hold=1, hungry_width=4)
+    session = DraftSession(opened(), vocabulary=100, limits=limits)
+    grow(session, *range(4, 4 + sent))
+    session.redraft()
+    assert len(session.trie) == (4 if sent == 4 else 0)
+    assert session.frontier() == [session.trie.root]
+
+
+def test_what_was_not_sent_is_forgotten_where_all_is_drafted_anew():
+    session = draft(hold=4)
+    assert len(grow(session, 4, 5)) == 1
+    session.redraft()
+    assert [node.token for node in session.trie] == [4]
+    assert session.pushes() == []
+    session.expand(session.trie.root, [Candidate(6, 0.9)])
+    assert len(session.pushes()) == 1, "the target waits for it, whatever it has from before"
+
+
+def test_under_the_rejection_rule_what_was_drawn_is_not_drawn_anew():
+    session = draft(speculation=Speculation(rule=Rule.REJECTION))
+    q = Support((4, 5), (SUPPORT_TOTAL // 2, SUPPORT_TOTAL // 2))
+    session.expand(session.trie.root, [Candidate(4, 0.5, q)])
+    session.redraft()
+    (proposal,) = session.pushes()
+    assert proposal.tokens == (4,)
+
+
 def test_nothing_is_drafted_after_a_stop_token_or_past_the_end():
     session = draft(stop=frozenset({5}))
     grow(session, 4, 5)
