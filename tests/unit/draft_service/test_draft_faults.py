@@ -22,6 +22,7 @@ from speculation import digest as digests
 from speculation.drafting.draft_session import DraftLimits
 from speculation.drafting.guesses import Forward
 from speculation.messages import (
+    Close,
     FinishReason,
     Limits,
     Open,
@@ -313,6 +314,18 @@ def test_a_text_without_room_is_refused_before_a_session_is_made_of_it(
         ((_, refused),) = worker.receive(ROUTER, opened(1, [5] * length))
         assert isinstance(refused, Refused) and refused.code is code
     held.free()
+    monkeypatch.undo()
+    assert worker.receive(ROUTER, opened(1, [5] * 1024)) == []
+    close(worker)
+
+
+def test_only_who_closes_its_newest_opening_ends_a_session(model: Model) -> None:
+    worker = drafter(model)
+    opening = opened(1, (5, 6))
+    for epoch, close_epoch, sessions in ((3, 2, 1), (3, 3, 0), (5, 6, 0)):
+        worker.receive(ROUTER, replace(opening, epoch=epoch))
+        worker.receive(ROUTER, Close(SessionId(1), close_epoch))
+        assert worker.load().sessions == sessions
     close(worker)
 
 

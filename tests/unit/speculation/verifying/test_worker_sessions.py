@@ -625,6 +625,16 @@ def test_what_is_drafted_anew_has_room_beside_what_was_sent(sent):
     assert session.frontier() == [session.trie.root]
 
 
+def test_what_was_sent_is_gone_through_again_where_all_is_drafted_anew():
+    session = draft()
+    grow(session, 4, 5)
+    session.redraft()
+    for node in list(session.trie):
+        assert session.frontier() == [node.above]
+        assert session.expand(node.above, [Candidate(node.token, 0.9)]) == 0
+    assert [node.token for node in session.frontier()] == [5]
+
+
 def test_what_was_not_sent_is_forgotten_where_all_is_drafted_anew():
     session = draft(hold=4)
     assert len(grow(session, 4, 5)) == 1
