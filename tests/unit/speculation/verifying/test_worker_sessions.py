@@ -635,6 +635,34 @@ def test_what_was_sent_is_gone_through_again_where_all_is_drafted_anew():
     assert [node.token for node in session.frontier()] == [5]
 
 
+def test_what_hangs_from_places_that_were_not_gone_through_again_waits_for_them():
+    session = draft()
+    grow(session, 4, 5, 6)
+    session.redraft()
+    for token in (4, 5):
+        session.expand(session.frontier()[0], [Candidate(token, 0.9)])
+    session.verified(Verification(SessionId(1), 4, 3, (4,), digests.of((*PROMPT, 4)), 1, 1))
+    assert [node.token for node in session.frontier()] == [5]
+
+
+def test_a_place_that_is_drafted_anew_has_room_for_others_beside_what_was_sent():
+    session = draft()
+    for tokens in ((4, 5, 6), (7, 8, 9)):
+        candidates = [Candidate(token, sure) for token, sure in zip(tokens, (0.2, 0.15, 0.1), strict=True)]
+        assert session.expand(session.trie.root, candidates) == 3
+        session.pushes()
+        session.redraft()
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_what_a_draft_costs_counts_where_no_choice_among_drafts_changes_the_law(rule):
+    session = draft(speculation=Speculation(rule=rule))
+    q = Support((4, 5), (SUPPORT_TOTAL // 2, SUPPORT_TOTAL // 2)) if rule is Rule.REJECTION else None
+    session.expand(session.trie.root, [Candidate(4, 0.5, q)])
+    session.price = 0.9
+    assert bool(session.frontier()) is (rule is Rule.REJECTION)
+
+
 def test_what_was_not_sent_is_forgotten_where_all_is_drafted_anew():
     session = draft(hold=4)
     assert len(grow(session, 4, 5)) == 1
