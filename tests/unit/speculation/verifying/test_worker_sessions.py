@@ -669,8 +669,14 @@ def test_what_was_not_sent_is_forgotten_where_all_is_drafted_anew():
     session.redraft()
     assert [node.token for node in session.trie] == [4]
     assert session.pushes() == []
+
+
+def test_what_is_drafted_anew_is_sent_at_once_whatever_was_sent_before():
+    session = draft(hold=4)
+    grow(session, 4)
+    session.redraft()
     session.expand(session.trie.root, [Candidate(6, 0.9)])
-    assert len(session.pushes()) == 1, "the target waits for it, whatever it has from before"
+    assert len(session.pushes()) == 1
 
 
 def test_under_the_rejection_rule_what_was_drawn_is_not_drawn_anew():
