@@ -178,7 +178,8 @@ class PoisonDetector:
             return
         death = _Death(now, set(there))
         self._deaths.append(death)
-        self._died_under |= opened
+        for session, epoch in opened.items():
+            self._died_under[session] = max(epoch, self._died_under.get(session, 0))
         for session in there & self._opened:
             implication = self._implicated.setdefault(session, _Implication())
             implication.position = self._reached[session] + WELL_PAST if session in self._reached else 0
