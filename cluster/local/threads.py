@@ -38,8 +38,8 @@ from engine.host.memory import control_groups
 
 MEASURE_SECONDS = 15.0
 """How long measuring may take, loading included: it delays the first start, and gains little where cores are busy. Two
-cores of an AMD EPYC with AVX2 alone take 11 s for the bundled pair and 12 for 287M parameters, 5 of them for imports; the
-division without a measurement promises 0.73 of the tokens of the best one there."""
+cores of an AMD EPYC with AVX2 alone take 11 s for the bundled pair and 12 for 287M parameters, 5 of them for imports;
+the division without a measurement promises 0.73 of the tokens of the best one there."""
 
 LAYOUT = 3
 """Number of the file's layout; a file with another is not read."""
