@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+from asyncio.subprocess import PIPE
 from dataclasses import replace
 
 import pytest
 
+from benchmarks.harness.processes import ReadyProcess
 from benchmarks.http import load
+from benchmarks.http.load import Contest
 from benchmarks.http.scale import (
     BARE,
     CONTENDERS,
@@ -49,6 +54,24 @@ def test_features_are_compared_where_both_kept_up() -> None:
     late = replace(POINT, asked=9000.0, cpu_us_per_token=1.0)
     assert features_over_router([POINT, with_features, late, replace(late, contender=FEATURES)]) == 1.2
     assert features_over_router([POINT, late, replace(late, contender=FEATURES)]) is None
+
+
+async def test_what_threads_used_counts_when_they_have_ended() -> None:
+    code = """
+import sys, threading, time
+def burn():
+    while time.thread_time() < 0.1: pass
+thread = threading.Thread(target=burn)
+thread.start(), thread.join()
+print(time.process_time(), flush=True)
+sys.stdin.read()
+"""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdin=PIPE, stdout=PIPE)
+    assert process.stdout is not None
+    said = float(await process.stdout.readline())
+    used = Contest(ROUTER, 1, ScaleOptions(), print)._usage(ReadyProcess("router", process, ""))
+    await process.communicate(b"")
+    assert used.cpu >= said and used.memory_kb > 0
 
 
 @pytest.mark.thorough
