@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from cluster.config.config import Config
 from cluster.config.environment import COMMIT, expanded, is_folder, pinned
-from cluster.config.pools import AT_DRAFTER, LOADED, MTP, DraftConfig, TargetConfig
+from cluster.config.pools import AT_DRAFTER, LOADED, MTP, DraftConfig, Pool, TargetConfig
 from cluster.config.security import check_http_exposure, check_security, check_worker_exposure
 from cluster.config.serving import difference
 from cluster.config.settings import AUTO
@@ -35,13 +35,19 @@ def check(config: Config) -> None:
     if config.on_this_machine:  # in a cluster it may be our own, to be updated
         check_free(join(config.router.host, config.router.port))
     for pool in config.nonempty_pools():
-        named = {name: f"{pool.path}.{name}" for name in LOADED} | {"shared": "--draft"}
-        named |= {} if pool.model else {"model": f"--{pool.path}"}
+        named = {name: f"{pool.path}.{name}" for name in LOADED} | {"shared": "--draft", "model": _named(pool)}
         check_loaded(pool.settings, config.shared_draft(pool), named)
     check_ranks(config)
     for pool in config.pools():
         if pool.role is Role.TARGET:
-            check_tokenizer(config.router.tokenizer or pool.settings.model, "router.tokenizer")
+            flag = "router.tokenizer" if config.router.tokenizer else _named(pool)
+            instead = "set router.tokenizer to a folder that has one"
+            check_tokenizer(config.router.tokenizer or pool.settings.model, flag, instead)
+
+
+def _named(pool: Pool) -> str:
+    """What names the model of a pool: the flag, where there is one."""
+    return f"{pool.path}.model" if pool.model else f"--{pool.path}"
 
 
 def check_loaded(settings: TargetConfig | DraftConfig, shared: DraftConfig | None, named: Mapping[str, str]) -> None:
@@ -165,9 +171,7 @@ def check_head(folder: str, flag: str) -> None:
         raise CheckError(f"{flag} {folder}: not a folder of an EAGLE-3 head, there is no config.json in it")
 
 
-def check_tokenizer(
-    model: str, flag: str = "--tokenizer", instead: str = "give a folder that has with --tokenizer"
-) -> None:
+def check_tokenizer(model: str, flag: str = "--tokenizer", instead: str = "give a folder that has one") -> None:
     """Whether this is a folder with a tokenizer, or may be a hub id; ``instead``: what to do where it has none."""
     folder = expanded(model)
     if not is_folder(folder):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.config import checks
 from cluster.config.checks import CheckError, check_model, check_tokenizer
 from cluster.config.config import Override, from_mapping, load
 from cluster.config.serving import target_settings
@@ -79,3 +80,19 @@ def test_a_worker_loads_it_without_a_network(cache, tmp_path, monkeypatch):
     worker = ["worker", "target", "--model", f"Org/Name@{COMMIT}", "--threads", "1", "--listen"]
     with Paceline(*worker, f"127.0.0.1:{free_port()}") as running:
         assert running.expect(r"target worker ready on \S+ \((\S+), ") == str(cache)
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        (lambda folder: {"target": {"model": folder}, "draft": {"replicas": 0}}, "--target"),
+        (lambda folder: {"models": {"other": {"target": {"model": folder}}}}, "models.other.target.model"),
+        (lambda folder: {"router": {"tokenizer": folder}}, "router.tokenizer"),
+    ],
+)
+def test_where_a_tokenizer_is_missing_it_is_said_what_names_the_folder(tmp_path, sections, named):
+    (tmp_path / "config.json").write_bytes((TARGET / "config.json").read_bytes())
+    with pytest.raises(CheckError) as caught:
+        checks.check(from_mapping(sections(str(tmp_path)) | {"ray": {"address": "auto"}}, "test"))
+    instead = "set router.tokenizer to a folder that has one"
+    assert str(caught.value) == f"{named} {tmp_path}: has no tokenizer.json; {instead}"
