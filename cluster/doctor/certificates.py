@@ -38,7 +38,8 @@ def check(certificate: Path, key: Path, authority: Path, now: datetime) -> Itera
         authorities = certificates_in("authority", authority, content("authority", authority))
         of_key = public_key(key, content("key", key))
     except TlsError as error:
-        yield problem(SUBJECT, str(error), "write it again; `security` in the configuration names the files")
+        text = str(error).removeprefix(f"{SUBJECT} ")
+        yield problem(SUBJECT, text, "write it again; `security` in the configuration names the files")
         return
     faults = [finding for one in (own, *between) for finding in _validity(certificate, one, now)]
     faults += _check_uses(certificate, own)
