@@ -45,7 +45,10 @@ def flag(default: Any, about: str, **how: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What every run is told. A benchmark adds its own, and declares anew as flags those of these that it takes."""
+    """What every run is told. A benchmark adds its own.
+
+    Of these, ``json`` is a flag where it is not declared anew, the others where they are.
+    """
 
     BENCH: ClassVar[str]
     ABOUT: ClassVar[str]
