@@ -154,6 +154,7 @@ class Contest:
             roles = [*Role] if self.options.drafters or self.options.features else [Role.TARGET]
             port = stack.enter_context(closing(HeldPort())).number
             command = ["cluster.cli", "router", "--port", str(port), "--max-sessions", str(MAX_SESSIONS)]
+            command += ["--drain-timeout", "0"]  # streams end when told to: where that fails, never
             for role in roles:
                 command += [word for at in await self._workers(stack, role, groups) for word in (f"--{role}", at)]
         starting = child(f"{self.contender} server", *command, ready=r"(127\.0\.0\.1:\d+)")

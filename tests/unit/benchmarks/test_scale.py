@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from asyncio.subprocess import PIPE
+from asyncio.subprocess import PIPE, Process
 from dataclasses import replace
 
 import pytest
 
+from benchmarks.harness import processes
+from benchmarks.harness.options import BenchError
 from benchmarks.harness.processes import ReadyProcess
 from benchmarks.http import load
 from benchmarks.http.load import Contest
@@ -72,6 +74,24 @@ sys.stdin.read()
     used = Contest(ROUTER, 1, ScaleOptions(), print)._usage(ReadyProcess("router", process, ""))
     await process.communicate(b"")
     assert used.cpu >= said and used.memory_kb > 0
+
+
+@pytest.mark.thorough
+async def test_where_measuring_ends_early_no_router_waits_for_streams_that_go_on(monkeypatch) -> None:
+    stood_still = []
+
+    async def fails(_: Contest) -> None:
+        raise BenchError("no more")
+
+    async def abort(name: str, process: Process) -> None:
+        stood_still.append(name)
+        process.kill()
+
+    monkeypatch.setattr(Contest, "_listen", fails)
+    monkeypatch.setattr(processes, "_abort", abort)
+    with pytest.raises(BenchError, match="no more"):
+        await load.measure(ScaleOptions(streams=(3,), tokens=(90,), only=ROUTER))
+    assert not stood_still
 
 
 @pytest.mark.thorough
