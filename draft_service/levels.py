@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -130,7 +131,7 @@ class DraftLevels:
         row = 0
         for entry in entries:
             if entry.levels > 1:
-                entry.leaves = _leaves(entry, self._levels.leaves)
+                entry.leaves = _leaves(entry, self._levels.leaves, context)
                 growths.append(_growth(entry, row, context))
             row += entry.rows
         self._launched = deep
@@ -319,13 +320,13 @@ def _place(sequence: DraftSequence, end: int, pending: int) -> TreePlace:
     return TreePlace(end, sequence.text.first + home, branch)
 
 
-def _leaves(entry: DraftBatchEntry, max_leaves: int) -> list[Node]:
+def _leaves(entry: DraftBatchEntry, max_leaves: int, context: int) -> list[Node]:
     """The best drafts from before the launch that it may expand besides."""
     if entry.computes_committed:
         return []  # there is none yet
     expands, at_home = set(entry.expands), entry.sequence.text.first + entry.sequence.cached.length
     deepest = at_home + MAX_BRANCH - MAX_LEVELS
-    places = entry.sequence.session.places()[: len(expands) + max_leaves]
+    places = islice(entry.sequence.places(context), len(expands) + max_leaves)
     return [node for node in places if node not in expands and node.end <= deepest][:max_leaves]
 
 

@@ -8,7 +8,7 @@ Tensor legend: R rows of the step, M those under the rejection rule, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -107,13 +107,17 @@ class DraftSequence:
         room = max(context + 1 - len(self.text.tokens), 0)
         return min(asked, room), min(reached, room)
 
-    def frontier(self, context: int) -> Sequence[Node]:
-        """The places worth expanding that a draft model of so much ``context`` can be fed."""
+    def places(self, context: int) -> Iterator[Node]:
+        """The places worth expanding that a draft model of so much ``context`` can be fed, best first."""
         room = context - len(self.text.tokens)
         if room < 0 or not self.text.complete:
-            return ()
+            return iter(())
         deepest = self.session.trie.position + room
-        return [node for node in self.session.frontier() if node.end <= deepest]
+        return (node for node in self.session.places() if node.end <= deepest)
+
+    def frontier(self, context: int) -> Sequence[Node]:
+        """Those of them to expand now."""
+        return list(islice(self.places(context), self.session.width))
 
     def follow(self, old_root: Node, verification: Verification) -> None:
         """Take into text and cache what a verification has committed, which the trie below ``old_root`` followed."""

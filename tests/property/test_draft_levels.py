@@ -344,6 +344,17 @@ def test_a_text_near_the_end_of_the_context_is_drafted_level_by_level(either: Mo
     other.close()
 
 
+def test_a_launch_goes_on_from_no_draft_beyond_the_context(either: Model) -> None:
+    """The last one that a step can be fed has drafts behind it: with one of those in the cache, no step could be."""
+    other = Drafter(either, 8, limits=replace(LIMITS, min_weight=0.0))
+    other.open(0, random_tokens(either.context - 9, seed=3), replace(WARM, temperature=0.01))
+    for _ in range(6):
+        other.step()
+    assert max(node.end for node in other.tree(0).values()) == either.context + 1
+    assert other.launches.launched > 16
+    other.close()
+
+
 def test_a_full_tree_takes_no_more(either: Model) -> None:
     """What a launch expanded beyond it is in neither the tree nor the cache."""
     limits = replace(LIMITS, nodes=20, min_weight=0.0)
