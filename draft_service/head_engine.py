@@ -80,18 +80,18 @@ class HeadEngine:
                 for number, wave in waves:
                     order += [(number, done[number] + row) for row in wave.rows]
                     done[number] += len(wave.tokens)
+            wanted = [(number, row) for number, chunk in enumerate(chunks) for row in chunk.rows]
+            if order != wanted or len(found) != 1:
+                place = {each: at for at, each in enumerate(order)}
+                found = [torch.cat(found)[upload([place[each] for each in wanted], self._head.device)]]
         except BaseException:
             for chunk, count in zip(chunks, done, strict=True):
                 chunk.sequence.retract(count)
             raise
         for chunk in chunks:
             self._trim(chunk.sequence)
-        wanted = [(number, row) for number, chunk in enumerate(chunks) for row in chunk.rows]
         self.forward_seconds = time.perf_counter() - started
-        if order == wanted and len(found) == 1:
-            return found[0]
-        place = {each: at for at, each in enumerate(order)}
-        return torch.cat(found)[upload([place[each] for each in wanted], self._head.device)]
+        return found[0]
 
     def _waves(self, chunks: Sequence[Chunk], done: Sequence[int]) -> list[tuple[int, HeadChunk]]:
         """What can be computed at once of the chunks, with their numbers, behind the rows that are done."""

@@ -117,6 +117,20 @@ def test_what_could_not_be_moved_is_moved_by_the_next_step(monkeypatch):
     assert moved == [[(CLEAR, 20)]]
 
 
+def test_rows_that_cannot_be_put_in_order_are_in_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two waves, since one row has to wait for the other; then there is no memory for what both say."""
+    engine = HeadEngine(CachedHead(tiny_head(**SHAPE), 64), cast(Any, SimpleNamespace(vocabulary=VOCABULARY)))
+    sequence = engine.cache.sequence()
+    engine.begin(sequence, 1)
+    chunk = Chunk(sequence, [5, 6], rows=[0, 1])
+    with monkeypatch.context() as short:
+        short.setattr("draft_service.head_engine.upload", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            engine.run([chunk])
+    assert sequence.pending == 0
+    assert len(engine.run([chunk])) == sequence.pending == 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_recorded_it_says_what_it_says_otherwise(kind: str) -> None:
     """Rows of several sequences that begin anywhere: prompts longer than what is computed at once, chains and trees."""
