@@ -102,7 +102,9 @@ def read(folder: Path, borrow: Borrow) -> EagleHead:
     if OUTPUT not in tensors:
         tied = config.tie_word_embeddings
         whole = tensors[EMBEDDING] if tied else _borrowed(file, OUTPUT, config, borrow)
-        tensors[OUTPUT] = whole if len(target_ids) == len(whole) else whole[target_ids.to(whole.device)]
+        if whole.shape[:1] == (config.vocab_size,) and not torch.equal(target_ids, torch.arange(config.vocab_size)):
+            whole = whole[target_ids.to(whole.device)]
+        tensors[OUTPUT] = whole
     _check_names(file, tensors, head)
     _check_numbers(file, tensors, head)
     head.load_state_dict(tensors, assign=True)

@@ -241,6 +241,22 @@ def test_what_is_left_out_is_the_targets(model: Model, tmp_path: Path, monkeypat
         load_alone(str(folder), "", CPU, torch.float32)
 
 
+def test_an_output_layer_of_the_targets_is_put_in_the_order_of_the_heads_tokens(tmp_path: Path) -> None:
+    """Also where the head knows all of them: as ``d2t`` has them, here the last first."""
+    named = tensors(draft=VOCABULARY)
+    named["d2t"], output = VOCABULARY - 1 - 2 * torch.arange(VOCABULARY), named.pop("lm_head.weight")
+    head = read(write(tmp_path, named, draft_vocab_size=VOCABULARY), lambda _: output)
+    assert torch.equal(head.lm_head.weight, output.flip(0))
+
+
+def test_an_embedding_of_another_size_is_named_though_it_is_the_output_layer_too(tmp_path: Path) -> None:
+    named = tensors(draft=VOCABULARY) | {"embed_tokens.weight": torch.zeros(200, HIDDEN)}
+    del named["lm_head.weight"]
+    folder = write(tmp_path / "head", named, draft_vocab_size=VOCABULARY, tie_word_embeddings=True)
+    with pytest.raises(ModelError, match=r"'embed_tokens.weight' has the shape \[200, 64\]; .* must have \[256, 64\]"):
+        read(folder, nobody)
+
+
 def test_what_is_saved_has_the_published_layout_and_is_read_again(tmp_path: Path) -> None:
     named = tensors()
     first = read(write(tmp_path / "head", named), nobody)
