@@ -263,14 +263,14 @@ def _must(rows: Sequence[Row], setting: ComparisonSetting, contender: str) -> Ro
 GOALS: tuple[Goal[Sequence[Row]], ...] = (
     Goal("pipeline_efficiency_0ms", "pipeline efficiency, round trip 0 ms", 0.92, False, _efficiency(settings.NEAR)),
     Goal("pipeline_efficiency_20ms", "pipeline efficiency, 20 ms", 0.85, False, _efficiency(settings.FAR)),
-    Goal("over_sequential_0ms", "over the best sequential, 0 ms", 1.25, False, _over(SEQUENTIAL, settings.NEAR)),
-    Goal("over_sequential_20ms", "over the best sequential, 20 ms", 1.6, False, _over(SEQUENTIAL, settings.FAR)),
+    Goal("over_sequential_0ms", "over the best sequential, 0 ms", 1.4, False, _over(SEQUENTIAL, settings.NEAR)),
+    Goal("over_sequential_20ms", "over the best sequential, 20 ms", 1.8, False, _over(SEQUENTIAL, settings.FAR)),
     Goal("over_plain_0ms", "over plain decoding, 0 ms", 2.2, False, _over(PLAIN, settings.NEAR)),
     Goal("over_plain_20ms", "over plain decoding, 20 ms", 2.0, False, _over(PLAIN, settings.FAR)),
     Goal(
         "over_transformers_assisted",
         "over transformers' assisted generation",
-        2.0,
+        2.5,
         False,
         _over(ASSISTED, settings.TRANSFORMERS),
     ),

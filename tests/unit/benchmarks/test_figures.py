@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -48,6 +49,7 @@ from benchmarks.speculation.settings import (
     ComparisonSetting,
     SpeculationOptions,
 )
+from cluster.config.environment import CHECKOUT
 from transport.client import Traffic
 
 
@@ -211,6 +213,13 @@ def test_the_summary_has_exactly_the_keys_of_the_goals():
             "batch16_over_plain": 200 / 202,
         }
     )
+
+
+def test_the_page_of_results_wants_what_a_run_does():
+    page = (CHECKOUT / "docs" / "results.md").read_text(encoding="utf-8")
+    section = page.split("\n## Speculation\n")[1].split("\n## ")[0]
+    wanted = re.findall(r"^\| [^|]+ \| (\d\.\d+) \|", section, re.MULTILINE)
+    assert [float(bound) for bound in wanted] == [goal.bound for goal in GOALS]
 
 
 def test_the_summary_is_of_the_main_pair_which_comes_first():
