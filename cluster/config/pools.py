@@ -56,7 +56,7 @@ class WorkerConfig:
     device: str = setting("auto", "where to compute: auto, cpu, cuda, cuda:1 ...")
     quantization: str = setting(
         NO_QUANTIZATION,
-        "smaller weights: none, int8, int8-dynamic (activations too: fastest on a CPU) or fp8 (on a GPU that has it)",
+        "smaller weights: none, int8, int8-dynamic (activations too, on a CPU) or fp8 (on a GPU that has it)",
         choices=QUANTIZATIONS,
     )
     plain_cuda: bool = setting(
