@@ -119,13 +119,19 @@ def test_suspects_are_tried_one_at_a_time_with_nobody_else_there():
     assert not router.known._suspicions
 
 
-def test_a_target_is_kept_free_until_a_suspect_can_be_tried_there():
+def keeping_a_target_free() -> Router:
+    """T1 is kept free for 1, a suspect, once 2 has committed there."""
     router = Router()
     router.open(1, T0)
     router.open(2, T1)
     router.die(T0)
     router.up = [T1]
-    assert router.ask(1) == Placed(Role.TARGET, None, queued=True)  # 2 has not committed there yet
+    assert router.ask(1) == Placed(Role.TARGET, None, queued=True)
+    return router
+
+
+def test_a_target_is_kept_free_until_a_suspect_can_be_tried_there():
+    router = keeping_a_target_free()
     assert router.ask(3) == Placed(Role.TARGET, None, queued=True)
     router.commit(2)
     assert router.known.due()[0] == 1
@@ -134,12 +140,7 @@ def test_a_target_is_kept_free_until_a_suspect_can_be_tried_there():
 
 @pytest.mark.parametrize("leaves", ["ended", "opened elsewhere"])
 def test_what_a_suspect_had_reserved_is_free_again(leaves):
-    router = Router()
-    router.open(1, T0)
-    router.open(2, T1)
-    router.die(T0)
-    router.up = [T1]
-    router.ask(1)
+    router = keeping_a_target_free()
     if leaves == "ended":
         router.known.ended(SessionId(1), finished=False)
     else:
@@ -150,12 +151,7 @@ def test_what_a_suspect_had_reserved_is_free_again(leaves):
 
 
 def test_a_suspect_is_kept_one_target_free_however_often_it_asks():
-    router = Router()
-    router.open(1, T0)
-    router.open(2, T1)
-    router.die(T0)
-    router.up = [T1]
-    router.ask(1)  # T1 is kept free for it, once 2 has committed there
+    router = keeping_a_target_free()
     router.known.opened(SessionId(3), T0, 1)
     router.at[3] = T0, 1
     router.up = [T0]
@@ -165,12 +161,7 @@ def test_a_suspect_is_kept_one_target_free_however_often_it_asks():
 
 
 def test_a_suspect_is_kept_another_target_free_when_the_first_drains():
-    router = Router()
-    router.open(1, T0)
-    router.open(2, T1)
-    router.die(T0)
-    router.up = [T1]
-    router.ask(1)  # T1 is kept free for it, once 2 has committed there
+    router = keeping_a_target_free()
     router.known.due()
     router.known.draining(T1)
     router.up = [T0]
