@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
+
+import psutil  # type: ignore[import-untyped]
 
 from benchmarks.harness.options import BenchError
 from benchmarks.harness.processes import CONNECT_SECONDS, ReadyProcess, child
@@ -220,9 +221,8 @@ class Contest:
     def _usage(self, server: ReadyProcess) -> ProcessUsage:
         # The clock that clock_getcpuclockid(3) gives: of all its threads, those that have ended included.
         cpu = time.clock_gettime((~server.process.pid << 3) | 2)
-        pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
         relayed = sum(worker.relayed_bytes for workers in self.workers.values() for worker in workers)
-        memory_kb = pages * os.sysconf("SC_PAGE_SIZE") / 1024
+        memory_kb = psutil.Process(server.process.pid).memory_info().rss / 1024
         return ProcessUsage(time.monotonic(), cpu, time.process_time(), memory_kb, relayed)
 
     async def _commits(self, server: ReadyProcess) -> dict[str, list[float]]:
